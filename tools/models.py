@@ -5,6 +5,7 @@ defaults lack. `NOT_NEUTRAL` changes scalings whose default of 1 would hide a mi
 """
 
 import argparse
+import copy
 import multiprocessing
 import time
 from pathlib import Path
@@ -15,7 +16,6 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from braidrl.cli.check_model import described
 from braidrl.errors import first_line
 from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, accept
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, packed_findings, quietly
@@ -25,6 +25,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 PROCESSES = 2
 LIMIT_S = 600
 CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
+SOUND = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
+SELECTED = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1], "eos_token_id": 1, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
+}  # fmt: skip
+DRAFTER = {
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False, "num_hidden_layers": 4,
+    "num_kv_shared_layers": 4,
+}  # fmt: skip
 REAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
@@ -32,7 +41,21 @@ REAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2},
     "gemma4_text": {"num_kv_shared_layers": 10},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 8},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [22, 22, 20]}
+        }
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500_000}},
+    "musicgen": SOUND | {"decoder": {"model_type": "musicgen_decoder"}},
+    "musicgen_melody": SOUND | {"decoder": {"model_type": "musicgen_melody_decoder"}},
+    "gemma4_assistant": {"text_config": DRAFTER | {"model_type": "gemma4_text"}},
+    "gemma4_unified_assistant": {"text_config": DRAFTER | {"model_type": "gemma4_unified_text"}},
+    "qwen4_exp": {"text_config": SELECTED},
+    "qwen4_exp_text": SELECTED,
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "xmod": {"default_language": "en_XX"},
 }
 """Settings of the hub's models that a type's defaults lack."""
 NOT_NEUTRAL = ("_multiplier", "logits_scaling")
@@ -108,12 +131,12 @@ def row_of(name: str) -> tuple[bool, str]:
     figure = max(f.value for f in findings[:4])
     kind = "by rows" if plan.by_rows else "mixers" if plan.mixers else "packed"
     without = ", ".join(lacks[f.name] for f in wrong)
-    return True, f"| {name} | {kind} | {without} | {described(plan)}; differs by {figure:.0e} |"
+    return True, f"| {name} | {kind} | {without} | {plan}; differs by {figure:.0e} |"
 
 
 def configuration(name: str) -> Any:
     """Return a type's configuration with the settings of the hub's models."""
-    config = AutoConfig.for_model(name, **REAL.get(name, {}))
+    config = AutoConfig.for_model(name, **copy.deepcopy(REAL.get(name, {})))
     if config.is_encoder_decoder:
         raise Refusal("an encoder and a decoder")
     for key in list(vars(config)):

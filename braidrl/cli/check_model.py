@@ -40,11 +40,7 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
     except FAILURES as error:
         say(f"REFUSED {model}, {config.model_type}: a tiny model of its structure fails: {first_line(error)}")
         return False
-    mixers = f", {', '.join(plan.mixers)} by rows of equal length" if plan.mixers else ""
-    computed = (
-        "rows of equal length together, with transformers' own attention" if plan.by_rows else f"packed rows{mixers}"
-    )
-    say(f"{model}: {config.model_type}, {computed}")
+    say(f"{model}: {config.model_type}, {plan}")
     for finding in findings:
         say(line(finding))
     if layouts:

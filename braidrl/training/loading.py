@@ -158,7 +158,7 @@ def _load(
             read_buffers(model, files)
             if not on_meta and missing <= {HEAD}:
                 ParameterReader(folder, model, files=files)(model)
-            return prepared_model(model, plan, dtype), sorted(missing)
+            return prepared_model(model, plan), sorted(missing)
     # Silence transformers' table of missing weights: the caller reports those that matter in one line.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -171,15 +171,13 @@ def _load(
         raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    return prepared_model(model, plan, dtype), sorted(loaded["missing_keys"])
+    return prepared_model(model, plan), sorted(loaded["missing_keys"])
 
 
-def prepared_model(model: Any, plan: ForwardPlan, dtype: torch.dtype) -> PreTrainedModel:
-    """Prepare a model in place for its plan and for products in its dtype."""
+def prepared_model(model: Any, plan: ForwardPlan) -> PreTrainedModel:
+    """Prepare a model in place for its plan."""
     use_fast_products(model)
     use_plan(model, plan)
-    if dtype is torch.float64:  # torch's grouped products of experts support no float64
-        model.set_experts_implementation("eager")
     found: PreTrainedModel = model
     return found
 

@@ -258,19 +258,22 @@ def arguments_of(
     folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any], reproducible: bool
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's engine: Braid's, then the user's `options` in their place."""
-    on_cpu: dict[str, Any] = {}
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    more: dict[str, Any] = {}
+    if config.model_type == "deepseek_v3" and not hasattr(config, "scoring_func"):
+        # The router of transformers' class. The hub's configurations name it; without a name vLLM takes another one.
+        more["hf_overrides"] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     if not torch.cuda.is_available():
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
         # Keys and values of `slots` rows of maximum length.
         positions = (slots * -(-max_sequence_tokens // CPU_BLOCK) + 1) * CPU_BLOCK
         each = 2 * config.num_hidden_layers * key_numbers(config) * getattr(torch, dtype).itemsize
-        on_cpu = {"kv_cache_memory_bytes": int(each * positions), "enforce_eager": True}
+        more |= {"kv_cache_memory_bytes": int(each * positions), "enforce_eager": True}
         # vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
         options = {name: value for name, value in options.items() if name != "enable_sleep_mode"}
     arguments = {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "max_num_seqs": slots, "max_model_len": max_sequence_tokens,
         "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
-        "disable_log_stats": True, **on_cpu,
+        "disable_log_stats": True, **more,
     }  # fmt: skip
     by_row = {
         "seed": 0, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits", "async_scheduling": False,

@@ -15,6 +15,7 @@ No worker holds a whole tensor. A model whose weights vLLM changes after it has 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
@@ -242,9 +244,22 @@ def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
     return set(names.values())
 
 
-def keep_weights_plain() -> None:
-    """On a CPU compute with the loaded weights, where vLLM would pack them into memory that no transfer can write to."""
+def repair_cpu_kernels() -> None:
+    """On a CPU compute with the loaded weights, which vLLM would pack into memory that no transfer can write to, and rotate all heads.
+
+    vLLM's kernel for rotary positions rotates only the first head of queries (tokens, heads, width), which latent attention gives it.
+    """
     if current_platform.is_cpu():
+        in_place = RotaryEmbedding.forward_cpu
+
+        def rotate(
+            self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+        ) -> tuple[Tensor, Tensor | None]:
+            rotated = self.forward_native if query.dim() > 2 else partial(in_place, self)
+            found: tuple[Tensor, Tensor | None] = rotated(positions, query, key)
+            return found
+
+        RotaryEmbedding.forward_cpu = rotate
 
         def compute_plainly(layer: Any, remove_weight: bool) -> None:
             layer.cpu_linear = nn.functional.linear
@@ -263,4 +278,4 @@ def keep_weights_plain() -> None:
 
 
 # vLLM imports this module in each worker before it loads the model.
-keep_weights_plain()
+repair_cpu_kernels()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.cluster.pools import NAMES as PLACEMENTS
@@ -439,6 +440,12 @@ def check_adapters(config: Config, flow: Flow) -> None:
 
 
 def model_settings(model: Path) -> Mapping[str, Any]:
-    """Return the model directory's configuration."""
+    """Return the settings of a model's text part, also by the names that transformers' models share; none without a directory."""
     path = model.expanduser() / "config.json"
-    return read_object(path) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    settings = read_object(path)
+    settings |= settings.get("text_config") or {}
+    kind = settings.get("model_type")
+    shared = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    return {**settings, **{name: settings[own] for name, own in shared.items() if own in settings}}

@@ -325,8 +325,7 @@ def embeddings_exceeded(config: Config, roles: Iterable[str], tokenizer: PreTrai
     """Return the embedding size of each role whose model has fewer tokens than the tokenizer."""
     found = {}
     for role in roles:
-        settings = checks.model_settings(model_path(role, config))
-        size = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
+        size = checks.model_settings(model_path(role, config)).get("vocab_size")
         if size is not None and size < len(tokenizer):
             found[role] = int(size)
     return found

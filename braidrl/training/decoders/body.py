@@ -25,6 +25,7 @@ from braidrl.training.compute.attention import (
     running,
 )
 from braidrl.training.compute.cpu_layers import derived
+from braidrl.training.compute.experts import use_experts
 
 PARTS = {
     "embedding": ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in", "tokens_embed", "w"),
@@ -48,6 +49,11 @@ class ForwardPlan:
     """Names of mixer classes, which run once per length over rows of that length."""
     by_rows: bool = False
     """The whole decoder runs once per length, with transformers' own attention."""
+
+    def __str__(self) -> str:
+        if self.by_rows:
+            return "rows of equal length together, with transformers' own attention"
+        return "packed rows" + (f", {', '.join(self.mixers)} by rows of equal length" if self.mixers else "")
 
     @property
     def attention(self) -> str:
@@ -127,6 +133,7 @@ def body_of(model: Any) -> Body:
 def use_plan(model: Any, plan: ForwardPlan) -> None:
     """Prepare a model in place for `run_body`."""
     setattr(model, PLAN, plan)
+    use_experts(model)
     for module in model.modules() if plan.mixers else ():
         kind: Any = type(module)
         if kind.__name__ in plan.mixers and not hasattr(kind, "plain_forward"):
@@ -189,13 +196,17 @@ def accepted(decoder: Any) -> frozenset[str]:
 
 
 def still(config: Any) -> list[str]:
-    """Set all settings that make the forward pass random to 0, in place; return their names."""
+    """Set all settings that make the forward pass random to 0, in place; return their names.
+
+    A router's jitter stays: PhiMoE computes with it also where nothing is random, and routers are never in training mode.
+    """
     found = []
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and name.endswith("config"):
             found += still(value)
         elif RANDOM.search(name) and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
-            setattr(config, name, 0.0)
+            if "jitter" not in name:
+                setattr(config, name, 0.0)
             found.append(name)
     return found
 

@@ -127,13 +127,16 @@ def predicted_log_probs(
 
 def own_logits(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward, in which the decoder returns these states."""
-    holder = model.base_model if model.base_model is not model else decoder_of(model)
-    holder.forward = lambda *_, **__: GivenStates(hidden)
+    # OPT's forward calls the decoder within its base model
+    holders = {decoder_of(model), model.base_model} - {model}
+    for holder in holders:
+        holder.forward = lambda *_, **__: GivenStates(hidden)
     try:
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         logits: Tensor = type(model).forward(model, input_ids=ids, use_cache=False).logits
     finally:
-        del holder.forward
+        for holder in holders:
+            del holder.forward
     return logits
 
 

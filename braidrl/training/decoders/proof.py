@@ -1,4 +1,4 @@
-"""The training proof: Braid and transformers (row by row) must compute equal results on a tiny twin of a decoder.
+"""The proof: Braid and transformers (row by row) must compute equal results on a tiny twin of a decoder, in training and decoding.
 
 config ──shrink──▶ twin ──packed, mixers by rows, or all by rows──▶ log-probs, gradients ─┬─ equal? ──▶ a `ForwardPlan`, or a refusal
                      └──── transformers' own attention, each row alone ──────────────────┘
@@ -12,6 +12,7 @@ Shapes: B rows, N tokens in total.
 """
 
 import contextlib
+import copy
 import io
 import logging
 import re
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from braidrl.errors import first_line
-from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.compute.attention import PackedSequences, parameters_of
+from braidrl.training.compute.slots import PrefillSequences, SlotCache, SlotStep
 from braidrl.training.decoders.body import (
     PACKED,
     ForwardPlan,
@@ -35,7 +37,8 @@ from braidrl.training.decoders.body import (
     still,
     use_plan,
 )
-from braidrl.training.decoders.head import predicted_log_probs
+from braidrl.training.decoders.cohorts import Cohorts
+from braidrl.training.decoders.head import logits_of, predicted_log_probs
 from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, tiny_model
 
 LENGTHS = (5, 17, 8, 1, 9, 17, 16, 2)
@@ -46,6 +49,12 @@ GRADIENT_BOUND = 2e-3
 """Greatest norm of all gradients' difference, relative to the norm of the gradients."""
 FOUND = 3
 """Most mixer classes of a plan."""
+
+
+SLOTS = 16
+"""Slots of the engine in the proof of decoding."""
+PROMPTS = (2, 9, 8, 1, 1, 9, 5, 1)
+"""Prompt tokens of each of the twin's rows."""
 
 
 class Refusal(Exception):
@@ -75,6 +84,7 @@ class Twin:
     ) -> None:  # fmt: skip
         """Shrink a configuration; tests inject faults into Braid's models by `alter`."""
         self.config, self.device = shrink_config(config, head_width), torch.device(device)
+        self._plain = copy.deepcopy(self.config)
         still(self.config)
         self.seed, self._alter = seed, alter
         text = self.config.get_text_config()
@@ -92,11 +102,15 @@ class Twin:
             self._alter(model)
         return model
 
+    def unchanged(self) -> Any:
+        """Create the twin with transformers' own attention and all settings as they are."""
+        model: Any = tiny_model(self._plain, self.seed, attn_implementation="eager")
+        return model.to(self.device)
+
     @cached_property
     def own(self) -> Any:
-        """Return the twin with transformers' own attention."""
-        model: Any = tiny_model(self.config, self.seed, attn_implementation="eager")
-        return model.to(self.device)
+        """Return the twin as transformers runs it."""
+        return self.unchanged()
 
     @cached_property
     @torch.enable_grad()  # also under a caller's no_grad
@@ -169,6 +183,8 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     """Return the first plan whose findings hold, with the findings. Raises Refusal if there is none."""
+    if "shared_kv_states" in parameters_of(type(twin.own).forward):
+        raise Refusal("a drafter: it computes with the keys and values of another model")
     if twin.future() > BOUND:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
     reasons: list[str] = []
@@ -271,6 +287,69 @@ def _calls(model: Any, rows: Sequence[Tensor], packed: bool) -> list[tuple[str, 
         parts for parts in zip(*found, strict=False) if len({(n, i.shape[1:], o.shape[1:]) for n, i, o in parts}) == 1
     ]
     return [(parts[0][0], *(torch.cat(each) for each in list(zip(*parts, strict=True))[1:])) for parts in calls]
+
+
+@torch.no_grad()
+def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
+    """Decode the twin's rows token by token, and compare with single rows under transformers."""
+    name = "embedded engine equals trainer: prefill and decode"
+    model = twin.model(plan)
+    try:
+        found = decoded_by_cohorts(model, twin) if plan.by_rows else decoded_from_slots(model, twin)
+    except FAILURES as error:
+        return Finding(name, float("inf"), BOUND, first_line(error))
+    return Finding(
+        name, distance(found, [row[prompt - 1 :] for row, prompt in zip(twin.alone[0], PROMPTS, strict=True)]), BOUND
+    )
+
+
+def decoded_from_slots(model: object, twin: Twin) -> list[Tensor]:
+    """Return the log-probs of each row's response, decoded from slots; rows also move between slots."""
+    cache = SlotCache(SLOTS, torch.float32, twin.device)
+    cache.reserve(max(len(row) for row in twin.rows))
+    long = [n for n, prompt in enumerate(PROMPTS) if prompt > 1]
+    sequences = PackedSequences.of([PROMPTS[n] - 1 for n in long], twin.device)
+    keeping = PrefillSequences(sequences)
+    ids = torch.cat([twin.rows[n][: PROMPTS[n] - 1] for n in long])
+    run_body(model, ids[None], sequences.position_ids(), keeping)
+    prefixes = dict(zip(long, keeping.prefixes(len(long)), strict=True))
+    for number in range(len(twin.rows)):
+        cache.fill(torch.tensor([number + 1], device=twin.device), prefixes.get(number))
+    for number in reversed(range(len(twin.rows))):
+        cache.move(number + 1, number + 4, PROMPTS[number])
+
+    def hidden(current: Tensor, position: Tensor) -> Tensor:
+        context = SlotStep(cache, position, int(position.max()) + 1)
+        return run_body(model, current[:, None], position[:, None], context)[:, 0]
+
+    return _stepped(model, twin, hidden, 4)
+
+
+def decoded_by_cohorts(model: object, twin: Twin) -> list[Tensor]:
+    """Return the log-probs of each row's response, decoded with the model's own cache."""
+    cohorts = Cohorts(model)
+    cohorts.begin({number: row[:prompt] for number, (row, prompt) in enumerate(zip(twin.rows, PROMPTS, strict=True))})
+
+    def hidden(current: Tensor, position: Tensor) -> Tensor:
+        cohorts.end(n for n, row in enumerate(twin.rows) if int(position[n]) >= len(row) - 1)
+        return cohorts.hidden(current, position)
+
+    return _stepped(model, twin, hidden, 0)
+
+
+def _stepped(model: object, twin: Twin, hidden: object, first: int) -> list[Tensor]:
+    """Feed each row's own tokens, one per step; row n is in slot n + `first`. Return the log-probs of responses."""
+    found: list[list[Tensor]] = [[] for _ in twin.rows]
+    for step in range(max(len(row) - prompt for row, prompt in zip(twin.rows, PROMPTS, strict=True))):
+        current, position = (torch.zeros(SLOTS, dtype=torch.int64, device=twin.device) for _ in range(2))
+        places = [min(prompt - 1 + step, len(row) - 1) for row, prompt in zip(twin.rows, PROMPTS, strict=True)]
+        for number, (row, place) in enumerate(zip(twin.rows, places, strict=True)):
+            current[number + first], position[number + first] = row[place], place
+        logits = logits_of(model, hidden(current, position)).float().log_softmax(-1)  # type: ignore[operator]
+        for number, (row, place) in enumerate(zip(twin.rows, places, strict=True)):
+            if place + 1 < len(row):
+                found[number].append(logits[number + first, row[place + 1]])
+    return [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in found]
 
 
 @contextlib.contextmanager

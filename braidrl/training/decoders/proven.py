@@ -16,8 +16,16 @@ from braidrl.errors import UserError, first_line
 from braidrl.native.building import cache_folder
 from braidrl.training.compute import attention
 from braidrl.training.decoders.body import ForwardPlan
-from braidrl.training.decoders.decoding_proof import decoding_finding
-from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, find_plan, packed_findings, quietly
+from braidrl.training.decoders.proof import (
+    FAILURES,
+    Finding,
+    Refusal,
+    Twin,
+    decoding_finding,
+    find_plan,
+    packed_findings,
+    quietly,
+)
 
 KNOWN: dict[str, dict[str, Any]] = {}
 UNNAMED = (

@@ -52,7 +52,7 @@ WINDOWS = re.compile(
 CHUNKS = re.compile(r"^(chunk_size|mamba_chunk_size|block_size|index_block_size|floor_scale)$")
 WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
 """Names of widths, which keep their ratio to the model's width."""
-KEPT = re.compile(r"(max_position|n_positions|n_ctx|vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
+KEPT = re.compile(r"(max_position|n_positions|n_ctx|^vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
 
 
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
@@ -72,19 +72,21 @@ def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """Create a random model from a small configuration; parameters initialised to 0 or 1 get noise.
+    """Create a random model from a small configuration; parameters initialised to 0 or 1 get noise, and matrices are enlarged.
 
-    Otherwise untrained norms, sinks, biases and gates would hide that they are not computed.
+    Otherwise untrained norms, sinks, biases and gates would hide that they are not computed. Decays and time steps of state-space
+    layers stay: larger ones would forget a state at once.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.is_floating_point() and (parameter.dim() < 2 or float(parameter.std()) < 1e-3):
                     parameter.add_(0.1 * torch.randn_like(parameter))
-                elif parameter.dim() >= 2:
-                    parameter.mul_(4)
+                elif parameter.dim() >= 2 and not name.endswith(("bias", "A_log")):
+                    # a convolution's short rows more than other matrices
+                    parameter.mul_(max(4.0, parameter.shape[-1] ** -0.5 / float(parameter.std())))
     return model.eval()
 
 
@@ -101,8 +103,8 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
             continue
         if KEPT.search(name):
             continue
-        if "vocab_size" in name and name != "vocab_size_base":
-            found[name] = VOCABULARY
+        if "vocab" in name and name != "vocab_size_base":
+            found[name] = min(value, VOCABULARY)
         elif name.endswith(("token_id", "token_index")):
             found[name] = min(value, VOCABULARY - 1)
         elif WINDOWS.match(name):
@@ -131,6 +133,8 @@ class _Sizes:
         width = next((settings[n] for n in WIDTHS if isinstance(settings.get(n), int)), 64)
         few = min(keys, 2)
         many = few * max(1, min(heads // keys, 4))
+        if not any(name in settings for name in KEY_HEADS):
+            many = few = min(heads, 4)  # CodeGen interleaves its heads in four parts
         return _Sizes(width, max(many * head_width, 32), many, few, head_width)
 
     def width(self, value: int) -> int:
@@ -194,22 +198,23 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
 def _latent_attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     if not isinstance(given.get("qk_rope_head_dim"), int):
         return
-    found |= {"qk_rope_head_dim": 8, "kv_lora_rank": 16}
+    # the widths that vLLM's kernels take, where wider heads are asked for
+    rope, rank, own, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
+    found |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
     if isinstance(given.get("qk_nope_head_dim"), int):
-        found["qk_nope_head_dim"] = 16
+        found["qk_nope_head_dim"] = own
     if isinstance(given.get("v_head_dim"), int):
-        found["v_head_dim"] = 12
+        found["v_head_dim"] = value
     if isinstance(given.get("q_lora_rank"), int):
         found["q_lora_rank"] = 24
     if isinstance(given.get("head_dim"), int):
-        found["head_dim"] = 8 if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
+        found["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
     found.pop("qk_head_dim", None)
 
 
 def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     _set(found, ("mamba_d_state", "state_size", "ssm_state_size"), 8)
     _set(found, ("time_step_rank", "mamba_dt_rank"), 8)
-    _set(found, ("n_groups", "mamba_n_groups", "mamba_ngroups"), 0)
     for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
         if name in given:
             found[name] = min(given[name], 2)
@@ -313,7 +318,9 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any])
         first.setdefault(combination, number)
     kept = sorted(first.values())[:MOST_LAYERS]
     if isinstance(given.get("layers_block_type"), list) and "hybrid" in given["layers_block_type"]:
-        kept = list(range(given["layers_block_type"].index("hybrid") + 2))
+        # Zamba's hybrid layers share weights, which needs two of them
+        hybrids = [number for number, kind in enumerate(given["layers_block_type"]) if kind == "hybrid"]
+        kept = sorted({*range(hybrids[0] + 2), *hybrids[:2]})
     periods = re.compile(r"(period|interval|_pattern|_every_n_layers|_step)$")
     period = max([1, *(value for name, value in given.items() if periods.search(name) and isinstance(value, int))])
     if not kinds or (period > 1 and len(kept) < 2):
@@ -354,16 +361,21 @@ def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
             found[name] = 1.0
         elif name in ("index_topk", "index_topk_blocks"):
             found[name] = min(value, 4)
-        elif name in ("index_n_heads", "o_groups"):
+        elif name == "index_n_heads":
+            found[name] = min(
+                value, 16
+            )  # fewer would give many keys a score of 0, and the choice among equals is arbitrary
+        elif name == "o_groups":
             found[name] = min(value, 2)
-        elif name == "index_head_dim":
+        elif name == "compress_rates" and value:
+            found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
+        elif name in ("index_head_dim", "indexer_head_dim"):
             found[name] = sizes.head_width
+        elif name in ("indexer_budget", "indexer_compress_ratio"):
+            found[name] = min(value, 4 if name == "indexer_budget" else 2)
+        elif name == "hidden_size_global":
+            found[name] = sizes.small
         elif name in ("num_embeddings", "num_position_embeddings"):
             found[name] = min(value, 64)
-    if given.get("n_embd") and isinstance(given.get("rotary_dim"), int):
-        found["rotary_dim"] = 8
-    for name in ("d_head",):
-        if isinstance(given.get(name), int):
-            found[name] = sizes.small // sizes.heads
     if isinstance(given.get("dim_model_base"), int):
         found["dim_model_base"] = max(8, sizes.small * given["dim_model_base"] // sizes.original)

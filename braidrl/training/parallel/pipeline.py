@@ -139,6 +139,13 @@ class PassThrough(nn.Module):
         return hidden
 
 
+class Nothing(nn.Module):
+    """A placeholder for what only the first pipeline rank adds to the embedded tokens, such as learned positions."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(1)
+
+
 class Received(PassThrough):
     """A placeholder for the layer before a pipeline rank's first, which returns the previous rank's output.
 
@@ -161,11 +168,18 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
             body.layers[number] = kind = (Received if before else PassThrough)(body.layers[number])
             if before:
                 setattr(model, RECEIVED, [kind])
-    head = next(name for name, child in model.named_children() if child is not model.base_model)
     tied = is_tied(model)
     if rank < ranks - 1:
         body.norm = PassThrough()
-        setattr(model, head, PassThrough())
+        for name, child in list(model.named_children()):
+            if child is not model.base_model:
+                setattr(model, name, PassThrough())
+    if rank > 0:
+        for name, child in list(body.decoder.named_children()):
+            if name == body.layers_name:
+                break  # the modules after the layers belong to the last rank
+            if name != body.embedding_name and any(True for _ in child.parameters()):
+                setattr(body.decoder, name, Nothing())
     if rank > 0 and not (tied and rank == ranks - 1):
         body.embedding = PassThrough()
 

@@ -18,21 +18,28 @@ from braidrl.runtimes.saving.folders import run_config
 from tests.engines.served import vllm_python
 from tests.invariants.traces import merged, weights
 from tests.runtimes.spmd.ranks import run_in_ranks
-from tests.tiny import Workshop, braid, metrics_agree, recorded, wait_for_steps
+from tests.tiny import Workshop, braid, metrics_agree, metrics_without_times, recorded, wait_for_steps
 from tests.training.decoders.families import FAMILIES, FLOWS, write_family, write_pairs
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "data": {"data": 2}, "sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "full": {"shard": "full"},
+    "data": {"data": 2}, "sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "full": {"shard": "full"}, "pipeline": {"pipeline": 2},
 }  # fmt: skip
-WITHOUT_TENSOR = {"gpt_oss": "no tensor-parallel plan", "gemma4_text": "Gemma4TextModel computes with all tokens"}
+REFUSED = {
+    ("gpt_oss", "tensor"): "no tensor-parallel plan", ("gemma4_text", "tensor"): "Gemma4TextModel computes with all tokens",
+    ("gemma4_text", "pipeline"): "without providing `input_ids`",
+}  # fmt: skip
 TOLERANCE = 1e-5
 """Parts of these models compute in float32 whatever the dtype of their weights, and Adam magnifies their rounding."""
 ON_VLLM: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 64}, "qwen3_moe": {"head_dim": 64},
     "gemma4_text": {"head_dim": 64, "global_head_dim": 64, "num_experts": None, "top_k_experts": None},
+    "deepseek_v3": {
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "qk_head_dim": 192, "v_head_dim": 128, "head_dim": 64,
+    },
 }  # fmt: skip
-"""Heads as wide as vLLM needs on a CPU, where it has no kernels for Qwen3.5 and DeepSeek V3. Files of Qwen3 MoE have other names."""
-ON_RANKS: dict[str, str] = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor"}
+"""Heads as wide as vLLM needs on a CPU, where its kernel for Qwen3.5 takes bfloat16 alone. Files of Qwen3 MoE have other names."""
+ON_RANKS = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor", "gpt2": "pipeline"}
+"""Also GPT-2, whose learned positions only the first pipeline rank adds."""
 
 
 def shop_of(folder: Path, name: str, **changes: Any) -> Workshop:
@@ -68,19 +75,19 @@ def test_families_train_on_two_ranks_as_in_one_process(tmp_path: Path) -> None:
         assert_same_run(shop.folder / "ranks", shop.run("alone", **sections), name == "qwen3_5_text")
 
 
-@pytest.mark.parametrize("name", WITHOUT_TENSOR)
-def test_tensor_ranks_are_refused_in_a_line_where_they_cannot_divide_a_model(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), REFUSED)
+def test_axis_that_cannot_divide_a_model_is_refused_in_a_line(tmp_path: Path, name: str, layout: str) -> None:
     shop = shop_of(tmp_path, name)
-    with pytest.raises(UserError, match=WITHOUT_TENSOR[name]) as refused:
-        train(parse_config(shop.tree("refused", **laid_out(FLOWS["grpo"], "tensor"))))
-    assert "\n" not in str(refused.value) and "write tensor=1" in str(refused.value)
+    with pytest.raises(UserError, match=REFUSED[name, layout]) as refused:
+        train(parse_config(shop.tree("refused", **laid_out(FLOWS["grpo"], layout))))
+    assert "\n" not in str(refused.value) and f"write {layout}=1" in str(refused.value)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_flow_on_a_family_is_the_same_under_every_layout_and_runtime(tmp_path: Path, name: str) -> None:
     shop = shop_of(tmp_path, name)
-    layouts = [layout for layout in LAYOUTS if layout != "tensor" or name not in WITHOUT_TENSOR]
+    layouts = [layout for layout in LAYOUTS if (name, layout) not in REFUSED]
     runs = {f"{flow}-{layout}": laid_out(FLOWS[flow], layout) for flow in FLOWS for layout in layouts}
     run_in_ranks([shop.tree(each, **sections) for each, sections in runs.items()], 2)
     for flow, sections in FLOWS.items():
@@ -111,7 +118,7 @@ def test_family_is_killed_and_resumes_as_if_nothing_had_happened(tmp_path: Path,
     else:
         with TrainingRun(run_config(killed), resume=killed) as run:
             run.train()
-    assert_same_run(killed, shop.run("whole", **sections))
+    assert_same_run(killed, shop.run("whole", **sections), (name, layout) == ("qwen3_5_text", "full"))
 
 
 @pytest.mark.soak
@@ -121,10 +128,12 @@ def test_families_generate_with_vllm_what_the_embedded_engine_does(tmp_path: Pat
     for flow in ("grpo", "dapo"):
         sections = {**FLOWS[flow], "dtype": "float32"}
         rollout = {"engine": "vllm", "reproducible": True, "python": str(python) if python else None}
-        served, alone = shop.run("served", **merged(sections, {"rollout": rollout})), shop.run(flow, **sections)
+        served, alone = shop.run(f"{flow}-vllm", **merged(sections, {"rollout": rollout})), shop.run(flow, **sections)
         assert (
             recorded(served, 2).ordered()["tokens"].values.tolist()
             == recorded(alone, 2).ordered()["tokens"].values.tolist()
         )
         assert max(line["train/rollout_log_prob_gap"] for line in read_metrics(served)) < 1e-4
-        assert metrics_agree(served, alone, 1e-3)
+        # vLLM's numerics are not the trainer's: its run also has the metrics of a correction
+        for ours, theirs in zip(metrics_without_times(served), metrics_without_times(alone), strict=True):
+            assert {name: ours.get(name) for name in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-3)

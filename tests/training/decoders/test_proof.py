@@ -14,9 +14,16 @@ from braidrl.training import acceptance
 from braidrl.training.acceptance import AXES, MEASURES, accept
 from braidrl.training.compute import slots
 from braidrl.training.decoders.body import PACKED, ForwardPlan
-from braidrl.training.decoders.decoding_proof import decoding_finding
 from braidrl.training.decoders.head import HEAD, Head
-from braidrl.training.decoders.proof import Refusal, Twin, find_plan, leaking_modules, packed_findings, quietly
+from braidrl.training.decoders.proof import (
+    Refusal,
+    Twin,
+    decoding_finding,
+    find_plan,
+    leaking_modules,
+    packed_findings,
+    quietly,
+)
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import full_tensor
 
