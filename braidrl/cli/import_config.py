@@ -56,7 +56,7 @@ class Imported:
 
 
 class Left(str):
-    """What to do about a key without a counterpart."""
+    """The advice for a key without a counterpart."""
 
 
 Rule = Callable[[Imported, str, Any, str], None]

@@ -127,7 +127,7 @@ class EnvironmentConfig(SandboxConfig):
     variables: list[str] = []
     """Environment variables that it receives from the run, in addition to PATH and the like."""
     host: str = "127.0.0.1"
-    """For an agent: the address of this machine on which its endpoint listens. An address that other machines can reach needs a key."""
+    """The address of this machine on which an agent's endpoint listens. An address that other machines can reach needs a key."""
     key_variable: str | None = None
     """Environment variable with the endpoint's key, which clients send as their API key; the agent receives it as `api_key` in its
     example."""

@@ -39,7 +39,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
     short_for: ClassVar[Mapping[type, str]] = {}
-    """By type, the key that is set if a value is given in place of the section."""
+    """The key that is set if a value of a type is given in place of the section."""
 
     @model_validator(mode="before")
     @classmethod

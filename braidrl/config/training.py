@@ -137,21 +137,21 @@ class RoleConfig(Section):
     model: Path | None = None
     """The role's own model; by default the run's. A role that only scores may have another tokenizer: it reads the same texts."""
     backend: str | None = None
-    """By default the trainer's."""
+    """The default is the trainer's."""
     learning_rate: float | None = Field(None, ge=0, le=MOST_LEARNING_RATE)
-    """By default the trainer's."""
+    """The default is the trainer's."""
     dtype: DType | None = None
-    """By default the run's."""
+    """The default is the run's."""
     layout: ParallelLayout | None = None
-    """By default the trainer's."""
+    """The default is the trainer's."""
     inference_layout: ParallelLayout | None = None
-    """By default the trainer's; for trained roles only."""
+    """The default is the trainer's; for trained roles only."""
     lora: LoraConfig | None = None
-    """By default the trainer's."""
+    """The default is the trainer's."""
     max_tokens_per_device: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """By default the trainer's."""
+    """The default is the trainer's."""
     activation_checkpointing: bool | None = None
-    """By default the trainer's."""
+    """The default is the trainer's."""
     methods: str | None = None
     """Class with your own methods for this role's workers, `module:Class` or `file.py:Class`; a session calls them under
     `runtime: hybrid`."""

@@ -75,7 +75,7 @@ class Simulation:
     ends: list[float] = field(default_factory=list)
     admitted: set[Uid] = field(default_factory=set)
     trained: Counter[tuple[tuple[str, int], Uid]] = field(default_factory=Counter)
-    """By train stage and epoch, and row."""
+    """The number of times that a train stage used a row in an epoch."""
     batches: list[tuple[int, ...]] = field(default_factory=list)
     """The groups of each iteration's batch."""
     versions: list[list[int]] = field(default_factory=list)

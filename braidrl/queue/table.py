@@ -40,7 +40,7 @@ class StoredRows:
 
     index: Rows
     payload: list[dict[str, Any]] = field(default_factory=list)
-    """In the form of `piece`."""
+    """Pieces in the form of `piece`."""
     writer: str = ""
     """The stage or task that wrote a part."""
     rows: dict[Row, int] = field(default_factory=dict)

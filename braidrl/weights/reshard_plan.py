@@ -46,7 +46,7 @@ class Moves:
     peers: Ints
     tensors: Ints
     boxes: Ints
-    """For each move, the index of its block in `shapes`."""
+    """The index of each move's block in `shapes`."""
     item_bytes: Ints
     shapes: Sequence[Box]
     sizes: Ints

@@ -36,11 +36,11 @@ class ServerNeeds:
     """The requirements of a run on a server that was started before it."""
 
     tokens: int
-    """Of the longest row, prompt included."""
+    """The length of the longest row, prompt included."""
     reproducible: bool = True
     """A row's own random numbers must draw its tokens."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How the tokens are drawn that are trained on."""
+    """The settings that draw the tokens to train on."""
     tensor: int = 1
     """Tensor-parallel ranks; 1 leaves them to the server."""
     pipeline: int = 1

@@ -17,7 +17,7 @@ from braidrl.data.rows import Uid
 PROMPT_WORK = 0.1
 """Work of prefilling one prompt token, relative to decoding one token."""
 SLACK = 0.25
-"""How much more loaded than the least loaded engine an engine with a row's prefix may be, as a share of its capacity."""
+"""The most load of an engine with a row's prefix beyond the least loaded engine's, as a share of its capacity."""
 PREFIXES = 4096
 """Number of prefixes whose engine is remembered."""
 

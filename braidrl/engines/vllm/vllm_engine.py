@@ -47,7 +47,7 @@ REPRODUCIBLE_SETTINGS = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, ImportError)
-"""What vLLM raises for a model or a setting that it does not support, by its part that finds it."""
+"""Exceptions that vLLM raises for a model or a setting that it does not support; each part of it has its own."""
 CPU_BLOCK = 128
 """Tokens per block of keys and values on the CPU."""
 

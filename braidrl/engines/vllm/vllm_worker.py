@@ -41,7 +41,7 @@ from braidrl.weights.model_files import HubNames, hub_names
 from braidrl.weights.shard_index import WeightPart
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Attention)
-"""What computes with a parameter as it was loaded."""
+"""Classes that compute with a parameter as it was loaded."""
 
 
 class WeightsNotLive(ValueError):
@@ -245,7 +245,7 @@ def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
 
 
 def repair_cpu_kernels() -> None:
-    """On a CPU compute with the loaded weights, which vLLM would pack into memory that no transfer can write to, and rotate all heads.
+    """Compute on a CPU with the loaded weights, which vLLM would pack into memory that no transfer can write to, and rotate all heads.
 
     vLLM's kernel for rotary positions rotates only the first head of queries (tokens, heads, width), which latent attention gives it.
     """

@@ -19,7 +19,7 @@ from braidrl.runtimes.saving.folders import MAY_CHANGE
 from braidrl.training.role_settings import model_path
 
 WHOLE_BYTES = 1 << 30
-"""For a larger file the size and samples of its blocks are used."""
+"""The size up to which a file is read whole; of a larger one its size and samples of its blocks count."""
 BLOCKS, BLOCK_BYTES = 64, 1 << 20
 Fingerprints = dict[str, dict[str, str]]
 """Digests by kind, then by the configuration key that names the file or folder."""

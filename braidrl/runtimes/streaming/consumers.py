@@ -84,7 +84,7 @@ class Consumers:
         self.verdicts = {
             stage.name: self._waits_of([stage.name]) for stage in flow.stages if self._home[stage.name] == VERDICTS
         }
-        """By stage what it waits for."""
+        """The consumers and verdict stages that each stage waits for."""
         self.of_stage = {stage.name: c.name for c in self.by_name.values() for stage in c.stages}
         self.reporting = {
             stage: name for name, c in reversed(self.by_name.items()) for stage in (s.name for s in c.stages)

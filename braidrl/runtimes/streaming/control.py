@@ -67,7 +67,7 @@ class ControlPlane(QueueController):
         self.holders: dict[str, WorkerHolder] = {}
         self.weights, self.activity = Versions(exported), Activity()
         self.copies: dict[str, Copy] = {}
-        """By due train stage the source weights of its update without a loss."""
+        """The source weights of a due train stage's update without a loss."""
         self.forgotten: list[Place] = []
         """Outdated weights that may be read until every engine has loaded others."""
         self.outdated: list[int] = []
@@ -88,7 +88,7 @@ class ControlPlane(QueueController):
         self.results: dict[int, tuple[dict[str, Any], StoredRows | None]] = {}
         self.orders_given = 0
         self.noticed: list[Any] = []
-        """What threads of this process wait for, at their last wake-up."""
+        """The values that threads of this process wait for, at their last wake-up."""
         self.notify: Callable[[], object] = lambda: None
         """Makes the server retry waiting workers."""
 

@@ -50,13 +50,13 @@ class StreamSchedule(TrainersProgress):
         """Tasks that rows enter with their admission; they enter the others with their batch."""
         self.rows_of: dict[int, list[Uid]] = {}
         self.iteration_of: dict[int, int] = {}
-        """By group: the batch of its admission, later the batch that contains it."""
+        """The batch of a group's admission, later the batch that contains it."""
         self.versions: dict[Uid, int] = {}
         """The oldest version among a row's tokens, once it is generated."""
         self.tokens: dict[Uid, int] = {}
         """The known length of a row."""
         self.begun: dict[Uid, int] = {}
-        """By row: the oldest version of an engine that got it."""
+        """The oldest version of an engine that got a row."""
         self.suspended_rows: dict[Uid, int] = {}
         """The oldest version among the tokens of suspended rows."""
         self.going_on: set[int] = set()
@@ -70,7 +70,7 @@ class StreamSchedule(TrainersProgress):
         self.released: dict[int, list[Uid]] = {}
         """Rows of the groups released with the last closed batch."""
         self.dropped: dict[Lease, list[Uid]] = {}
-        """By lease, its rows in these groups."""
+        """The rows of a lease in these groups."""
         self.max_staleness_seen = 0
 
     def resume(
