@@ -129,10 +129,11 @@ def joined(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
     return results[0].cat(results) if results and isinstance(results[0], DivisibleTable) else results
 
 
-def by_share(name: str, shares: Callable[[Mesh], Sequence[Sequence[int]]]) -> TransferProtocol:
+def by_share(name: str, about: str, shares: Callable[[Mesh], Sequence[Sequence[int]]]) -> TransferProtocol:
     """Return a protocol that divides rows into shares, one for each entry of `shares(mesh)`, which lists ranks.
 
     The ranks of an entry get the same rows, which may be none, and the first of them answers. All ranks get the same other arguments.
+    `about` says so in the catalogue.
     """
 
     def distribute(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
@@ -146,26 +147,45 @@ def by_share(name: str, shares: Callable[[Mesh], Sequence[Sequence[int]]]) -> Tr
     def collect(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
         return joined(mesh, calls, [results[ranks[0]] for ranks in shares(mesh)])
 
+    distribute.__doc__ = about
     return TransferProtocol(name, distribute, collect)
 
 
-ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", lambda mesh, *arguments: [arguments] * mesh.size, joined)
-RANK_ZERO = TransferProtocol(
-    "RANK_ZERO",
-    lambda mesh, *arguments: [arguments, *[None] * (mesh.size - 1)],
-    lambda mesh, calls, results: results[0],
-)
+def to_everyone(mesh: Mesh, *arguments: Any) -> RankCalls:
+    """Call every rank with the same arguments."""
+    return [arguments] * mesh.size
+
+
+def to_rank_zero(mesh: Mesh, *arguments: Any) -> RankCalls:
+    """Call only rank 0."""
+    return [arguments, *[None] * (mesh.size - 1)]
+
+
+ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", to_everyone, joined)
+RANK_ZERO = TransferProtocol("RANK_ZERO", to_rank_zero, lambda mesh, calls, results: results[0])
 ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", one_each, joined)
-# Ranks of one model copy have rows of their own, and pool them.
-DP = by_share("DP", lambda mesh: [[rank] for rank in range(mesh.size)])
-# All ranks of a copy share rows; the last pipeline ranks have the model's outputs.
-THREE_D = by_share("THREE_D", lambda mesh: np.swapaxes(mesh.ranks()[::-1], 0, 1).reshape(mesh.data, -1).tolist())
-# All ranks that generate together share rows; without groups each rank generates alone.
-THREE_D_MICRO_DP = by_share("THREE_D_MICRO_DP", lambda mesh: mesh.generation or [[rank] for rank in range(mesh.size)])
-# Pipeline ranks have rows of their own, as if they were data ranks; ranks that split tensors or sequences share them.
+DP = by_share(
+    "DP",
+    "Call each rank with its part of the rows, which may be empty, and the same other arguments; ranks of one copy pool their rows.",
+    lambda mesh: [[rank] for rank in range(mesh.size)],
+)
+# The last pipeline ranks have the model's outputs, and answer.
+THREE_D = by_share(
+    "THREE_D",
+    "Call all ranks of one model copy with the same part of the rows; each copy has its own.",
+    lambda mesh: np.swapaxes(mesh.ranks()[::-1], 0, 1).reshape(mesh.data, -1).tolist(),
+)
+# Without groups each rank generates alone.
+THREE_D_MICRO_DP = by_share(
+    "THREE_D_MICRO_DP",
+    "Call all ranks of a generation group with the same part of the rows; each group has its own.",
+    lambda mesh: mesh.generation or [[rank] for rank in range(mesh.size)],
+)
 PP_AS_DP = by_share(
-    "PP_AS_DP", lambda mesh: [ranks.tolist() for copy in np.swapaxes(mesh.ranks(), 0, 1) for ranks in copy]
+    "PP_AS_DP",
+    "Call pipeline ranks with their own rows, as if they were data ranks; ranks that split tensors or sequences get the same rows.",
+    lambda mesh: [ranks.tolist() for copy in np.swapaxes(mesh.ranks(), 0, 1) for ranks in copy],
 )
 PP_ONLY = TransferProtocol(
-    "PP_ONLY", ONE_TO_ALL.distribute, lambda mesh, calls, results: [results[rank] for rank in mesh.ranks()[:, 0, 0]]
+    "PP_ONLY", to_everyone, lambda mesh, calls, results: [results[rank] for rank in mesh.ranks()[:, 0, 0]]
 )
