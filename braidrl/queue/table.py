@@ -280,7 +280,7 @@ def piece(part: StoredRows, columns: Sequence[str], places: Sequence[int], rows:
 
     `positions` in the block and `places` are None if the rows are those of the block, in its order.
     """
-    location = {"columns": columns, "block": part.block, "rows": len(part)}
+    location: dict[str, Any] = {"columns": columns, "block": part.block, "rows": len(part)}
     positions = [part.rows[row] for row in (rows if len(places) == len(rows) else map(rows.__getitem__, places))]
     if len(places) == len(rows) == len(part) and positions == list(range(len(part))):
         return {**location, "positions": None, "places": None}
