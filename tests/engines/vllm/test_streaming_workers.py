@@ -26,8 +26,9 @@ def streamed(weights: str, max_staleness: int = 1) -> dict[str, Any]:
         # While one engine of `rolling` loads, another one generates.
         "streaming": {"weights": weights, "workers": {"actor.generate": 2 if weights == "rolling" else 1}},
         "rollout": {
-            # One row at a time, so that some are always under way when a version is published.
-            "engine": "vllm", "tensor": 2, "weights": "collective", "max_response_tokens": 40, "samples_per_prompt": 2, "slots": 1,
+            # One long row at a time, so that some are under way when a version is published.
+            "engine": "vllm", "tensor": 2, "weights": "collective", "samples_per_prompt": 2, "slots": 1,
+            "max_response_tokens": 200 if max_staleness else 40,
             "reproducible": not max_staleness, **({"python": str(python)} if python else {}),
         },
         "trainer": {
