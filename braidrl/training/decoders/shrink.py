@@ -104,7 +104,7 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
         if KEPT.search(name):
             continue
         if "vocab" in name and name != "vocab_size_base":
-            found[name] = min(value, VOCABULARY)
+            found[name] = VOCABULARY if name == "vocab_size" else min(value, VOCABULARY)
         elif name.endswith(("token_id", "token_index")):
             found[name] = min(value, VOCABULARY - 1)
         elif WINDOWS.match(name):
