@@ -163,6 +163,8 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
         needed |= {Path.cwd(), *(Path(place).resolve() for place in sys.path if place)}
     # A folder that must be fresh or hidden cannot be mounted: its code is mounted file by file.
     shown = {place for place in needed if place.exists() and not any(one.is_relative_to(place) for one in hidden)}
+    # Nothing can be mounted on a link inside a mounted folder: its target is shown.
+    shown = {place.resolve() if shown & {*place.parents} else place for place in shown}
     files = set(code.descriptors)
     places = sorted(place for place in shown if not policy.reads or any(place.is_relative_to(one) for one in hidden))
     descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
