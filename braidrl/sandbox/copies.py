@@ -188,15 +188,18 @@ class SandboxedCopies:
         os.setsid()
         for stream in (1, 2):
             os.dup2(printed, stream)
+        # First: with many copies the host has more descriptors than the limit of one copy.
+        own = {0, 1, 2, talk.fileno(), self.sender.fileno(), *(self.imported or ())}
+        for number in set(map(int, os.listdir("/proc/self/fd"))) - own:
+            with contextlib.suppress(OSError):  # the descriptor of the list itself
+                os.close(number)
         if self.isolated:
             enter_namespaces(self.limits)
         limit_resources(self.limits)
         listeners = hold_back_starts() if self.isolated else []
         socket.send_fds(self.sender, [b"%d" % self.number], listeners)
-        own = {0, 1, 2, talk.fileno(), *(self.imported or ())}
-        for number in set(map(int, os.listdir("/proc/self/fd"))) - own:
-            with contextlib.suppress(OSError):  # the descriptor of the list itself
-                os.close(number)
+        for number in (self.sender.fileno(), *listeners):
+            os.close(number)
 
     def _on_confined(self, _: int) -> None:
         number, listeners, _, _ = socket.recv_fds(self.confined, 20, 1)

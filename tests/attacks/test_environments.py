@@ -182,6 +182,16 @@ def test_a_trajectory_whose_process_is_killed_from_outside_is_played_once_more(d
         assert play(hosts, ["fine"])[0].failure is None, "the host is there again"
 
 
+@pytest.mark.parametrize("sandbox", ["process", "bubblewrap"])
+def test_an_interpreter_behind_a_link_in_the_working_folder_starts(
+    sandbox: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linked").symlink_to(sys.prefix)
+    (episode,) = played(["fine"], settings(sandbox=sandbox, python=tmp_path / "linked/bin/python"))
+    assert (episode.failure, episode.score) == (None, 1.0), episode.detail
+
+
 def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
     with opened(settings(params={"seconds": 600})) as hosts:
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from braidrl.config import RewardConfig
-from braidrl.rewards.pool import CallOutcome, RewardPool
+from braidrl.rewards.pool import MOST_IN_FLIGHT, CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, resolve
 
 OWN = str(Path(__file__).with_name("own_verifiers.py"))
@@ -110,6 +110,14 @@ def test_async_calls_wait_together_and_fail_apart(tmp_path):
         assert max(f.result(60).score or 0 for f in together) > 1
     assert [o.failure for o in outcomes[20:23]] == ["exception", "timeout", None]
     assert [o.correct for o in outcomes[:20] + outcomes[22:]] == [True] * 20 + [False] + [True] * 20
+
+
+def test_as_many_async_calls_as_may_run_at_once_all_end_well_in_the_sandbox():
+    """The host of so many copies has more open files than one copy may have."""
+    with RewardPool(RewardConfig(processes=1, timeout_s=60)) as pool:
+        verifier = own("remote", seconds=1.5)
+        outcomes = [f.result(120) for f in [pool.submit(completion("ok"), verifier) for _ in range(MOST_IN_FLIGHT)]]
+    assert Counter(outcome.failure for outcome in outcomes) == {None: MOST_IN_FLIGHT}
 
 
 @pytest.mark.parametrize("sandbox", ["none", "process"])
