@@ -72,7 +72,7 @@ def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool =
     """Return a chart of several series as curves or `stacked` bars. Long series are thinned; `about` is a line below the title."""
     shown = [thinned(one, MOST_BARS if stacked else MOST_POINTS) for one in series]
     stretch = max(math.ceil(len(one.steps) / len(few.steps)) for one, few in zip(series, shown, strict=True))
-    told = ", ".join(filter(None, [about, f"means of {stretch} steps" if stretch > 1 else ""]))
+    note = ", ".join(filter(None, [about, f"means of {stretch} steps" if stretch > 1 else ""]))
     curves, traces = list[Curve](), list[dict[str, Any]]()
     for number, (whole, one) in enumerate(zip(series, shown, strict=True)):
         paint = PALETTE[number % len(PALETTE)]
@@ -88,7 +88,7 @@ def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool =
             # Many points are drawn faintly behind their moving mean.
             smooth = moving_mean(one.values, max(2, len(one.values) // 30))
             traces += [curve | {"opacity": 0.32}, curve | {"y": smooth, "hoverinfo": "skip"}]
-    return Chart(title, told, curves, traces, stacked)
+    return Chart(title, note, curves, traces, stacked)
 
 
 def thinned(series: Series, most: int) -> Series:

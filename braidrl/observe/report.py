@@ -48,7 +48,7 @@ class Picture(NamedTuple):
 EVALUATION = Picture(
     "Evaluation",
     (r"eval/.+/avg@\d+", r"eval/.+/pair_accuracy"),
-    "mean over held-out prompts and their responses, or share of pairs that are told apart",
+    "mean over held-out prompts and their responses, or share of pairs that are ranked right",
 )
 HEADLINES = (("Reward", "reward/mean"), ("Response length", "response/length_mean"), ("Entropy", "actor/entropy"))
 SECTIONS: dict[str, tuple[Picture, ...]] = {
@@ -111,8 +111,8 @@ def write_report(run: Path) -> Path:
     tiles += [change(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
     if "tokens/trained" in curves:
         speed = curves.get("throughput/tokens_per_second")
-        told = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
-        tiles.append(Tile("Tokens trained", spell(sum(curves["tokens/trained"].numbers)), told))
+        note = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
+        tiles.append(Tile("Tokens trained", spell(sum(curves["tokens/trained"].numbers)), note))
     html = page(
         "report", run.resolve().name, summary=summary(lines), tiles=tiles,
         sections=[(title, charts_of(pictures, curves)) for title, pictures in SECTIONS.items()],
@@ -157,10 +157,10 @@ def summary(lines: Lines) -> str:
         return "No step has been written yet."
     seconds = sum(line.get("time/step") or 0.0 for line in lines)
     steps = lines[-1]["step"]
-    told = f"{steps:,} step{'' if steps == 1 else 's'}, {spell_seconds(seconds)} of training."
+    note = f"{steps:,} step{'' if steps == 1 else 's'}, {spell_seconds(seconds)} of training."
     if len(lines) >= SMOOTH_FROM:
-        told += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
-    return told
+        note += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
+    return note
 
 
 @dataclass(frozen=True)

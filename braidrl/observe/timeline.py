@@ -95,14 +95,14 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     for thread_id, (worker, lane) in enumerate(lanes(spans), start=1):
         if worker not in process_ids:
             number = process_ids[worker] = len(process_ids) + 1
-            for name, told in (("process_name", {"name": worker}), ("process_sort_index", {"sort_index": number})):
-                events.append({"ph": "M", "name": name, "pid": number, "args": told})
+            for name, about in (("process_name", {"name": worker}), ("process_sort_index", {"sort_index": number})):
+                events.append({"ph": "M", "name": name, "pid": number, "args": about})
         for span in lane:
             name = span.stage if span.state == "busy" else f"waiting for {span.stage}"
             times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
-            told = {name: getattr(span, name) for name in ("iteration", "rows", "tokens", "version")}
+            about = {name: getattr(span, name) for name in ("iteration", "rows", "tokens", "version")}
             where = {"pid": process_ids[worker], "tid": thread_id, "cat": f"{span.role},{span.state}"}
-            events.append({"ph": "X", "name": name, **where, **times, "args": told})
+            events.append({"ph": "X", "name": name, **where, **times, "args": about})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
