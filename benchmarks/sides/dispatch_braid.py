@@ -29,7 +29,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output
 from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker
-from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec
+from braidrl.runtimes.hybrid.pool_worker import WorkerSpec
 from braidrl.runtimes.hybrid.protocols import PROTOCOLS
 from braidrl.runtimes.hybrid.start_workers import start_groups
 
@@ -62,7 +62,9 @@ class EchoWorker(HybridWorker):
 
     def take_place(self, number: int, pools: Sequence[Pool], family: str) -> None:
         """Join the workers of these pools."""
-        self.spec = WorkerSpec.of(number, pools, RunOrder({}, True, None, family), 60.0)
+        places = [(pool, rank) for pool in pools for rank in range(pool.workers)]
+        peers = tuple(f"{pool.name} rank {rank}" for pool, rank in places)
+        self.spec = WorkerSpec(number, *places[number], None, 60.0, peers, family)
 
     def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
         """Make rows `first` to `end` of the table, and keep them."""

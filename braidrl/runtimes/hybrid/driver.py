@@ -24,6 +24,7 @@ import ray
 import torch
 from torch import Tensor
 
+from braidrl.cluster.pools import GENERATE
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
 from braidrl.data.packing import in_turn
@@ -33,18 +34,25 @@ from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import dropped, summed
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.signatures import class_and_method, is_method
+from braidrl.flow.signatures import class_and_method, is_method, registration_of
 from braidrl.flow.stage import Signature
+from braidrl.importing import import_function
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
-from braidrl.runtimes.hybrid.group import WorkerGroup
+from braidrl.runtimes.hybrid.group import (
+    Partition,
+    WorkerGroup,
+    by_length,
+    place,
+    rows_of_ranks,
+    together,
+    where_computed,
+)
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
-from braidrl.runtimes.hybrid.pool_worker import method_class
-from braidrl.runtimes.hybrid.protocols import Mesh, Registration, registered
-from braidrl.runtimes.hybrid.stage_dispatch import Partition, by_length, group_of, place, rows_of_ranks, where_made
+from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
 from braidrl.runtimes.saving.background import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
@@ -92,7 +100,9 @@ class HybridBackend:
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
         """Start a stage; a stage without a role is deferred until its output is needed."""
         if is_method(stage.type, stage.role):
-            written: Handle = self._call(stage, registered(*class_and_method(stage.type)), [table], iteration, sums)
+            written: Handle = self._call(
+                stage, registration_of(*class_and_method(stage.type)), [table], iteration, sums
+            )
             return written
         output = Output(stage, table, iteration, sums)
         if stage.role is not None:
@@ -107,7 +117,8 @@ class HybridBackend:
         if pools_ranks(self.executor.config):
             # A rank without rows could not take part in the exchange, so all rows are drawn to their ends.
             return self.run(stage, table, iteration, sums)
-        output, group, index = Output(stage, table, iteration, sums), group_of(stage, self.groups), self.index(table)
+        role, index = str(stage.role), self.index(table)
+        output, group = Output(stage, table, iteration, sums), self.groups.get(role + GENERATE, self.groups[role])
         # Groups may turn out not to be needed: every rank starts with the first ones.
         parts = rows_of_ranks(in_turn(index["group"].tolist(), group.mesh.size), group.mesh.size)
         self._begin(output, group, parts, "generate_needed", segment, needless, ray.put(index.uids()))
@@ -147,7 +158,7 @@ class HybridBackend:
         for output in self.training:
             self._answers(output)
         self.training = []
-        self._everywhere("publish", version)
+        together((group, group.call("publish", version)) for group in self.distinct)
 
     def begin_again(self) -> bool:
         self.training = []
@@ -166,29 +177,28 @@ class HybridBackend:
         This is a table, at once, if the method writes columns; else the workers' return values. Raises UserError if the role has no
         such class, or the class no such method.
         """
-        config = self.executor.config
-        methods = method_class(config, role)
-        if methods is None:
+        own = self.executor.config.roles.get(role)
+        if own is None or own.methods is None:
             raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
-        registration = registered(methods, method)
+        registration = registration_of(import_function(own.methods), method)
         signature = Signature(Kind.INFER, registration.reads, registration.writes)
-        stage = Stage(f"{role}.{method}", f"{config.roles[role].methods}.{method}", role, signature)
+        stage = Stage(f"{role}.{method}", f"{own.methods}.{method}", role, signature)
         return self._call(stage, registration, arguments, iteration, sums)
 
     def _call(self, stage: Stage, own: Registration, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call a user's method by its protocol, with the mesh of the stage's role."""
-        group, key = self.groups[str(stage.role)], next(self.keys)
-        role = str(stage.role)
-        layout = layout_of(role, self.executor.config).resolve(group.pool.workers)
-        together = pools_ranks(self.executor.config) and role in group.pool.generating
-        groups = generation_layout(self.executor.config).groups(layout).flatten(1).tolist() if together else []
+        role, config, key = str(stage.role), self.executor.config, next(self.keys)
+        group = self.groups[role]
+        layout = layout_of(role, config).resolve(group.pool.workers)
+        pooled = pools_ranks(config) and role in group.pool.generating
+        groups = generation_layout(config).groups(layout).flatten(1).tolist() if pooled else []
         mesh = Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))
         for table in arguments:
             if isinstance(table, Handle):
                 self._begin_deferred(table.writers(own.reads))
         calls = own.protocol.distribute(mesh, *arguments)
-        told = [None if call is None else (stage, iteration, key, *call) for call in calls]
-        futures = group.send_all("call_own", told, columns_read(stage))
+        sent = [None if call is None else (stage, iteration, key, *call) for call in calls]
+        futures = group.send_all("call_own", sent, columns_read(stage))
         if not own.writes:
             answers = self._answers(Output(stage, None, iteration, sums, group, futures))
             return own.protocol.collect(mesh, calls, [answer.result for answer in answers])
@@ -209,8 +219,7 @@ class HybridBackend:
 
     def texts(self, table: Handle) -> list[RowText]:
         """Get the texts from the ranks that generated the rows."""
-        self.index(table)
-        group, parts = where_made(table)
+        group, parts = self._where_made(table)
         answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
         said: dict[int, RowText] = {}
         for rows, answer in zip(parts, answers, strict=True):
@@ -219,18 +228,18 @@ class HybridBackend:
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         """Write the rows from the ranks that generated them."""
-        self.index(table)
+        group, parts = self._where_made(table)
         self.index(final)
-        group, parts = where_made(table)
-        own, added = ([each.take(rows) for rows in parts] for each in (table, final.without(table)))
+        new = [n for n, output in enumerate(final.outputs) if output not in table.outputs]
+        later = Handle(tuple(final.outputs[n] for n in new), final.rows[new])
+        own, added = ([each.take(rows) for rows in parts] for each in (table, later))
         group.wait(group.call("record", [ray.put(path.resolve())] * len(parts), own, added))
         if written := [part_path(path, rank) for rank, rows in enumerate(parts) if rows]:
             join_parts(path, written)
 
     def save_rows(self, path: Path, table: Handle) -> None:
         """Write the rows from the ranks that generated them, beside a call that may be running."""
-        self.index(table)
-        group, parts = where_made(table)
+        group, parts = self._where_made(table)
         folder = ray.put(path.resolve())
         calls = [(folder, table.take(rows)) if rows else None for rows in parts]
         group.wait(group.send_all("keep", calls, aside=True))
@@ -240,21 +249,33 @@ class HybridBackend:
 
         A sharded model is saved collectively, after the running call.
         """
-        for group in self.distinct:
-            group.wait(group.call("save", folder.resolve(), aside=not self._divides(group)))
+        self._save("save", folder)
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
         """Do as `save`; each worker continues as soon as it has copies, and writes them in a thread."""
-        for group in self.distinct:
-            group.wait(group.call("copy_for_saving", folder.resolve(), aside=not self._divides(group)))
+        self._save("copy_for_saving", folder)
         return [partial(written, group, group.actors) for group in self.distinct]
 
     def load(self, folder: Path, version: int) -> None:
-        self._everywhere("load", folder.resolve())
-        self._everywhere("publish", version)
+        together((group, group.call("load", folder.resolve())) for group in self.distinct)
+        self.publish(version)
 
     def close(self) -> None:
         self.resources.close()
+
+    def _save(self, method: str, folder: Path) -> None:
+        """Call a method that saves on each group, beside its call unless its ranks save or compute collectively."""
+        for group in self.distinct:
+            layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
+            replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
+            aside = replicated and not pools_ranks(self.executor.config)
+            group.wait(group.call(method, folder.resolve(), aside=aside))
+
+    def _where_made(self, table: Handle) -> tuple[WorkerGroup, Partition]:
+        """Wait for the rows; return the group that generated or read them, and the rows of each of its ranks."""
+        self.index(table)
+        made = [o for o in table.outputs if o.stage.type == "generate" and "tokens" in o.stage.writes]
+        return where_computed(table, [*made, *(output for output in table.outputs if output.stage is READ)])
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
         """Start, or for a compute stage wait for, the inputs of a stage; then return the result of `place`."""
@@ -327,21 +348,9 @@ class HybridBackend:
         output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
         return answers
 
-    def _everywhere(self, method: str, *arguments: Any) -> None:
-        """Call all workers of all groups, and wait."""
-        for group, futures in [(group, group.call(method, *arguments)) for group in self.distinct]:
-            group.wait(futures)
-
-    def _divides(self, group: WorkerGroup) -> bool:
-        """Return True if the group's ranks hold shards of a role's weights, or compute collectively."""
-        layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
-        return pools_ranks(self.executor.config) or not all(
-            layout.resolve(group.mesh.size).is_replicated for layout in layouts
-        )
-
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
-    """Wait until the workers have written their copies; `actors` are theirs at the time of the copies.
+    """Wait until the workers have written their copies; `actors` are those at the time of the copies.
 
     Raises OSError if a worker could not write, and WorkerError if one is gone or the group was restarted since.
     """

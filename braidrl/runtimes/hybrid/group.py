@@ -1,27 +1,32 @@
-"""The workers of a pool as the driver calls them: a method by name, through its transfer protocol; futures at once.
+"""The workers of a pool as the driver calls them, and the group and ranks that run a stage.
 
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from braidrl.cluster.pools import Pool
+from braidrl.cluster.pools import GENERATE, Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation
-from braidrl.data.rows import named_rows
+from braidrl.data.packing import balanced_partition
+from braidrl.data.rows import Rows, named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
-from braidrl.flow import Stage
-from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Part
+from braidrl.flow import Kind, Scope, Stage
+from braidrl.flow.signatures import registration_of
+from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part, columns_read
 from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, StageFailure
 from braidrl.runtimes.hybrid.pool_worker import actor_name
-from braidrl.runtimes.hybrid.protocols import Mesh, RankCalls, registered
+from braidrl.runtimes.hybrid.protocols import Mesh, RankCalls, TransferProtocol
 
 DEATH_S = 2.0
 """Seconds until Ray reports a worker's end that others have noticed."""
+Partition = Sequence[Sequence[int]]
+"""The row positions of each rank, ascending."""
 
 
 class WorkerFailure(WorkerError):
@@ -49,6 +54,10 @@ class WorkerGroup:
     processes: Sequence[int | None] = ()
     """The process of each worker on the driver's machine, after it has loaded its models."""
 
+    def __post_init__(self) -> None:
+        self.mesh = Mesh(self.pool.workers)
+        self.numbers = range(self.first, self.first + self.mesh.size)
+
     def start(self) -> None:
         """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
         self.actors = []
@@ -65,22 +74,13 @@ class WorkerGroup:
         for number in self.numbers:
             self.cluster.await_end(actor_name(self.cluster.family, number))
 
-    @property
-    def mesh(self) -> Mesh:
-        return Mesh(self.pool.workers)
-
-    @property
-    def numbers(self) -> list[int]:
-        """Return the numbers of its workers among all workers of the run."""
-        return list(range(self.first, self.first + self.mesh.size))
-
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
 
         `reads` are the columns that workers need of handles, by default all. `aside` runs beside the call that a worker is busy
         with.
         """
-        protocol = registered(HybridWorker, method).protocol
+        protocol: TransferProtocol = registration_of(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
         return protocol.collect(self.mesh, calls, self.send_all(method, calls, reads, aside))
 
@@ -91,16 +91,18 @@ class WorkerGroup:
 
         If a rank needs another rank's payload, all ranks exchange it by their process group; ranks without rows take part too.
         """
-        own = set(self.numbers)
+        tables = [[argument for argument in call or () if isinstance(argument, Handle)] for call in calls]
         together = any(
-            own & argument.holders(reads) - {self.first + rank}
-            for rank, call in enumerate(calls)
-            for argument in call or ()
-            if isinstance(argument, Handle)
+            future.worker in self.numbers and future.worker != self.first + rank
+            for rank, own in enumerate(tables)
+            for table in own
+            for output, rows in zip(table.outputs, table.rows, strict=True)
+            if output.holds(reads)
+            for future, _, _ in output.pieces(rows)
         )
         futures = []
         for rank, call in enumerate(calls):
-            if together and not any(isinstance(argument, Handle) for argument in call or ()):
+            if together and not tables[rank]:
                 self.send(rank, "give", (aside,), aside=aside)
             if call is not None:
                 futures.append(self.send(rank, method, call, reads, aside, together))
@@ -189,3 +191,67 @@ class WorkerGroup:
         if gone:
             names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
             raise WorkerDied(f"{names} died; others were waiting for it") from failure
+
+
+def together(begun: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
+    """Start calls of several groups, then wait for all; return the answers of each."""
+    return [group.wait(futures) for group, futures in list(begun)]
+
+
+def place(
+    stage: Stage, table: Handle, groups: Mapping[str, WorkerGroup], home: WorkerGroup
+) -> tuple[WorkerGroup | None, Partition]:
+    """Return the group that runs a stage that writes columns, and the rows of each of its ranks.
+
+    A compute stage, whose inputs are complete, runs at `home`, where its payload is, with the rows of a group on one rank. If it
+    reads only index columns the group is None, and the rows are those of `home`. Answers are verified where they were generated.
+    """
+    if stage.role is None:
+        holders = [output for output in table.outputs if output.holds(columns_read(stage))]
+        if stage.scope is Scope.GROUP:
+            whole = table.index["group"].tolist()
+            return home if holders else None, balanced_partition([1.0] * len(table), home.mesh.size, groups=whole)
+        return where_computed(table, holders) if holders else (None, by_length(table.index, home.mesh.size))
+    if stage.type == "verify":
+        tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
+        generated = [o for o in table.outputs if o.stage.type == "generate" and tokens in o.stage.writes]
+        return where_computed(table, generated) if generated else (home, by_length(table.index, home.mesh.size))
+    group = groups[stage.role]
+    if stage.kind is Kind.GENERATE:
+        group = groups.get(stage.role + GENERATE, group)
+    if stage.type != "generate":
+        return group, by_length(table.index, group.mesh.size)
+    # All rows of a prompt are generated on one rank, unless ranks would have no work.
+    costs, prompts = table.index["prompt_length"].tolist(), table.index["group"].tolist()
+    enough = len(set(prompts)) >= group.mesh.size
+    return group, balanced_partition(costs, group.mesh.size, groups=prompts if enough else None, equal_size=True)
+
+
+def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:
+    """Return the group that computes the first of these outputs, and the rows of each rank: where the first output with them is.
+
+    Rank 0 also gets the rows of no worker of the group.
+    """
+    group: WorkerGroup = outputs[0].group
+    workers = torch.full((len(table),), -1)
+    for output in outputs:
+        for future, _, places in output.pieces(table.rows[table.outputs.index(output)]):
+            workers[places] = torch.where(workers[places] < 0, future.worker, workers[places])
+    ranks = [worker - group.first if worker in group.numbers else 0 for worker in workers.tolist()]
+    return group, rows_of_ranks(ranks, group.mesh.size)
+
+
+def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
+    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one rank, for losses
+    that compare their rows.
+    """
+    costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
+    return balanced_partition(costs, ranks, groups=index["group"].tolist() if whole_groups else None)
+
+
+def rows_of_ranks(rank_of: Iterable[int], ranks: int) -> Partition:
+    """Return the rows of each rank, given the rank of each row."""
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    for row, rank in enumerate(rank_of):
+        parts[rank].append(row)
+    return parts

@@ -7,7 +7,7 @@ Part      rows for a worker: index columns by value, payload by its location, fo
 CallResult    a worker's reply: index columns by value, and the names of the payload columns that it keeps
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,23 +129,6 @@ class Output:
         number, row = self.future[rows[places]], self.row[rows[places]]
         return [(self.futures[n], row[number == n], places[number == n]) for n in number.unique().tolist()]
 
-    def kept(self, rows: Tensor, awaited: list[Future]) -> Iterator[Kept]:
-        """Yield the locations of the payload of some rows (-1: none); append the futures that a reader has to wait for."""
-        places = (rows >= 0).nonzero().flatten()
-        future = self.future[rows[places]]
-        found: dict[tuple[str, ...] | None, list[int]] = {}
-        for number in future.unique().tolist():
-            answer = self.futures[number].answer if self.index is not None else None
-            awaited += [] if answer else [self.futures[number]]
-            found.setdefault(answer.columns if answer else None, []).append(number)
-        for columns, numbers in found.items():
-            own = places[torch.isin(future, torch.tensor(numbers))]
-            of_row = torch.full((len(rows),), -1)
-            of_row[own] = self.workers[self.future[rows[own]]]
-            there = torch.zeros(len(rows), dtype=torch.int64)
-            there[own] = self.row[rows[own]]
-            yield self.key, columns, of_row.numpy(), there.numpy()
-
     def holds(self, names: frozenset[str] | None) -> bool:
         """Return True if a named column is, or while running may become, payload of this output; for None, if workers keep any."""
         if names is None:
@@ -211,11 +194,6 @@ class Handle:
         """Return the same rows with a stage's output."""
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
 
-    def without(self, other: "Handle") -> "Handle":
-        """Return the same rows with only the outputs that the other table lacks."""
-        added = [n for n, output in enumerate(self.outputs) if output not in other.outputs]
-        return Handle(tuple(self.outputs[n] for n in added), self.rows[added])
-
     def writers(self, names: Collection[str]) -> list[Output]:
         """Return the outputs that write one of these columns or, earlier, another column of such an output."""
         wanted, found = set(names), list[Output]()
@@ -224,19 +202,6 @@ class Handle:
                 found.append(output)
                 wanted.update(output.stage.writes)
         return found[::-1]
-
-    def workers(self, outputs: Iterable[Output]) -> list[int]:
-        """Return for each row the worker of the first of these outputs that has it; -1 for none."""
-        found = torch.full((len(self),), -1)
-        for output in outputs:
-            for future, _, places in output.pieces(self.rows[self.outputs.index(output)]):
-                found[places] = torch.where(found[places] < 0, future.worker, found[places])
-        return found.tolist()
-
-    def holders(self, reads: frozenset[str] | None = None) -> set[int]:
-        """Return the workers that keep payload of the rows, in the columns that are read or in all."""
-        held = [(output, own) for output, own in zip(self.outputs, self.rows, strict=True) if output.holds(reads)]
-        return {future.worker for output, own in held for future, _, _ in output.pieces(own)}
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None, together: bool = False) -> Part:
         """Return the table in the form that a worker receives; appends to `awaited` the futures whose answers must come with the
@@ -247,17 +212,29 @@ class Handle:
         """
         if not len(self):
             return Part(together=together)
-        held = [(output, own) for output, own in zip(self.outputs, self.rows, strict=True) if output.holds(reads)]
-        kept = tuple(each for output, own in held for each in output.kept(own, awaited))
+        kept: list[Kept] = []
+        for output, rows in zip(self.outputs, self.rows, strict=True):
+            if not output.holds(reads):
+                continue
+            places = (rows >= 0).nonzero().flatten()
+            future = output.future[rows[places]]
+            by_columns: dict[tuple[str, ...] | None, list[int]] = {}
+            for number in future.unique().tolist():
+                answer = output.futures[number].answer if output.index is not None else None
+                awaited += [] if answer else [output.futures[number]]
+                by_columns.setdefault(answer.columns if answer else None, []).append(number)
+            for columns, numbers in by_columns.items():
+                own = places[torch.isin(future, torch.tensor(numbers))]
+                workers, there = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
+                workers[own], there[own] = output.workers[output.future[rows[own]]], output.row[rows[own]]
+                kept.append((output.key, () if reads is None else columns, workers.numpy(), there.numpy()))
         index = self.index
         if reads is None:
-            kept = tuple((key, (), workers, there) for key, _, workers, there in kept)
-            computed_here = {
-                name for output in self.outputs if not output.futures and output.index for name in output.index
-            }
-            return Part(len(self), pack_rows(index.only(sorted(computed_here))), kept, together)
-        needed = [name for name in index if name in reads or name in (*IDENTITY, "length")]
-        return Part(len(self), pack_rows(index.only(needed)), kept, together)
+            computed = [output.index for output in self.outputs if output.index and not output.futures]
+            names = sorted({name for own in computed for name in own})
+        else:
+            names = [name for name in index if name in reads or name in (*IDENTITY, "length")]
+        return Part(len(self), pack_rows(index.only(names)), tuple(kept), together)
 
 
 def columns_read(stage: Stage) -> frozenset[str]:

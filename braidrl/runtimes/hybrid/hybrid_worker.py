@@ -42,6 +42,8 @@ from braidrl.training.objective import UpdateCounts
 
 FETCHED_ROWS = 256
 """Rows in one message between workers of different pools."""
+Wanted = tuple[int, int, Numbers, tuple[str, ...]]
+"""Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, or () for all columns."""
 
 
 class StageFailure(Exception):
@@ -86,7 +88,7 @@ class HybridWorker(PoolWorker):
 
     def give(self, beside: bool) -> None:
         """Send rows to other ranks of the pool, `beside` if they need them for a call beside others; this rank needs none."""
-        self._rows_of(Part(together=True), frozenset(), beside)
+        self._collect((), True, beside)
 
     def make(self, origin: Origin, key: int) -> CallResult:
         """Read rows from data or a file, and keep them."""
@@ -214,60 +216,73 @@ class HybridWorker(PoolWorker):
     def _rows_of(self, part: Part, reads: frozenset[str] | None, beside: bool = False) -> Rows:
         """Return the rows of a part with their index columns and the payload to read; None reads all, index columns included.
 
-        The payload is here, or comes by the pool's process group if its ranks exchange rows (`beside` others, by a second group), or
-        else by Ray in chunks. Raises TimeoutError naming the late workers.
+        `beside` is for a call beside others. Raises TimeoutError naming the late workers.
         """
-        world = None
-        if part.together and self.world.size > 1:
-            world = self.world if not beside else self.world_beside()
-        requests: list[list[tuple[int, bytes, tuple[str, ...]]]] = [[] for _ in range(world.size if world else 0)]
         came = {(answer.worker, answer.key): answer for answer in self.call.answers}
-        segments, begun, late = [], list[tuple[Tensor, Any]](), dict[Any, str]()
+        segments, places, wanted = [], [], list[Wanted]()
         for key, known, workers, numbers in part.kept:
             for worker in np.unique(workers[workers >= 0]).tolist():
                 positions = (workers == worker).nonzero()[0]
-                rows, places, columns = numbers[positions], torch.from_numpy(positions), known
+                rows, columns = numbers[positions], known
                 if columns is None:
                     answer = came[worker, key]
                     columns = answer.columns
-                    segments.append((places, unpack_rows(answer.index).take(torch.from_numpy(rows))))
-                wanted = () if reads is None else tuple(name for name in columns if name in reads)
-                rank = worker - self.spec.number + self.spec.rank
-                if not wanted and reads is not None:
-                    continue
-                if worker == self.spec.number:
-                    begun.append((places, self._own(key, rows, wanted)))
-                elif world is not None and 0 <= rank < world.size:
-                    begun.append((places, (rank, len(requests[rank]))))
-                    requests[rank].append((key, rows.astype(np.int64).tobytes(), wanted))
-                else:
-                    if worker not in self.peers:
-                        self.peers[worker] = ray.get_actor(actor_name(self.spec.family, worker))
-                    fetch = self.peers[worker].fetch.options(concurrency_group="rows")
-                    edges = range(0, len(rows), FETCHED_ROWS)
-                    begun.append((places, [fetch.remote(key, rows[n : n + FETCHED_ROWS], wanted) for n in edges]))
-                    late |= dict.fromkeys(begun[-1][1], self.spec.peers[worker])
-        # The exchange is collective: a rank that needs nothing takes part too.
-        exchanged = self._exchange(world, requests) if world is not None else []
-        try:
-            frames = dict(zip(late, ray.get(list(late), timeout=self.spec.limit_s), strict=True))
-        except ray.exceptions.GetTimeoutError:
-            names = {late[future] for future in ray.wait(list(late), num_returns=len(late), timeout=0)[1]}
-            raise TimeoutError(f"waited {self.spec.limit_s:g} s for rows of {', '.join(sorted(names))}") from None
-        for places, source in begun:
-            if isinstance(source, tuple):
-                source = exchanged[source[0]][source[1]]
-            elif isinstance(source, list):
-                source = Rows.cat([decode([memoryview(frame) for frame in frames[future]]) for future in source])
-            segments.append((places, source))
+                    index = unpack_rows(answer.index).take(torch.from_numpy(rows))
+                    segments.append((torch.from_numpy(positions), index))
+                named = () if reads is None else tuple(name for name in columns if name in reads)
+                if named or reads is None:
+                    places.append(torch.from_numpy(positions))
+                    wanted.append((worker, key, rows, named))
+        segments += zip(places, self._collect(wanted, part.together, beside), strict=True)
         if not part.size:
             return Rows({})
         given = (torch.arange(part.size), unpack_rows(part.index))
         # If all columns are read, the driver's own take precedence; else running outputs come after the given ones.
         return merged_rows(part.size, [*segments, given] if reads is None else [given, *segments])
 
-    def _exchange(self, world: World, requests: list[list[tuple[int, bytes, tuple[str, ...]]]]) -> list[list[Rows]]:
-        """Send each rank its requests (key, row numbers, columns), answer theirs, and return the rows of each request by rank."""
+    def _collect(self, wanted: Sequence[Wanted], together: bool, beside: bool) -> list[Rows]:
+        """Return kept rows: from here, or by the pool's process group if its ranks exchange rows `together` (`beside` others by a
+        second group), else by Ray in chunks.
+        """
+        world = None
+        if together and self.world.size > 1:
+            world = self.world if not beside else self.world_beside()
+        first = self.spec.number - self.spec.rank
+        asked: list[list[Wanted]] = [[] for _ in range(world.size if world else 0)]
+        begun: dict[int, list[Any]] = {}
+        late: dict[Any, str] = {}
+        for n, (worker, key, rows, columns) in enumerate(wanted):
+            if worker == self.spec.number:
+                continue
+            if 0 <= worker - first < len(asked):
+                asked[worker - first].append(wanted[n])
+                continue
+            if worker not in self.peers:
+                self.peers[worker] = ray.get_actor(actor_name(self.spec.family, worker))
+            fetch = self.peers[worker].fetch.options(concurrency_group="rows")
+            edges = range(0, len(rows), FETCHED_ROWS)
+            begun[n] = [fetch.remote(key, rows[edge : edge + FETCHED_ROWS], columns) for edge in edges]
+            late |= dict.fromkeys(begun[n], self.spec.peers[worker])
+        # The exchange is collective: a rank that needs nothing takes part too.
+        exchanged = [iter(rows) for rows in self._exchange(world, asked)] if world is not None else []
+        try:
+            frames = dict(zip(late, ray.get(list(late), timeout=self.spec.limit_s), strict=True))
+        except ray.exceptions.GetTimeoutError:
+            names = {late[future] for future in ray.wait(list(late), num_returns=len(late), timeout=0)[1]}
+            raise TimeoutError(f"waited {self.spec.limit_s:g} s for rows of {', '.join(sorted(names))}") from None
+        found = []
+        for n, (worker, key, rows, columns) in enumerate(wanted):
+            if worker == self.spec.number:
+                found.append(self._own(key, rows, columns))
+            elif n in begun:
+                found.append(Rows.cat([decode([memoryview(frame) for frame in frames[ref]]) for ref in begun[n]]))
+            else:
+                found.append(next(exchanged[worker - first]))
+        return found
+
+    def _exchange(self, world: World, wanted: Sequence[Sequence[Wanted]]) -> list[list[Rows]]:
+        """Ask each rank for the rows in its list, answer the other ranks, and return the rows of each rank's list."""
+        requests = [[(key, rows.astype(np.int64).tobytes(), names) for _, key, rows, names in own] for own in wanted]
         asked = world.exchange("the rows that ranks need", [pack_message(own) for own in requests])
         replies = [
             [join(encode(self._own(key, np.frombuffer(rows, np.int64), tuple(columns)))) for key, rows, columns in own]

@@ -4,7 +4,6 @@ import os
 import secrets
 import threading
 import zlib
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +16,12 @@ import torch.distributed as dist
 from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.cluster.process_groups import address_towards, connect_store, group_between, join_group, open_store
 from braidrl.cluster.world import Notices, World
-from braidrl.config import Config, parse_config
+from braidrl.config import parse_config
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.prompts import Readers
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError
-from braidrl.importing import import_function
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.executor import StageExecutor
@@ -64,14 +62,6 @@ class WorkerSpec:
     """Name in messages of each worker of the run, by number."""
     family: str = ""
 
-    @staticmethod
-    def of(number: int, pools: Sequence[Pool], order: RunOrder, limit_s: float) -> "WorkerSpec":
-        """Return the worker with this number; numbers run from pool to pool."""
-        places = [(pool, rank) for pool in pools for rank in range(pool.workers)]
-        pool, rank = places[number]
-        peers = tuple(f"{pool.name} rank {rank}" for pool, rank in places)
-        return WorkerSpec(number, pool, rank, order.folder, limit_s, peers, order.family)
-
 
 UNJOINED = WorkerSpec(-1, Pool(("worker",), 1), 0)
 """The state of a worker before it has joined a run."""
@@ -96,12 +86,6 @@ def hybrid_pools(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
 def sign_of(prepared: Prepared) -> int:
     """Return a hash of the stages; workers and driver must derive the same stages from a configuration."""
     return zlib.crc32(repr((*prepared.flow.stages, *prepared.evaluation.stages)).encode())
-
-
-def method_class(config: Config, role: str) -> type | None:
-    """Return the user's class of methods for a role, named by `roles.ROLE.methods`."""
-    own = config.roles.get(role)
-    return import_function(own.methods) if own and own.methods else None  # type: ignore[return-value]
 
 
 def check_devices_alike(role: str, store: dist.Store, rank: int, device: str) -> None:
@@ -159,8 +143,10 @@ class PoolWorker:
         """
         config = parse_config(order.settings)
         self.prepared, self.trains = without_data(config, order.train), order.train
-        pools = hybrid_pools(self.prepared, order.train)
-        self.spec = WorkerSpec.of(number, pools, order, config.cluster.wait_limit_s)
+        # Numbers run from pool to pool.
+        places = [(own, n) for own in hybrid_pools(self.prepared, order.train) for n in range(own.workers)]
+        (pool, rank), peers = places[number], tuple(f"{own.name} rank {n}" for own, n in places)
+        self.spec = WorkerSpec(number, pool, rank, order.folder, config.cluster.wait_limit_s, peers, order.family)
         set_up_torch(config)
         return sign_of(self.prepared)
 

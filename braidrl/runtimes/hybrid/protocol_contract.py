@@ -5,6 +5,7 @@ from braidrl.runtimes.hybrid.protocol_contract import check_protocol
 check_protocol(IN_TURN)
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
@@ -48,19 +49,15 @@ def check_protocol(
     Raises:
         AssertionError: The violated rule, with the numbers of rows and workers.
     """
-    for mesh in meshes:
-        for count in counts:
-            _check(protocol, mesh, Numbered(range(count)), f"{protocol.name} of {count} rows on {mesh.size} workers")
-
-
-def _check(protocol: TransferProtocol, mesh: Mesh, rows: Numbered, case: str) -> None:
     other = object()
-    calls = protocol.distribute(mesh, rows, other)
-    assert len(calls) == mesh.size, f"{case}: distribute has {len(calls)} entries; write one for each worker"
-    called = [call for call in calls if call is not None]
-    assert called, f"{case}: distribute calls no rank"
-    assert all(call[1:] == (other,) for call in called), f"{case}: distribute loses or changes what is not rows"
-    given = [row for call in called for row in call[0]]
-    assert set(given) == set(rows), f"{case}: distribute gives rows {given}; each has to be given"
-    back = protocol.collect(mesh, calls, [call[0] for call in called])
-    assert back == rows, f"{case}: collect returns rows {back}; they have to be all, in their order"
+    for mesh, count in itertools.product(meshes, counts):
+        rows, case = Numbered(range(count)), f"{protocol.name} of {count} rows on {mesh.size} workers"
+        calls = protocol.distribute(mesh, rows, other)
+        assert len(calls) == mesh.size, f"{case}: distribute has {len(calls)} entries; write one for each worker"
+        called = [call for call in calls if call is not None]
+        assert called, f"{case}: distribute calls no rank"
+        assert all(call[1:] == (other,) for call in called), f"{case}: distribute loses or changes what is not rows"
+        given = [row for call in called for row in call[0]]
+        assert set(given) == set(rows), f"{case}: distribute gives rows {given}; each has to be given"
+        back = protocol.collect(mesh, calls, [call[0] for call in called])
+        assert back == rows, f"{case}: collect returns rows {back}; they have to be all, in their order"

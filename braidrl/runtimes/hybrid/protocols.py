@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from braidrl.flow.signatures import registration_of
 from braidrl.importing import PluginRegistry
 
 Arguments = tuple[Any, ...]
@@ -37,7 +36,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Return the number of workers."""
         return self.pipeline * self.data * self.sequence * self.tensor
 
     def ranks(self) -> NDArray[np.int64]:
@@ -108,12 +106,6 @@ def register(
         return method
 
     return mark
-
-
-def registered(worker: type, method: str) -> Registration:
-    """Return the registration of a worker's method. Raises UserError for a missing or unregistered method."""
-    found: Registration = registration_of(worker, method)
-    return found
 
 
 def one_each(mesh: Mesh, *lists: Sequence[Any]) -> RankCalls:

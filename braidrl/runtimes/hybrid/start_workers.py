@@ -14,13 +14,13 @@ from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.loader import Admissions
 from braidrl.errors import UserError, WorkerError
+from braidrl.importing import import_function
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.driver import HybridBackend
-from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import CallResult, Future
-from braidrl.runtimes.hybrid.pool_worker import RunOrder, hybrid_pools, method_class, sign_of
+from braidrl.runtimes.hybrid.group import WorkerGroup, together
+from braidrl.runtimes.hybrid.pool_worker import RunOrder, hybrid_pools, sign_of
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, layout_of
 
@@ -34,8 +34,9 @@ def start_hybrid_backend(
     placement does not fit, the data cannot be used, or a user's class of methods is missing.
     """
     config = prepared.config
-    for role in config.roles:
-        method_class(config, role)
+    for own in config.roles.values():
+        if own.methods:
+            import_function(own.methods)
     pools = hybrid_pools(prepared, train)
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
@@ -93,8 +94,8 @@ class RunWorkers:
         for group in fresh:
             group.limit_s = config.cluster.start_limit_s
         order = ray.put(self.order)
-        joined = [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
-        if any(answer.result != sign_of(self.prepared) for answers in together(joined) for answer in answers):
+        joined = together((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
+        if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
             raise UserError(
                 "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
                 "dtype=bfloat16 in place of auto"
@@ -110,26 +111,23 @@ class RunWorkers:
         together(formed)
         reads = self.home in fresh and (self.order.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
-        loaded = together([(group, group.call("load_models")) for group in fresh])
+        loaded = together((group, group.call("load_models")) for group in fresh)
         for group, answers in zip(fresh, loaded, strict=True):
             processes = [answer.result for answer in answers]
             group.processes = [process if node == group.cluster.own_node else None for process, node in processes]
+        # Plan the transfer of weights from the pool that trains a role to another that generates for it, if one is new.
         for role in self.prepared.generating:
-            self._exchange_weights(role, fresh)
+            trains = next((group for group in self.groups if role in group.pool.models), None)
+            generates = next(group for group in self.groups if role in group.pool.generating)
+            if trains is None or trains is generates or not (trains in fresh or generates in fresh):
+                continue
+            (answer,) = trains.wait([trains.call("rendezvous")])
+            ranks, sides = trains.mesh.size, ((trains, 0), (generates, trains.mesh.size))
+            size = ranks + generates.mesh.size
+            together((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
         for group in fresh:
             group.limit_s = config.cluster.wait_limit_s
         return counts
-
-    def _exchange_weights(self, role: str, fresh: Sequence[WorkerGroup]) -> None:
-        """Plan the transfer of a role's weights from the pool that trains it to another that generates for it, if one is new."""
-        trains = next((group for group in self.groups if role in group.pool.models), None)
-        generates = next(group for group in self.groups if role in group.pool.generating)
-        if trains is None or trains is generates or not (trains in fresh or generates in fresh):
-            return
-        (answer,) = trains.wait([trains.call("rendezvous")])
-        size = trains.mesh.size + generates.mesh.size
-        sides = ((trains, 0), (generates, trains.mesh.size))
-        together([(group, group.call("exchange_weights", role, answer.result, first, size)) for group, first in sides])
 
     def replace_lost(self) -> None:
         """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
@@ -156,8 +154,3 @@ class RunWorkers:
             group.start()
         if fresh:
             self.begin(fresh)
-
-
-def together(begun: Sequence[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
-    """Wait for calls of several groups; return the answers of each."""
-    return [group.wait(futures) for group, futures in begun]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from braidrl.data.rows import Rows
-from braidrl.runtimes.hybrid.stage_dispatch import by_length
+from braidrl.runtimes.hybrid.group import by_length
 from tests.invariants.traces import assert_same_weights, merged, weights
 from tests.recipes.tiny import write_data
 from tests.runtimes.hybrid.warm import WarmCluster

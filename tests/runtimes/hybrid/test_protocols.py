@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from braidrl.errors import UserError
+from braidrl.flow.signatures import registration_of
 from braidrl.runtimes.hybrid.protocol_contract import Numbered, check_protocol
 from braidrl.runtimes.hybrid.protocols import (
     DP,
@@ -17,7 +18,6 @@ from braidrl.runtimes.hybrid.protocols import (
     RankCalls,
     TransferProtocol,
     register,
-    registered,
 )
 
 OWN = Path(__file__).parents[3] / "examples" / "own_protocol" / "methods.py"
@@ -40,12 +40,12 @@ class Worker:
     def add(self, first: int, second: int) -> int:
         return first + second
 
-    def unregistered(self) -> None: ...
+    def unregistration_of(self) -> None: ...
 
 
 def called(method: str, ranks: int, *arguments: Any) -> Any:
     """Call methods as a driver does, on one worker in this process for all ranks."""
-    protocol, mesh, worker = registered(Worker, method).protocol, Mesh(ranks), Worker()
+    protocol, mesh, worker = registration_of(Worker, method).protocol, Mesh(ranks), Worker()
     calls = protocol.distribute(mesh, *arguments)
     assert len(calls) == ranks
     return protocol.collect(mesh, calls, [getattr(worker, method)(*call) for call in calls if call is not None])
@@ -170,15 +170,15 @@ def test_register_accepts_protocol_object_instead_of_name() -> None:
         def name(self) -> str:
             return "last"
 
-    found = registered(Last, "name")
+    found = registration_of(Last, "name")
     assert (found.protocol, found.reads, found.writes) == (last, ("tokens",), ("score",))
-    assert registered(Last, "echo") == registered(Worker, "echo")
+    assert registration_of(Last, "echo") == registration_of(Worker, "echo")
 
 
 def test_unknown_protocols_and_unregistered_methods_are_refused() -> None:
     with pytest.raises(UserError, match=r"no transfer protocol is called 'ONE_TO_AL'.*ONE_TO_ALL"):
         register(protocol="ONE_TO_AL")
     with pytest.raises(UserError, match=r"Worker has no method 'unregistered' with @register"):
-        registered(Worker, "unregistered")
+        registration_of(Worker, "unregistered")
     with pytest.raises(UserError, match=r"Worker has no method 'ecko'.*'echo'"):
-        registered(Worker, "ecko")
+        registration_of(Worker, "ecko")
