@@ -18,7 +18,7 @@ from braidrl.flow.compute import State, next_state, with_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
-from braidrl.runtimes.generating.early_stop import Segment, segment_of
+from braidrl.runtimes.generating.early_stop import segment_of
 from braidrl.runtimes.generating.partial import to_the_end
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, SerialBackend, TableT, needed
 
@@ -146,7 +146,10 @@ class SerialController(Generic[TableT]):
                 continue
             with self.timed(stage):
                 if segment is not None and stage is segment.generate:
-                    table, gone = self.generate_needed(segment, table, iteration, sums)
+                    done = self.backend.generate_needed(segment, table, iteration, sums, self.sampling.needless)
+                    index = self.backend.index(done)
+                    gone = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
+                    table = self.of_groups(done, set(index["group"].tolist()) - gone) if gone else done
                 elif stage.kind is Kind.SELECT:
                     reasons |= self.backend.select(stage, table)
                 elif stage.kind is Kind.GENERATE and self.config.rollout.tokens_per_iteration is not None:
@@ -191,13 +194,6 @@ class SerialController(Generic[TableT]):
         self.sampling.decide({group: Verdict(UNFINISHED) for group in aside})
         others = set(index["group"].tolist()) - aside
         return self.of_groups(table, others) if others else None
-
-    def generate_needed(self, segment: Segment, table: TableT, iteration: int, sums: Sums) -> tuple[TableT, set[int]]:
-        """Generate a wave. Return the rows without the groups that were given up, and those groups."""
-        done = self.backend.generate_needed(segment, table, iteration, sums, self.sampling.needless)
-        index = self.backend.index(done)
-        gone = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
-        return (self.of_groups(done, set(index["group"].tolist()) - gone) if gone else done), gone
 
     def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
         chosen, numbers = set(groups), self.backend.index(table)["group"].tolist()

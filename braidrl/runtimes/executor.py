@@ -107,9 +107,22 @@ class StageExecutor:
                 return self.generation.generate(stage, rows, sums, stop)
             if is_method(stage.type, stage.role):
                 return checked(stage, self.own_method(stage)(rows, **stage.settings))
-            if stage.kind is Kind.INFER:
-                return self._infer(stage, rows, sums)
-            return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
+            if stage.kind is not Kind.INFER:
+                return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
+            given, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
+            read, worker = given, self.workers[role]
+            if role in self.retokenizers and len(rows):
+                read = self.retokenizers[role].rows(given)
+            if role in self.copies:
+                worker = self.copies[role].frozen
+                self.generation.moves.note(role, self.copies[role].refresh())
+            with self.progress.stage(stage.name, len(read)) as bar, self.usage.computing(stage, worker, sums, read):
+                found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
+            if not len(rows) or stage.type != "score":
+                return {stage.writes[0]: found} if len(rows) else {}
+            rewarding = is_reward(role, stage.params.get("weight"))
+            added = added_scores(self.flow, stage, given, found.values) if rewarding else {}
+            return {stage.writes[0]: found.values, **added}
 
     def own_method(self, stage: Stage) -> Callable[..., Any]:
         """Return the method of a user's class that a stage names, bound to the role's worker."""
@@ -118,22 +131,6 @@ class StageExecutor:
         if (role, owner) not in self.methods:
             self.methods[role, owner] = owner(self.workers[role])
         return cast(Callable[..., Any], getattr(self.methods[role, owner], method))
-
-    def _infer(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
-        given, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
-        rows, worker = given, self.workers[role]
-        if role in self.retokenizers and len(rows):
-            rows = self.retokenizers[role].rows(rows)
-        if role in self.copies:
-            worker = self.copies[role].frozen
-            self.generation.moves.note(role, self.copies[role].refresh())
-        with self.progress.stage(stage.name, len(rows)) as bar, self.usage.computing(stage, worker, sums, rows):
-            found = worker.forward(PREDICTED.get(stage.type, "log_probs"), rows, bar.update)
-        if not len(rows) or stage.type != "score":
-            return {stage.writes[0]: found} if len(rows) else {}
-        rewarding = is_reward(role, stage.params.get("weight"))
-        added = added_scores(self.flow, stage, given, found.values) if rewarding else {}
-        return {stage.writes[0]: found.values, **added}
 
     def is_collective(self, stage: Stage) -> bool:
         """Return True if a rank without rows takes part in a stage, because ranks sum, infer or generate together."""

@@ -148,7 +148,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 while not self.written:
                     snapshot = self._snapshot()
                     try:
-                        self._go_on()
+                        if self.step < self.config.trainer.steps and not self.good_enough:
+                            self.checkpoints.check()
+                            self._one_step()
+                            continue
+                        self._save(self._snapshot())
+                        self.checkpoints.wait()
+                        self.written = True
                     except LostProcess as error:
                         self._bring_back(error)
             except FailedStep:
@@ -168,20 +174,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                         self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
         self._report()
-
-    def _go_on(self) -> None:
-        """Make a step, or after the last one the last checkpoint."""
-        trainer = self.config.trainer
-        if self.step >= trainer.steps or self.good_enough:
-            self._save(self._snapshot())
-            self.checkpoints.wait()
-            self.written = True
-            return
-        self.checkpoints.check()
-        self._one_step()
-        self._check_folder()
-        if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
-            self._save(self._snapshot())
 
     def _check_folder(self) -> None:
         """Raise UserError if the run's folder was removed or replaced: everything written since is lost.
@@ -297,6 +289,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's line.
             self.world.gather("the line of the last step", b"")
             raise
+        self._check_folder()
+        if (often := self.config.trainer.checkpoint_every) and step % often == 0:
+            self._save(self._snapshot())
 
     def _recorded(self, step: int) -> Any:
         """Return a recorded step of an earlier run as sampled, without the columns of its later stages."""

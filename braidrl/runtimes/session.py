@@ -68,12 +68,10 @@ class Session(AbstractContextManager["Session"]):
         self.sums = Sums()
         self.trained = self.closed = False
 
-    def __getattr__(self, role: str) -> "SessionRole | SessionFamily":
+    def __getattr__(self, role: str) -> "SessionRole":
         """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError if the flow has none."""
-        if role in FAMILIES:
-            return SessionFamily(self, role)
         known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.roles())
-        if role not in known:
+        if role not in FAMILIES and role not in known:
             raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, known)))}")
         return SessionRole(self, role)
 
@@ -201,14 +199,18 @@ class Session(AbstractContextManager["Session"]):
 
 @dataclass(frozen=True)
 class SessionRole:
-    """A role whose methods act on rows: those of `braidrl.flow.roles.Role`, called with the rows and the stage's settings."""
+    """A role, or a family of stages such as `advantage`, whose methods are called with the rows and the stage's settings.
+
+    The methods of a role are those of `braidrl.flow.roles.Role`, and the user's own.
+    """
 
     session: Session
     name: str
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Return a function that makes and runs the role's stage of that name, or calls the user's method of that name."""
-        make = getattr(Role(self.name), method, None)
+        """Return a function that makes and runs the stage of that name, or calls the user's method of that name."""
+        family = self.name in FAMILIES
+        make = getattr(stage_family(self.name), method) if family else getattr(Role(self.name), method, None)
         if make is None:
             own = self.session.config.roles.get(self.name)
             if own is None or own.methods is None:
@@ -217,17 +219,4 @@ class SessionRole:
                     f"write roles.{self.name}.methods=file.py:Class"
                 )
             return partial(self.session.call, self.name, method)
-        return lambda rows, **settings: self.session.run(make(**settings), rows)
-
-
-@dataclass(frozen=True)
-class SessionFamily:
-    """Stages without a role, such as `session.advantage.gae(rows, gamma=1.0)`, called with the rows and the stage's settings."""
-
-    session: Session
-    name: str
-
-    def __getattr__(self, stage: str) -> Callable[..., Any]:
-        """Return a function that makes and runs the family's stage of that name."""
-        make = getattr(stage_family(self.name), stage)
         return lambda rows, **settings: self.session.run(make(**settings), rows)

@@ -26,18 +26,32 @@ from braidrl.training.role_settings import layout_key, layout_of
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     """Run `module:function(world, task)` on every rank; return rank 0's result, a JSON value.
 
-    Raises UserError, before anything starts, for a configuration that the ranks cannot run.
+    Under `torchrun` every rank calls this, and gets the result. A rank that only noticed another's failure prints one line and ends.
+    Raises UserError, before anything starts, for a configuration that the ranks cannot run, and WorkerError if a rank fails.
     """
     launcher = launcher_of(config)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     cuda = choose_device(config.device).type == "cuda"
     task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
-    if launcher == "torchrun":
-        return joined(config, entry, task)
-    check_ranks(config, build_flow(config), config.workers)
-    starter = RayLauncher(config.cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
-    cluster = config.cluster
-    return run_ranks(entry, task, rank_pool(config, config.workers), cluster.wait_limit_s, starter, cluster.silence_s)
+    if launcher != "torchrun":
+        check_ranks(config, build_flow(config), config.workers)
+        starter = RayLauncher(config.cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
+        cluster, pool = config.cluster, rank_pool(config, config.workers)
+        return run_ranks(entry, task, pool, cluster.wait_limit_s, starter, cluster.silence_s)
+    # This process is a rank already.
+    world = joined_world(config)
+    try:
+        result = world.share("the end of the run", function_of(entry)(world, task))
+    except (UserError, KeyboardInterrupt):
+        raise
+    except LostPeers as error:
+        print(f"braid: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        # Other ranks may be stuck, so the process group cannot be left in order.
+        end_at_once()
+    except Exception as error:
+        raise WorkerError(rank_failure(world, error).message) from error
+    world.close()
+    return result
 
 
 def launcher_of(config: Config) -> str:
@@ -71,26 +85,6 @@ def joined_world(config: Config) -> World:
     check_ranks(config, build_flow(config), size)
     cuda = choose_device(config.device).type == "cuda"
     return join(config.cluster.wait_limit_s, cuda, own_engines(config), generation_layout(config).ranks)
-
-
-def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
-    """Do this process's part, which is a rank already; return rank 0's result, as all ranks do.
-
-    Raises WorkerError for its own failure; a rank that only noticed another's prints one line and ends.
-    """
-    world = joined_world(config)
-    try:
-        result = world.share("the end of the run", function_of(entry)(world, task))
-    except (UserError, KeyboardInterrupt):
-        raise
-    except LostPeers as error:
-        print(f"braid: rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        # Other ranks may be stuck, so the process group cannot be left in order.
-        end_at_once()
-    except Exception as error:
-        raise WorkerError(rank_failure(world, error).message) from error
-    world.close()
-    return result
 
 
 def is_reporting_rank() -> bool:

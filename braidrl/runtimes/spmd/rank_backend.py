@@ -81,13 +81,30 @@ class DistributedBackend(InProcessBackend):
         return self.run(segment.generate, table, iteration, sums, stop)
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Shard:
+        """Run a stage where its rows are: inference is balanced first, and generation moves to its own ranks."""
         self.exchange.at(stage, iteration)
         if self._known_everywhere(stage, table):
             everywhere = Rows(self.executor.run(stage, table.index, Sums()))
             kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
             index = table.index.with_columns(dict(everywhere.index.items()))
             return replace(table, index=index, payload=joined(table.payload, kept))
-        table = self._placed(stage, table)
+        ranks = self._ranks_of(stage)
+        if stage.kind is Kind.INFER:
+            # Columns that no stage from here on reads stay behind.
+            later = self.flow.stages[self.flow.stages.index(stage) :]
+            needed = [column.name for s in later for column in self.flow.inputs[s.name]]
+            # Balanced within each later update, so that the rows need not move again.
+            index, owner = table.index, table.owner.clone()
+            rows = self.config.trainer.rows_per_update or len(index)
+            updates = update_plan(
+                index["group"].tolist(), index["sample"].tolist(), epochs=1, seed=self.config.seed,
+                rows_per_update=len(index) if len(index) % rows else rows, iteration=self.exchange.iteration,
+            )  # fmt: skip
+            for update in updates:
+                owner[update] = self._balanced(table.take(update))
+            table = self.exchange.move(stage.name, table, owner, needed)
+        elif len(table.owner) and int(table.owner.max()) >= ranks:
+            table = self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))
         own, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.
         collective = self.executor.is_collective(stage)
@@ -155,12 +172,9 @@ class DistributedBackend(InProcessBackend):
         said = self.exchange.tell({"known": list(table.payload), "later": list(final.payload)})
         added = {name for about in said for name in about["later"] if all(name not in o["known"] for o in said)}
         later = replace(final, payload=only_present(final.payload, sorted(added)))
-        back = (
-            self.exchange.move(path.name, later, table.owner)
-            if added
-            else replace(final, owner=table.owner, payload=Rows({}))
-        )
-        rows = with_added(table.rows, back.rows)
+        if added:
+            later = self.exchange.move(path.name, later, table.owner)
+        rows = with_added(table.rows, replace(later, owner=table.owner).rows)
         part = part_path(path, self.world.rank)
         if len(rows):
             self.store.record(part, rows)
@@ -191,27 +205,6 @@ class DistributedBackend(InProcessBackend):
         """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""
         inputs = [column.name for column in self.flow.inputs.get(stage.name, ())]
         return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
-
-    def _placed(self, stage: Stage, table: Shard) -> Shard:
-        """Return the rows on ranks that can run this stage: inference is balanced, generation stays on its own ranks."""
-        if stage.kind is Kind.INFER:
-            # Columns that no stage from here on reads stay behind.
-            later = self.flow.stages[self.flow.stages.index(stage) :]
-            needed = [column.name for s in later for column in self.flow.inputs[s.name]]
-            # Balanced within each later update, so that the rows need not move again.
-            index, owner = table.index, table.owner.clone()
-            rows = self.config.trainer.rows_per_update or len(index)
-            updates = update_plan(
-                index["group"].tolist(), index["sample"].tolist(), epochs=1, seed=self.config.seed,
-                rows_per_update=len(index) if len(index) % rows else rows, iteration=self.exchange.iteration,
-            )  # fmt: skip
-            for update in updates:
-                owner[update] = self._balanced(table.take(update))
-            return self.exchange.move(stage.name, table, owner, needed)
-        ranks = self._ranks_of(stage)
-        if len(table.owner) and int(table.owner.max()) >= ranks:
-            return self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))
-        return table
 
     def _balanced(self, table: Shard, whole_groups: bool = False) -> Tensor:
         groups = table.index["group"].tolist() if whole_groups else None
