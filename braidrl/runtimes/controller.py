@@ -14,13 +14,15 @@ from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
-from braidrl.flow.compute import State, next_state, with_state
+from braidrl.flow.compute import State, dropped, next_state, with_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
+from braidrl.observe.trace import traced
 from braidrl.runtimes.generating.early_stop import segment_of
 from braidrl.runtimes.generating.partial import to_the_end
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, SerialBackend, TableT, needed
+from braidrl.runtimes.row_store import Admission
 
 
 class SerialController(Generic[TableT]):
@@ -151,7 +153,7 @@ class SerialController(Generic[TableT]):
                     gone = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
                     table = self.of_groups(done, set(index["group"].tolist()) - gone) if gone else done
                 elif stage.kind is Kind.SELECT:
-                    reasons |= self.backend.select(stage, table)
+                    reasons |= self.select(stage, table, iteration)
                 elif stage.kind is Kind.GENERATE and self.config.rollout.tokens_per_iteration is not None:
                     table = self.suspend(self.backend.run(to_the_end(stage) if ends else stage, table, iteration, sums))
                 else:
@@ -179,10 +181,16 @@ class SerialController(Generic[TableT]):
             left += [self.of_groups(table, groups - awaited)] if groups - awaited else []
         self.unfinished = left
         if count:
-            table = self.backend.admit(count)
+            table = self.backend.read(Admission(self.loader.advance(count)))
             self.sampling.admit(sorted(set(self.backend.index(table)["group"].tolist())))
             tables.append(table)
         return tables[0].cat(tables) if len(tables) > 1 else tables[0]
+
+    def select(self, stage: Stage, table: TableT, iteration: int) -> dict[int, str]:
+        """Return the groups that a select stage drops, with its reason."""
+        index = self.backend.index(table)
+        with traced(self.backend.trace, "compute", stage.name, iteration, rows=len(index)):
+            return dropped(stage, index)
 
     def suspend(self, table: TableT) -> TableT | None:
         """Keep groups with a suspended response for later, and return the rows of the others; None if there are none."""

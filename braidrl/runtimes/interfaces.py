@@ -2,7 +2,7 @@
 
 run ──iterate, position, restore──▶ Controller: SerialController, StreamingProgram
 run ──read, run, record, save──▶ Backend: all four
-                                 SerialController ──admit, generate, select, train, publish──▶ SerialBackend: eager, hybrid, distributed
+                                 SerialController ──generate, train, publish──▶ SerialBackend: eager, hybrid, distributed
 
 T is the backend's table: the rows themselves, a rank's shard of them, or handles to their locations.
 """
@@ -19,6 +19,7 @@ from braidrl.flow import Stage
 from braidrl.flow.compute import State
 from braidrl.flow.selecting import Selection
 from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.row_store import Origin, RowText
 from braidrl.training.roles.checkpoint import Write
@@ -43,7 +44,7 @@ class Backend(Protocol[T]):
     """The part of a backend outside iterations: evaluation, records, checkpoints."""
 
     def read(self, origin: Origin) -> T:
-        """Return a table of existing rows: a held-out set, a recording, or the surplus of a checkpoint."""
+        """Return a table of rows: admitted prompts, one row per sample, a held-out set, a recording, or a checkpoint's surplus."""
 
     def run(self, stage: Stage, table: T, iteration: int, sums: Sums) -> T:
         """Return the table with the columns that a generate, infer or compute stage writes."""
@@ -73,12 +74,11 @@ class Backend(Protocol[T]):
 class SerialBackend(Backend[TableT], Protocol[TableT]):
     """The further methods that `SerialController` calls, stage by stage in the flow's order."""
 
+    trace: TraceWriter | None
+
     @property
     def loader(self) -> Admissions | None:
         """Return the prompt loader; None if the backend only evaluates."""
-
-    def admit(self, groups: int) -> TableT:
-        """Return the next prompts as rows, one per sample."""
 
     def generate_needed(
         self, segment: Segment, table: TableT, iteration: int, sums: Sums, needless: Needless
@@ -87,9 +87,6 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
 
     def totals(self, stage: Stage, table: TableT) -> dict[str, float]:
         """Return the totals over all rows that the stage's state depends on."""
-
-    def select(self, stage: Stage, table: TableT) -> dict[int, str]:
-        """Return the groups that a select stage drops, with its reason."""
 
     def train(self, stage: Stage, table: TableT, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Make one optimizer step for each list of row positions, or copy a role's weights if the stage has no loss."""

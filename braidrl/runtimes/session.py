@@ -35,7 +35,7 @@ from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import resolve
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
-from braidrl.runtimes.row_store import RowText
+from braidrl.runtimes.row_store import Admission, RowText
 from braidrl.runtimes.sizing import memory_to_take, with_fitting_sizes
 from braidrl.runtimes.spmd.launch import joined_world
 from braidrl.runtimes.start import RunContext, start_backend
@@ -87,7 +87,8 @@ class Session(AbstractContextManager["Session"]):
         self.iteration += 1
         self.sums = Sums()
         self.progress.step(self.iteration)
-        return self.backend.admit(groups or self.config.trainer.prompts_per_step)
+        numbers = self.controller.loader.advance(groups or self.config.trainer.prompts_per_step)
+        return self.backend.read(Admission(numbers))
 
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
         """Run one stage, which need not be in the session's flow; return the rows with the new columns.
@@ -109,7 +110,7 @@ class Session(AbstractContextManager["Session"]):
             rows, state = self.controller.run_with_state(stage, rows, self.iteration, self.sums)
             self.controller.states[stage.name] = state
             return rows
-        dropped = self.backend.select(stage, rows)
+        dropped = self.controller.select(stage, rows, self.iteration)
         groups = self.index(rows)["group"].tolist()
         return rows.take([i for i, group in enumerate(groups) if group not in dropped])
 

@@ -32,7 +32,7 @@ from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
-from braidrl.flow.compute import dropped, summed
+from braidrl.flow.compute import summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method, is_method, registration_of
 from braidrl.flow.stage import Signature
@@ -53,7 +53,7 @@ from braidrl.runtimes.hybrid.group import (
 )
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
-from braidrl.runtimes.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText, divided
 from braidrl.runtimes.saving.background import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
 from braidrl.training.role_settings import layout_of
@@ -79,10 +79,6 @@ class HybridBackend:
         self.distinct = list(dict.fromkeys(groups.values()))
         self.training: list[Output] = []
         resources.enter_context(payload_forbidden())
-
-    def admit(self, groups: int) -> Handle:
-        assert self.loader is not None, "this backend only evaluates"
-        return self.read(Admission(self.loader.advance(groups)))
 
     def read(self, origin: Origin) -> Handle:
         """Read rows on the ranks of `home`, each its share."""
@@ -127,12 +123,6 @@ class HybridBackend:
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
         output = Output(stage, table)
         return {name: float(total) for name, total in self._totals(output, *self._place(stage, table)).items()}
-
-    def select(self, stage: Stage, table: Handle) -> dict[int, str]:
-        index = self.index(table)
-        iteration = max(output.iteration for output in table.outputs)
-        with traced(self.trace, "compute", stage.name, iteration, rows=len(table)):
-            return dropped(stage, index)
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Start every optimizer step; `publish` waits for them."""

@@ -24,7 +24,7 @@ from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
-from braidrl.flow.compute import dropped, summed
+from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter
@@ -46,31 +46,39 @@ class DistributedBackend(InProcessBackend):
         world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
     ) -> None:  # fmt: skip
         """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
-        super().__init__(executor, trace, world.first)
-        self.config, self.flow, self.loader, self.store = config, flow, loader, store
-        self.samples = config.rollout.samples_per_prompt
-        self.world, self.generating, self.interrupts = world, generating, interrupts
+        super().__init__(config, loader, executor, store, trace, world.first)
+        self.flow, self.world, self.generating, self.interrupts = flow, world, generating, interrupts
         self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
 
-    def admit(self, groups: int) -> Shard:
-        """Make this rank's rows. At the start the first rank tokenizes every prompt; later each rank tokenizes only its own."""
-        assert self.loader is not None, "this backend only evaluates"
+    def read(self, origin: Origin) -> Shard:
+        """Make this rank's admitted rows, or read all rows and keep this rank's.
+
+        Rows to generate are equal numbers, others balanced by length. At the start the first rank tokenizes every prompt; later each
+        rank tokenizes only its own.
+        """
+        rank = self.world.rank
+        if not isinstance(origin, Admission):
+            rows = self.store.make(origin)
+            if isinstance(origin, HeldOut):
+                owner = equal_shares(len(rows), min(self.generating.values(), default=self.world.size))
+            else:
+                lengths = rows["length" if "length" in rows else "prompt_length"].tolist()
+                owner = balanced_owners(lengths, torch.zeros(len(rows), dtype=torch.int64), self.world.size)
+            return Shard(rows.index, owner, rows.payload.take(owner == rank), rank)
         self.world.at("admission")
-        numbers = self.loader.advance(groups)
+        samples = self.config.rollout.samples_per_prompt
         first_use = next((s for s in self.flow.stages if s.kind is Kind.GENERATE), self.flow.stages[0])
-        ranks, group_of = self._ranks_of(first_use), [group for group in numbers for _ in range(self.samples)]
+        ranks, group_of = self._ranks_of(first_use), [group for group in origin.numbers for _ in range(samples)]
         # If selection may not need the last groups, every rank starts with the first ones.
         selects = bool(self.flow.sampling_segment)
         owner = torch.tensor(in_turn(group_of, ranks)) if selects else equal_shares(len(group_of), ranks)
-        mine = (owner == self.world.rank).nonzero().flatten().tolist()
+        mine = (owner == rank).nonzero().flatten().tolist()
         place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
         rows = Rows({})
         if mine:
-            made = [place[group_of[row]] * self.samples + row % self.samples for row in mine]
+            made = [place[group_of[row]] * samples + row % samples for row in mine]
             rows = self.store.make(Admission(tuple(place))).take(made)
-        return self.exchange.gather(
-            Shard(Rows({}), owner, Rows({}), self.world.rank), dict(rows.items()), Sums(), Sums()
-        )
+        return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
     def generate_needed(self, segment: Segment, table: Shard, iteration: int, sums: Sums, needless: Needless) -> Shard:
         """Generate while ranks exchange results; each aborts its rows that are no longer needed."""
@@ -125,9 +133,6 @@ class DistributedBackend(InProcessBackend):
         found = summed(stage, rows) if len(rows) else {}
         return {name: float(total) for name, total in (found if everywhere else self.exchange.add_up(found)).items()}
 
-    def select(self, stage: Stage, table: Shard) -> dict[int, str]:
-        return dropped(stage, table.index)
-
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Distribute each update's rows by length; every rank then makes the same optimizer step."""
         self.exchange.at(stage, iteration)
@@ -146,24 +151,11 @@ class DistributedBackend(InProcessBackend):
         with self.exchange.working(stage, part.rows):
             yield self.executor.update(stage, part.index, part.rows)
 
-    def index(self, table: Shard) -> Rows:
-        return table.index
-
     def columns(self, table: Shard) -> Collection[str] | None:
         return [*table.index, *table.payload] if len(table.mine) else None
 
     def texts(self, table: Shard) -> list[RowText]:
         return self.store.row_texts(table.rows)
-
-    def read(self, origin: Origin) -> Shard:
-        """Read the rows on every rank and keep this rank's: equal numbers to generate, else balanced by length."""
-        rows = self.store.make(origin)
-        if isinstance(origin, HeldOut):
-            owner = equal_shares(len(rows), min(self.generating.values(), default=self.world.size))
-        else:
-            lengths = rows["length" if "length" in rows else "prompt_length"].tolist()
-            owner = balanced_owners(lengths, torch.zeros(len(rows), dtype=torch.int64), self.world.size)
-        return Shard(rows.index, owner, rows.payload.take(owner == self.world.rank), self.world.rank)
 
     def record(self, path: Path, table: Shard, final: Shard) -> None:
         """Write this rank's rows to a file; the first rank joins the files, so that no rank ever holds all rows."""

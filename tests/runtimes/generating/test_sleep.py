@@ -10,6 +10,7 @@ from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.generating.generation import requests_of
+from braidrl.runtimes.row_store import Admission
 from tests.tiny import Workshop, eager_backend
 
 
@@ -47,7 +48,7 @@ def test_an_embedded_engine_asleep_holds_no_keys_and_values(workshop: Workshop) 
     try:
         engine = backend.executor.engines["actor"]
         assert isinstance(engine, EmbeddedEngine)
-        engine.add(requests_of(backend.executor.flow.stages[0], backend.admit(1), backend.config)[0])
+        engine.add(requests_of(backend.executor.flow.stages[0], backend.read(Admission(range(1))), backend.config)[0])
         engine.step()
         assert engine._batch._cache.capacity > 0
         with pytest.raises(RuntimeError, match="1 rows are under way"):

@@ -17,6 +17,7 @@ from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.driver import HybridBackend
+from braidrl.runtimes.row_store import Admission
 from tests.runtimes.hybrid.backends import hybrid_crew, rehearse
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop, write_jsonl
@@ -44,7 +45,7 @@ def given(workshop: Workshop, tokens: int, rows: int = 8) -> dict[str, Any]:
 
 
 def all_stages(backend: HybridBackend, flow: Flow, groups: int) -> Any:
-    table = backend.admit(groups)
+    table = backend.read(Admission(range(groups)))
     for stage in flow.stages:
         table = backend.run(stage, table, 1, Sums())
     return table
@@ -52,7 +53,7 @@ def all_stages(backend: HybridBackend, flow: Flow, groups: int) -> Any:
 
 def test_payload_cannot_be_decoded_where_the_driver_runs(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     with hybrid_crew(workshop.config(**given(workshop, 16)), warm_cluster) as backend:
-        table = backend.admit(2)
+        table = backend.read(Admission(range(2)))
         (output,) = table.outputs
         actor = backend.home.actors[0]
         packed = ray.get(actor.fetch.remote(output.futures[0].answer.key, np.arange(2), ("prompt",)))
@@ -86,7 +87,7 @@ def test_roles_in_one_pool_take_turns(workshop: Workshop, warm_cluster: WarmClus
 
 def test_workers_forget_rows_that_the_driver_has_no_handle_to(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     with hybrid_crew(workshop.config(**given(workshop, 16)), warm_cluster) as backend:
-        kept, dropped = backend.admit(2), backend.admit(2)
+        kept, dropped = backend.read(Admission(range(2))), backend.read(Admission(range(2, 4)))
         held = lambda: ray.get(backend.home.actors[0].held.remote())  # noqa: E731
         assert held() == 2
         joined = backend.executor.flow.stages[0]
@@ -94,7 +95,7 @@ def test_workers_forget_rows_that_the_driver_has_no_handle_to(workshop: Workshop
         backend.index(written)
         assert held() == 3
         del dropped, written
-        again = backend.admit(2)
+        again = backend.read(Admission(range(4, 6)))
         assert held() == 2
         assert len(backend.index(kept)) == len(backend.index(again)) == 2
 

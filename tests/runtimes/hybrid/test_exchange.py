@@ -6,6 +6,7 @@ from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.hybrid_worker import FETCHED_ROWS
+from braidrl.runtimes.row_store import Admission
 from tests.runtimes.hybrid.backends import hybrid_crew, rehearse, told
 from tests.runtimes.hybrid.test_driver import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster
@@ -17,7 +18,7 @@ TWO = Flow("two", [data.join_response(), Role("first").log_probs(), Role("second
 def test_pool_ranks_exchange_rows_by_process_group(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="colocate", workers=2)
     with hybrid_crew(config, warm_cluster, TWO) as backend:
-        table = backend.admit(8)
+        table = backend.read(Admission(range(8)))
         before = told(backend, "exchanged")
         # The ranks hold neighbouring rows; each gets rows of both.
         halves = table.cat([table.take(range(0, 8, 2)), table.take(range(1, 8, 2))])

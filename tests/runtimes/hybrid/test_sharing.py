@@ -6,7 +6,7 @@ import json
 
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import evaluation_path, read_rollouts, rollout_path
-from braidrl.runtimes.row_store import Surplus
+from braidrl.runtimes.row_store import Admission, Surplus
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.backends import hybrid_crew, told
 from tests.runtimes.hybrid.warm import WarmCluster
@@ -37,7 +37,7 @@ def test_surplus_is_written_and_read_by_all_ranks(workshop: Workshop, warm_clust
     path = workshop.folder / "surplus-0.rows"
     config = workshop.config(**SECTIONS, runtime="hybrid", workers=2, placement="colocate")
     with hybrid_crew(config, warm_cluster) as backend:
-        table = backend.run(backend.executor.flow.stages[0], backend.admit(5), 1, Sums())
+        table = backend.run(backend.executor.flow.stages[0], backend.read(Admission(range(5))), 1, Sums())
         index = backend.index(table)
         before = told(backend, "exchanged")[0]
         backend.save_rows(path, table)
