@@ -127,11 +127,15 @@ class StreamSchedule(TrainersProgress):
 
     # Admission
 
-    def may_open(self, engine_version: int | None) -> bool:
-        """Return True if the next batch may start on a version; None stands for no version."""
+    def may_open(self, engine_version: int | None, early: bool = True) -> bool:
+        """Return True if the next batch may be opened while engines hold a version; None stands for no version.
+
+        With `early`, an on-policy batch opens one version before its rows may start, so that they are in the queue by then. Under
+        staleness the horizon does the same.
+        """
         if engine_version is None or self.opened >= self.sizes.iterations:
             return False
-        return admissible(self.opened + 1, engine_version, self.sizes.ahead)
+        return admissible(self.opened + 1, engine_version + (early and not self.sizes.max_staleness), self.sizes.ahead)
 
     def groups_wanted(self, engine_version: int) -> int:
         """Return the number of groups to admit now, while engines start rows with `engine_version` or later."""
@@ -222,7 +226,7 @@ class StreamSchedule(TrainersProgress):
             lacked = [known[uid] for group in lacking for uid in self.rows_of[group]]
             if not lacked or any(self._may_begin(table, engine_version) for table in lacked):
                 return False
-        elif self.may_open(engine_version):
+        elif self.may_open(engine_version, early=False):
             return False
         # Rows carried over to the next batch and not yet started may wait for weights that engines have not loaded.
         tables = [table for name in self.generating for table in self.tasks[name].undone.items()]

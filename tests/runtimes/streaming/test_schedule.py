@@ -140,7 +140,12 @@ def test_batch_started_before_checkpoint_trains_unchanged() -> None:
 
 def test_admission_runs_ahead_by_the_allowed_staleness_and_no_further() -> None:
     on_policy, ahead = begin(PLAIN), begin(PLAIN, staleness=1)
-    admit(on_policy, 0)
+    first, second = admit(on_policy, 0), admit(on_policy, 2)
+    lease = on_policy.take("actor.generate", "engine", 0.0, 9.0, 99, engine_version=0)
+    assert lease is not None and sorted(lease.rows) == first, "the rows of the next batch wait for the next version"
+    assert on_policy.take("actor.generate", "other", 0.0, 9.0, 99, engine_version=0) is None
+    newer = on_policy.take("actor.generate", "other", 0.0, 9.0, 99, engine_version=1)
+    assert newer is not None and sorted(newer.rows) == second
     assert on_policy.groups_wanted(0) == 0 and on_policy.groups_wanted(1) == 2
     admit(ahead, 0)
     admit(ahead, 2)
@@ -152,6 +157,7 @@ def test_an_engine_that_lags_behind_the_published_version_holds_admission_back()
     admit(schedule, 0)
     work(schedule, "actor.generate")
     finish_iteration(schedule)
+    admit(schedule, 2)
     assert schedule.published == 1 and schedule.groups_wanted(0) == 0 and schedule.groups_wanted(1) == 2
 
 
