@@ -97,7 +97,7 @@ def start_backend(context: RunContext) -> SerialBackend[Any]:
     executor = context.executor(list(prepared.generating))
     # Only now: a refused run leaves nothing in its folder but its configuration.
     trace = TraceWriter(folder, "eager") if folder else None
-    return EagerBackend(prepared.config, context.loader, executor, prepared.store(), trace)
+    return EagerBackend(prepared.config, context.loader, executor, prepared.store(), world, trace)
 
 
 def start_controller(context: RunContext) -> Controller[Any]:
