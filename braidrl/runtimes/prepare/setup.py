@@ -93,6 +93,13 @@ class Prepared:
         """Return the roles that need a model: in training the flow's, else the evaluation's."""
         return tuple(dict.fromkeys([*(self.flow if train else self.evaluation).roles, *self.generating]))
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Return the table folders of this process's data, for other processes that read the same files."""
+        evaluation = {name: source.kept for name, source in self.eval_sources.items()}
+        texts = self.texts.kept if self.texts else None
+        return {"train": [source.kept for source in self.sources], "eval": evaluation, "texts": texts}
+
     def store(self) -> RowStore:
         """Return the row store of the run."""
         return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
@@ -131,9 +138,7 @@ def prepare_together(config: Config, world: World, train: bool = True) -> Prepar
         except UserError as error:
             world.share("data", {"refused": str(error)})
             raise
-        evaluation = {name: source.kept for name, source in prepared.eval_sources.items()}
-        texts = prepared.texts.kept if prepared.texts else None
-        world.share("data", {"train": [each.kept for each in prepared.sources], "eval": evaluation, "texts": texts})
+        world.share("data", prepared.kept)
         return prepared
     kept = world.share("data", None)
     if "refused" in kept:
