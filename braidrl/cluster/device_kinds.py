@@ -119,23 +119,21 @@ def read_cluster(text: str) -> Cluster:
             raise UserError(f"{path}: {explain(error)}") from None
         groups, kinds = read.groups, {**known_kinds(), **read.kinds}
     else:
-        groups, kinds = [_group(part) for part in text.split("+")], known_kinds()
+        groups, kinds = [], known_kinds()
+        for part in text.split("+"):
+            match = FORM.fullmatch(part)
+            if match is None:
+                raise UserError(
+                    f"--devices: {part!r} is not NODESxDEVICESxKIND, as in 8x8xH100-80GB; or write cpu, or a .yaml file"
+                )
+            first, second, kind = match.groups()
+            nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
+            if kind == "cpu" and first is None:
+                devices = os.cpu_count() or 1
+            if nodes < 1 or devices < 1:
+                raise UserError(f"--devices: {part!r} has no devices; write numbers of at least 1, as in 1x8x{kind}")
+            groups.append(NodeGroup(kind=kind, nodes=nodes, devices=devices))
     for group in groups:
         if group.kind not in kinds:
             raise UserError(f"--devices: no kind of device is called {group.kind!r}. {suggest(group.kind, kinds)}")
     return Cluster(tuple(groups), {group.kind: kinds[group.kind] for group in groups})
-
-
-def _group(text: str) -> NodeGroup:
-    match = FORM.fullmatch(text)
-    if match is None:
-        raise UserError(
-            f"--devices: {text!r} is not NODESxDEVICESxKIND, as in 8x8xH100-80GB; or write cpu, or a .yaml file"
-        )
-    first, second, kind = match.groups()
-    if kind == "cpu" and first is None:
-        return NodeGroup(kind=kind, devices=os.cpu_count() or 1)
-    nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
-    if nodes < 1 or devices < 1:
-        raise UserError(f"--devices: {text!r} has no devices; write numbers of at least 1, as in 1x8x{kind}")
-    return NodeGroup(kind=kind, nodes=nodes, devices=devices)

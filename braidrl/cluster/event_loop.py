@@ -9,6 +9,7 @@ import contextvars
 import signal
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from braidrl.cluster.process import interrupts_handled
 T = TypeVar("T")
 
 
-class Runner:
+class Runner(AbstractContextManager["Runner"]):
     """An `asyncio.Runner` that also works inside a running event loop: coroutines then run in a separate thread."""
 
     def __init__(self) -> None:
@@ -34,9 +35,6 @@ class Runner:
     def close(self) -> None:
         """Cancel the remaining tasks and close the event loop."""
         outside_of_loops(self._runner.close)
-
-    def __enter__(self) -> "Runner":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

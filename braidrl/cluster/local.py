@@ -1,15 +1,21 @@
 """Processes of this machine: three ways to start one, and the launcher that assigns cores and devices.
 
-spawn        a fresh interpreter, perhaps of another environment                    vLLM, verifiers, processes with devices
+Spawned      a fresh interpreter, perhaps of another environment                    vLLM, verifiers, processes with devices
 from_server  a copy of a process that has imported the code and computed nothing    ranks, workers, engines on CPUs; starts fast
 fork         a copy of this process, which must have computed nothing yet           the followers of an engine
 
 parent ◀──connection──▶ process        the process ends when the connection closes; its output goes to the parent's output
+
+The fork server is a copy of a command with all imports done: processes start at once and share the imported code's memory.
+
+a command, all imported ──fork──▶ fork server ──fork──▶ ranks, workers, engines
 """
 
 import contextlib
+import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -21,16 +27,15 @@ import threading
 import time
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
-from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import (
     END_LIMIT_S,
@@ -42,7 +47,7 @@ from braidrl.cluster.process import (
     default_threads,
     environment_of,
 )
-from braidrl.cluster.watchdog import has_ended, keep_stack
+from braidrl.cluster.watchdog import FORK_SERVER, goes_by, has_ended, keep_stack
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import WorkerError
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
@@ -66,6 +71,11 @@ SERVER_START = "braidrl.cluster.server_start"
 LOOK_EVERY_S = 0.02
 STARTING = threading.Lock()
 """Lock around the start of a copy of the fork server: the main module is hidden per process, not per thread."""
+STANDARD_STREAMS = (0, 1, 2)
+TRACKER = "tracker"
+"""multiprocessing's resource tracker, which frees resources that dead processes leave."""
+PR_SET_PDEATHSIG = 1
+SPAWN = util.spawnv_passfds
 SERVER_IS_GONE = 255
 """Exit status that multiprocessing reports for all copies of a fork server when the server is gone."""
 
@@ -152,7 +162,10 @@ class LocalProcess(Process):
 
 
 class Spawned(LocalProcess):
-    """A fresh interpreter in its own session: its children are killed with it, and a terminal's Ctrl-C does not reach it."""
+    """A fresh interpreter in its own session: its children are killed with it, and a terminal's Ctrl-C does not reach it.
+
+    No torch thread is copied, and the user's main script does not run again.
+    """
 
     def __init__(self, spec: ProcessSpec) -> None:
         ours, theirs = Pipe()
@@ -207,11 +220,6 @@ class Forked(LocalProcess):
                 (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
         if not self.wait(END_LIMIT_S):
             raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end")
-
-
-def spawn(spec: ProcessSpec) -> Spawned:
-    """Start a fresh interpreter. No torch thread is copied, and the user's main script does not run again."""
-    return Spawned(spec)
 
 
 def from_server(spec: ProcessSpec) -> Forked:
@@ -305,6 +313,55 @@ def _go_on_without_starter() -> None:
     fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
+def copy_as_fork_server(modules: Iterable[str]) -> bool:
+    """Fork this process as the fork server of all processes that it and they start from now on; return True if that was possible.
+
+    By default multiprocessing starts a fresh interpreter as its fork server, and that imports everything again. Call this before this
+    process computes, starts a thread or opens anything private: threads, locks and devices do not survive a fork. If it is too late,
+    this does nothing and multiprocessing starts its own server when needed. `modules` are imported first, for the copies to run.
+    """
+    if threading.active_count() > 1:
+        return False
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()  # Freeze imports: a garbage collection over them would copy the server's memory.
+    try:
+        util.spawnv_passfds = _fork_as  # type: ignore[assignment]
+        forkserver.ensure_running()  # and, before it, the resource tracker
+    finally:
+        util.spawnv_passfds = SPAWN
+    return True
+
+
+def _fork_as(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Replace `util.spawnv_passfds` for an interpreter with `-c` by a fork of this process; return its process id."""
+    sys.stdout.flush()
+    process = os.fork()
+    if not process:
+        program = arguments[-1]
+        kept = {*descriptors, *STANDARD_STREAMS}
+        try:
+            goes_by(FORK_SERVER if "forkserver" in program else TRACKER)
+            # The kernel sends SIGCONT when the parent ends: a stopped process could not notice it and end.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+            # A fresh interpreter has no such lock held; the parent holds it while it starts these processes.
+            util.spawnv_passfds = SPAWN
+            for module in (resource_tracker, forkserver):
+                importlib.reload(module)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor not in kept:
+                    with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
+                        os.close(descriptor)
+            exec(program, {})
+        except EOFError:  # a client without room for descriptors: it says so itself
+            pass
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(0)
+    return process
+
+
 class LocalLauncher(Launcher):
     """Starts processes on this machine, which share its cores."""
 
@@ -326,7 +383,7 @@ class LocalLauncher(Launcher):
         given = self._table.get(f"{pool}-{number}")
         starts = ENGINES if pool in self._start_engines else ()
         spec = replace(spec, threads=self._threads, devices=given.every if given else None, starts=starts)
-        return from_server(spec) if given is None else spawn(spec)
+        return from_server(spec) if given is None else Spawned(spec)
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}

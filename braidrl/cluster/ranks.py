@@ -71,7 +71,12 @@ def run_ranks(
             with FrozenWatch(silence_s, tell) as frozen:
                 return supervise(launcher, ranks, interrupts, silence_s, frozen.killed)
     finally:
-        end(ranks)
+        # Ask each rank that still runs to end, then kill it.
+        for each in ranks:
+            each.hang_up()
+        deadline = time.monotonic() + STOPPING_S
+        for each in ranks:
+            each.close(max(0.0, deadline - time.monotonic()))
         launcher.close()
         # A traceback would keep the store, and with it its port.
         store = None
@@ -116,15 +121,6 @@ def supervise(
         # An interrupt counts only if no rank failed.
         raise min(failures, key=lambda f: (f.follows, f.kind == "interrupted")).error()
     return outcomes[ranks[0].name].result
-
-
-def end(ranks: Sequence[Process]) -> None:
-    """End every rank that still runs: ask it to end, then kill it. None is left."""
-    for rank in ranks:
-        rank.hang_up()
-    deadline = time.monotonic() + STOPPING_S
-    for rank in ranks:
-        rank.close(max(0.0, deadline - time.monotonic()))
 
 
 def work(arguments: Mapping[str, Any]) -> Any:

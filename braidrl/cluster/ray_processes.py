@@ -1,6 +1,6 @@
 """The launcher for a Ray cluster: an actor in each reserved bundle starts one local process beside itself.
 
-RayLauncher ──▶ ProcessActor ──spawn──▶ process        the process ends with its actor, and the actor with the run
+RayLauncher ──▶ ProcessActor ──Spawned──▶ process        the process ends with its actor, and the actor with the run
             └─▶ on each other node a service, which needs no device
 """
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.local import LocalProcess, spawn
+from braidrl.cluster.local import LocalProcess, Spawned
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S, LOOPBACK, Launcher, Outcome, Process, ProcessSpec
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, import_ray
@@ -27,7 +27,7 @@ class ProcessActor:
 
     def start(self, spec: ProcessSpec, silence_s: float) -> int:
         """Start the process and return its id. It is killed after `silence_s` seconds without a heartbeat."""
-        self.process, self.silence_s = spawn(spec), silence_s
+        self.process, self.silence_s = Spawned(spec), silence_s
         return self.process.pid
 
     def last_word(self) -> Outcome | None:

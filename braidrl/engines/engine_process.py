@@ -24,7 +24,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from braidrl.cluster.local import LocalProcess, from_server, spawn
+from braidrl.cluster.local import LocalProcess, Spawned, from_server
 from braidrl.cluster.process import ProcessSpec
 from braidrl.cluster.watchdog import named
 from braidrl.data.messages import pack_message, unpack_message
@@ -192,7 +192,7 @@ class EngineProcess:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
         # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
         copied = self.spec.kind == "embedded" and self.spec.device == "cpu" and self._python == sys.executable
-        start = from_server if copied else spawn
+        start = from_server if copied else Spawned
         self._held = None
         spec, entry = self.spec, "braidrl.engines.engine_process:main"
         self._process = start(

@@ -28,7 +28,7 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
-from braidrl.runtimes.generating.verification import added_scores
+from braidrl.runtimes.generating.verification import added_scores, verified
 from braidrl.runtimes.memory.residency import Residency
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
@@ -107,8 +107,11 @@ class StageExecutor:
                 return self.generation.generate(stage, rows, sums, stop)
             if is_method(stage.type, stage.role):
                 return checked(stage, self.own_method(stage)(rows, **stage.settings))
+            if stage.type == "verify":
+                results = self.generation.checks.results(stage, rows, sums)
+                return verified(self.flow, stage, rows, dict(results.items()))
             if stage.kind is not Kind.INFER:
-                return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
+                return computed(stage, rows)
             given, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
             read, worker = given, self.workers[role]
             if role in self.retokenizers and len(rows):
@@ -252,7 +255,7 @@ class StageExecutor:
 
     def forget(self) -> None:
         """Forget unfinished work on rows, and the state of user methods, before a checkpoint is loaded."""
-        self.generation.checks.forget()
+        self.generation.checks.pending.clear()
         self.methods.clear()
 
     def close(self) -> None:

@@ -7,15 +7,21 @@ from types import FrameType
 
 from braidrl.cluster.process import interrupts_handled
 
+REPEATED_S = 1.0
+"""A second signal within this many seconds is a duplicate: the terminal and the launcher of ranks both send one."""
+
 
 class Interrupts:
-    """Turns SIGINT and SIGTERM into KeyboardInterrupt; inside `hold()` only when the hold ends."""
+    """Turns SIGINT and SIGTERM into KeyboardInterrupt; inside `hold()` only when the hold ends.
 
-    ALONE = True
-    """True if this process stops without agreement of other ranks."""
+    Ranks that must stop together are not `alone`: a signal takes effect when they agree, and at once only in local work.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = True) -> None:
+        self.alone = alone
         self._holds = 0
+        self._first: float | None = None
+        self._local = False
         self.asked = False
         """True from a stop request until the stop."""
         self.torn = False
@@ -34,39 +40,8 @@ class Interrupts:
             yield
         finally:
             self._holds -= 1
-        if self.ALONE:
+        if self.alone:
             self.agree(self.asked)
-
-    @contextmanager
-    def local(self) -> Iterator[None]:
-        """Mark work in which no other rank takes part."""
-        yield
-
-    def agree(self, anybody: bool) -> None:
-        """Raise KeyboardInterrupt on every calling rank if any rank was asked to stop and no hold is active."""
-        if anybody and not self._holds:
-            self.asked = False
-            raise KeyboardInterrupt
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._holds and not self.asked:
-            self.asked = True
-            return
-        self.torn = self._holds > 0
-        raise KeyboardInterrupt
-
-
-class AgreedInterrupts(Interrupts):
-    """Interrupts of ranks that must stop together: a signal takes effect when they agree, and at once only in local work."""
-
-    ALONE = False
-    REPEATED_S = 1.0
-    """A second signal within this many seconds is a duplicate: the terminal and the launcher both send one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._first: float | None = None
-        self._local = False
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -77,9 +52,21 @@ class AgreedInterrupts(Interrupts):
         finally:
             self._local = False
 
+    def agree(self, anybody: bool) -> None:
+        """Raise KeyboardInterrupt on every calling rank if any rank was asked to stop and no hold is active."""
+        if anybody and not self._holds:
+            self.asked = False
+            raise KeyboardInterrupt
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.alone:
+            if self._holds and not self.asked:
+                self.asked = True
+                return
+            self.torn = self._holds > 0
+            raise KeyboardInterrupt
         now = time.monotonic()
-        if self._first is not None and now - self._first > self.REPEATED_S:
+        if self._first is not None and now - self._first > REPEATED_S:
             # Ranks that leave one by one are at different places, and their joint state cannot be resumed.
             self.torn = True
             raise KeyboardInterrupt

@@ -22,7 +22,7 @@ from braidrl.observe.rollouts import check_recording, evaluation_path, recorded_
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interfaces import Position, Restart
-from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
+from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch, vocabulary_lines
@@ -75,7 +75,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.fingerprints = fingerprints(self.prepared) if self.world.first else {}
         self.progress = self._opened_progress()
         set_up_torch(config)
-        self.interrupts = AgreedInterrupts() if world else Interrupts()
+        self.interrupts = Interrupts(alone=world is None)
         self.gaps, reward = GapWatch(config.rollout.max_log_prob_gap), config.reward
         self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)

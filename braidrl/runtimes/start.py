@@ -6,8 +6,7 @@ from typing import Any
 
 from braidrl.cluster.child import at_end
 from braidrl.cluster.devices import device_count, own_devices
-from braidrl.cluster.fork_server import copy_as_fork_server
-from braidrl.cluster.local import ENGINES
+from braidrl.cluster.local import ENGINES, copy_as_fork_server
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
@@ -97,7 +96,7 @@ def start_backend(context: RunContext) -> SerialBackend[Any]:
     executor = context.executor(list(prepared.generating))
     # Only now: a refused run leaves nothing in its folder but its configuration.
     trace = TraceWriter(folder, "eager") if folder else None
-    return EagerBackend(prepared.config, context.loader, executor, prepared.store(), trace)
+    return EagerBackend(prepared.config, context.loader, executor, prepared.store(), world, trace)
 
 
 def start_controller(context: RunContext) -> Controller[Any]:

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.local import Spawned, spawn
+from braidrl.cluster.local import Spawned
 from braidrl.cluster.process import ProcessSpec
 from braidrl.config.section import SandboxConfig
 from braidrl.errors import UserError
@@ -209,7 +209,7 @@ class CodeHost:
             self.name, "braidrl.sandbox.host:main", python=self.python, environment=environment, inherits=inherits,
             wrapper=wrapper, descriptors=descriptors,
         )  # fmt: skip
-        process = spawn(spec)
+        process = Spawned(spec)
         for descriptor in descriptors:
             os.close(descriptor)
         asked: dict[str, Any] = {"entry": self.entry, "arguments": self.arguments, "limits": limits and asdict(limits)}

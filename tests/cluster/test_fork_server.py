@@ -13,8 +13,7 @@ from tests.tiny import ROOT
 
 COMMAND = """
 import json, os, sys, threading
-from braidrl.cluster.fork_server import copy_as_fork_server
-from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.local import LocalLauncher, copy_as_fork_server
 from braidrl.cluster.process import ProcessSpec
 from braidrl.cluster.watchdog import descendants, name_of
 from braidrl.cluster.pools import Pool

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from braidrl.cluster.local import LocalLauncher, LocalProcess, from_server, spawn
+from braidrl.cluster.local import LocalLauncher, LocalProcess, Spawned, from_server
 from braidrl.cluster.process import Failure, ProcessSpec
 from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import LostProcess, UserError, WorkerError
 from tests.cluster.test_processes import running, wait_until
 
 Start = Callable[[ProcessSpec], LocalProcess]
-both = pytest.mark.parametrize("start", [pytest.param(spawn, marks=pytest.mark.soak), from_server])
+both = pytest.mark.parametrize("start", [pytest.param(Spawned, marks=pytest.mark.soak), from_server])
 
 
 def spec(how: str, path: Path | None = None) -> ProcessSpec:
@@ -68,7 +68,7 @@ def test_stalled_process_is_named_with_its_stack(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_children_of_fresh_process_are_killed_with_it(tmp_path: Path) -> None:
-    process = spawn(spec("sleep", tmp_path / "note"))
+    process = Spawned(spec("sleep", tmp_path / "note"))
     wait_until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_text() != "")
     own = int((tmp_path / "note").read_text())
     assert running(own)
@@ -82,7 +82,7 @@ def test_subgroups_inherit_time_limit_of_global_group() -> None:
 
 
 def test_ranks_missing_from_group_are_named() -> None:
-    process = spawn(ProcessSpec("alone", "tests.cluster.ranks:lonely", {}))
+    process = Spawned(ProcessSpec("alone", "tests.cluster.ranks:lonely", {}))
     assert LocalLauncher().answered([process], 100.0)
     outcome = process.outcome
     process.close()

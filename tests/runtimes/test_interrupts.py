@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
+from braidrl.runtimes.interrupts import Interrupts
 
 
 def signals_in_a_hold(interrupts: Interrupts, number: signal.Signals, times: int) -> None:
@@ -41,7 +41,7 @@ def test_second_interrupt_breaks_hold_and_marks_state_torn() -> None:
 
 
 def test_ranks_stop_when_they_meet_and_not_before() -> None:
-    interrupts = AgreedInterrupts()
+    interrupts = Interrupts(alone=False)
     with interrupts.active():
         signal.raise_signal(signal.SIGINT)
         assert interrupts.asked
@@ -53,21 +53,21 @@ def test_ranks_stop_when_they_meet_and_not_before() -> None:
 
 
 def test_local_work_is_interrupted_at_once_unless_held() -> None:
-    interrupts = AgreedInterrupts()
+    interrupts = Interrupts(alone=False)
     with interrupts.active(), pytest.raises(KeyboardInterrupt), interrupts.local():
         signal.raise_signal(signal.SIGINT)
-    held = AgreedInterrupts()
+    held = Interrupts(alone=False)
     with held.active(), held.hold(), held.local():
         signal.raise_signal(signal.SIGINT)
     assert interrupts.asked and held.asked
 
 
 def test_duplicate_interrupt_still_waits_for_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupts = AgreedInterrupts()
+    interrupts = Interrupts(alone=False)
     with interrupts.active():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        monkeypatch.setattr(AgreedInterrupts, "REPEATED_S", 0.0)
+        monkeypatch.setattr("braidrl.runtimes.interrupts.REPEATED_S", 0.0)
         assert not interrupts.torn
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

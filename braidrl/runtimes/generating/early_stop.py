@@ -68,7 +68,7 @@ class EarlyStop:
 
     def rows_to_end(self) -> list[Uid]:
         """Return the rows of groups no longer needed; some may have ended, or belong to another rank. Never waits."""
-        news = self._exchanged(self._checked(lambda checks: all(check.done() for check in checks)))
+        news = self._news(wait=False)
         for index in news:
             for number, uid in enumerate(index.uids()):
                 group = uid[1]
@@ -82,22 +82,21 @@ class EarlyStop:
     def close(self) -> None:
         """Send the remaining results to the other ranks, after all rows of this rank have ended; waits for their checks."""
         if self.notices is not None:
-            self._exchanged(self._checked(lambda checks: True))
+            self._news(wait=True)
 
-    def _checked(self, is_ready: Callable[[Sequence[Pending]], bool]) -> list[Rows]:
-        """Return the index columns, including those of verify stages, of rows whose checks are ready."""
-        ready = [is_ready(checks) for _, checks in self.waiting]
+    def _news(self, wait: bool) -> list[Rows]:
+        """Return new results of this rank and of all others: index columns, including those of verify stages.
+
+        This rank's are of the rows whose checks have ended, or with `wait` of all its rows.
+        """
+        ready = [wait or all(check.done() for check in checks) for _, checks in self.waiting]
         taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
         self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
-        found = []
+        own = []
         for rows, checks in taken:
             for stage, check in zip(self.segment.verify, checks, strict=True):
                 rows = rows.with_columns(verified(self.flow, stage, rows, check.result()))
-            found.append(rows.index)
-        return found
-
-    def _exchanged(self, own: list[Rows]) -> list[Rows]:
-        """Return the new results of this rank and of all others."""
+            own.append(rows.index)
         if self.notices is None:
             return own
         if own:

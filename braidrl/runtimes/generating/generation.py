@@ -35,7 +35,7 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.partial import PartialResponses
-from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
+from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.parallel.replicated import DataParallel
@@ -238,10 +238,6 @@ class Generation:
             reflections = reflection_counts(responses, phrases)
         return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
-    def verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
-        """Wait for checks that started during generation, or start them now; return the stage's columns."""
-        return verified(self.flow, stage, rows, dict(self.checks.results(stage, rows, sums).items()))
-
     def publish(self, version: int) -> None:
         """Load the trained weights into the engines, under this version number."""
         self.moves.version = version
@@ -257,7 +253,8 @@ class Generation:
         for publisher in self.publishers.values():
             publisher.close()
         self.environments.close()
-        self.checks.close()
+        if self.checks.rewards is not None:
+            self.checks.rewards.close()
 
 
 def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:

@@ -80,15 +80,6 @@ class Checks:
         place = {uid: i for i, uid in enumerate(checked.uids())}
         return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
 
-    def forget(self) -> None:
-        """Abandon the running checks: their rows are drawn again, perhaps with other answers."""
-        self.pending.clear()
-
-    def close(self) -> None:
-        """End the reward processes."""
-        if self.rewards is not None:
-            self.rewards.close()
-
 
 class EarlyChecks:
     """Sends finished rows of a generate stage to the reward processes while the engine continues."""

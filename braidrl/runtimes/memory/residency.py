@@ -85,8 +85,18 @@ def residency_plan(
                 f"{step} needs {total:,} bytes on a device at once ({parts}) and {budget:,} are there; "
                 "place its role on more devices, or its generation in a pool of its own"
             )
-    kept = _kept(needs, during, sizes, budget)
     steps = list(needs)
+    # Keep the assets that fit beside every step's needs. Those that would be brought most often come first: an asset is brought once
+    # for each run of steps that need it.
+    runs = {
+        asset: sum(asset in needs[step] and asset not in needs[steps[n - 1]] for n, step in enumerate(steps))
+        for asset in sizes
+    }
+    kept: frozenset[Asset] = frozenset()
+    for asset in sorted(sizes, key=lambda asset: (-runs[asset], sizes[asset], asset)):
+        wider = kept | {asset}
+        if all(sum(during[step][each] for each in needed | wider) <= budget for step, needed in needs.items()):
+            kept = wider
     before: dict[str, tuple[ResidencyMove, ...]] = {}
     for number, step in enumerate(steps):
         now, last = needs[step] - kept, needs[steps[number - 1]] - kept
@@ -135,25 +145,6 @@ def stage_needs(
         # The weights too: the copy is updated from them.
         return weights | {Asset(stage.role, "inference")}
     return weights | {Asset(stage.role, "optimizer")} if is_optimized(stage) else weights
-
-
-def _kept(
-    needs: Mapping[str, frozenset[Asset]], during: Mapping[str, Mapping[Asset, int]], sizes: Mapping[Asset, int],
-    budget: int,
-) -> frozenset[Asset]:  # fmt: skip
-    """Return the assets that fit beside every step's needs; those that would move most often come first."""
-    steps = list(needs.values())
-    kept: frozenset[Asset] = frozenset()
-    # How often in an iteration each asset would be brought: the runs of steps that need it.
-    runs = {
-        asset: sum(asset in step and asset not in steps[number - 1] for number, step in enumerate(steps))
-        for asset in sizes
-    }
-    for asset in sorted(sizes, key=lambda asset: (-runs[asset], sizes[asset], asset)):
-        wider = kept | {asset}
-        if all(sum(during[step][asset] for asset in needed | wider) <= budget for step, needed in needs.items()):
-            kept = wider
-    return kept
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,22 @@ TRUNCATED = {"name": "truncated"}
 
 
 def build_flow(config: Config) -> Flow:
-    """Return the validated flow of a run. Raises UserError for a flow that cannot run."""
-    flow = in_environment(recipe_of(config), config)
+    """Return the validated flow of a run. Raises UserError for a flow that cannot run, or an unknown environment."""
+    flow = recipe_of(config)
+    environment, stages = config.rollout.environment, list(flow.stages)
+    if environment.name is not None:
+        # An environment's rewards replace verification.
+        played = {s.params.get("into") for s in stages if s.type == "generate"}
+        stages = [s for s in stages if s.type != "verify" or s.params.get("of") not in played]
+        for place, stage in enumerate(stages):
+            if stage.type == "generate":
+                name = stage.params.get("environment", environment.name)
+                stages[place] = with_params(stage, {"environment": name})
+    for stage in stages:
+        if "environment" in stage.params:
+            check_environment(stage.params["environment"], environment.params, environment.python)
+            key_of(environment)
+    flow = Flow(flow.name, stages)
     samples, rows, needed = config.rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
     if needed is not None and samples != needed:
         what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
@@ -70,26 +84,6 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
     if environment is not None:
         return Flow("evaluation", [generate])
     return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
-
-
-def in_environment(flow: Flow, config: Config) -> Flow:
-    """Return the flow with generation in the configured environment, whose rewards replace verification.
-
-    Raises UserError for an unknown environment.
-    """
-    name, stages = config.rollout.environment.name, list(flow.stages)
-    if name is not None:
-        played = {s.params.get("into") for s in stages if s.type == "generate"}
-        stages = [s for s in stages if s.type != "verify" or s.params.get("of") not in played]
-        for place, stage in enumerate(stages):
-            if stage.type == "generate":
-                stages[place] = with_params(stage, {"environment": stage.params.get("environment", name)})
-    for stage in stages:
-        if "environment" in stage.params:
-            environment = config.rollout.environment
-            check_environment(stage.params["environment"], environment.params, environment.python)
-            key_of(environment)
-    return Flow(flow.name, stages)
 
 
 def given_responses(flow: Flow) -> int | None:

@@ -6,7 +6,8 @@ driver ──copy_for_saving──▶ worker: copies ──▶ thread: writes   
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,7 +21,7 @@ WRITE_LIMIT_S = 3600.0
 """Time limit for one write, to disk or shared memory."""
 
 
-class BackgroundWriter:
+class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
     """Writes one thing after the other; as a context manager it waits at the end."""
 
     def __init__(self, what: str = "the checkpoint") -> None:
@@ -28,9 +29,6 @@ class BackgroundWriter:
         self._what = what
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
         self._begun: Future[Any] | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()

@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,13 @@ class Checkpoints:
                     parts = backend.copy_for_saving(partial)
                 else:
                     backend.save(partial)
-                save_rows(partial if self.first else path, state, backend)
+                folder = partial if self.first else path
+                tables = [(f"surplus-{number}", table) for number, table in enumerate(state.surplus)]
+                for number, batch in enumerate(state.begun):
+                    tables += [(f"begun-{number}", batch.table), (f"begun-{number}{LEFT_OUT}", batch.left_out)]
+                    tables += [(f"begun-{number}-surplus-{n}", each) for n, each in enumerate(batch.after.surplus)]
+                for name, table in tables:
+                    backend.save_rows(folder / f"{name}.rows", table)
                 if self.first:
                     write_state(partial, state)
             calls = [finish] if self.first else parts
@@ -116,17 +122,6 @@ class Checkpoints:
                 f"the checkpoint of step {self._step} could not be written ({first_line(error)}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.run}`"
             ) from error
-
-
-def save_rows(folder: Path, state: RunState, backend: Backend[Any]) -> None:
-    """Put surplus rows, and rows of batches that were started ahead, into a checkpoint."""
-    for number, table in enumerate(state.surplus):
-        backend.save_rows(folder / f"surplus-{number}.rows", table)
-    for number, batch in enumerate(state.begun):
-        backend.save_rows(begun_path(folder, number), batch.table)
-        backend.save_rows(begun_path(folder, number, LEFT_OUT), batch.left_out)
-        for other, table in enumerate(batch.after.surplus):
-            backend.save_rows(begun_path(folder, number, f"-surplus-{other}"), table)
 
 
 def write_state(folder: Path, state: RunState) -> None:
@@ -165,16 +160,6 @@ def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
     return whole
 
 
-def checkpoint_damage(folder: Path) -> str:
-    """Return the damage of a checkpoint, or an empty string; the first format has no manifest and is not checked."""
-    if (folder / MANIFEST).is_file() or not (folder / "state.json").is_file():
-        return damage(folder)
-    try:
-        return "" if folders.read_state(folder).get("format") == 1 else damage(folder)
-    except UserError:
-        return damage(folder)
-
-
 def load_checkpoint(folder: Path) -> RunState:
     """Return the state of a checkpoint. Raises UserError for a folder that is not a checkpoint of a known format."""
     state = folders.read_state(folder)
@@ -183,19 +168,16 @@ def load_checkpoint(folder: Path) -> RunState:
     surplus = [folder / f"surplus-{number}.rows" for number in range(state["surplus"])]
     begun = []
     for number, known in enumerate(state.get("begun", [])):
-        later = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
+        start = folder / f"begun-{number}"
+        later = [Path(f"{start}-surplus-{other}.rows") for other in range(known["surplus"])]
         after = Position(known["loader"], known["sampling"], later, {})
         fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
-        table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
+        table, left_out = Path(f"{start}.rows"), Path(f"{start}{LEFT_OUT}.rows")
         begun.append(BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after))
     return RunState(
         state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {}), begun,
         state.get("fingerprints", {}),
     )  # fmt: skip
-
-
-def begun_path(folder: Path, number: int, part: str = "") -> Path:
-    return folder / f"begun-{number}{part}.rows"
 
 
 MANIFEST = "manifest.json"
@@ -204,33 +186,39 @@ READERS = 4
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a complete folder, and sync its files to disk. Some threads wait for the disk while others hash."""
-    with ThreadPoolExecutor(READERS) as waiting:
-        synced = waiting.map(folders.sync, files_of(folder))
-        found = digests(folder)
-        list(synced)
-    (folder / MANIFEST).write_text(json.dumps({"files": found}, indent=1))
+    """Write the manifest of a complete folder, and sync its files to disk."""
+    (folder / MANIFEST).write_text(json.dumps({"files": digests(folder, sync=True)}, indent=1))
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Return the files of a folder, without its manifest."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+def digests(folder: Path, sync: bool = False) -> dict[str, list[Any]]:
+    """Return the size in bytes and the SHA-256 of each file but the manifest, by its path in the folder.
 
-
-def digests(folder: Path) -> dict[str, list[Any]]:
-    """Return the size in bytes and the SHA-256 of each file, by its path in the folder."""
+    With `sync` some threads wait for the disk while others hash.
+    """
 
     def digest(path: Path) -> list[Any]:
         with path.open("rb") as file:
             return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
-    files = files_of(folder)
-    with ThreadPoolExecutor(READERS) as readers:
-        return {str(path.relative_to(folder)): one for path, one in zip(files, readers.map(digest, files), strict=True)}
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    with ThreadPoolExecutor(READERS) as waiting, ThreadPoolExecutor(READERS) as readers:
+        synced = waiting.map(folders.sync, files if sync else ())
+        found = {
+            str(path.relative_to(folder)): one for path, one in zip(files, readers.map(digest, files), strict=True)
+        }
+        list(synced)
+    return found
 
 
-def damage(folder: Path) -> str:
-    """Return the damage of a folder with a manifest, naming the file; empty if each file is as written."""
+def checkpoint_damage(folder: Path) -> str:
+    """Return the damage of a checkpoint, naming the file; empty if each file is as its manifest says.
+
+    The first format has no manifest and is not checked.
+    """
+    if not (folder / MANIFEST).is_file() and (folder / "state.json").is_file():
+        with suppress(UserError):
+            if folders.read_state(folder).get("format") == 1:
+                return ""
     try:
         wanted = json.loads((folder / MANIFEST).read_text())["files"]
         found = digests(folder)

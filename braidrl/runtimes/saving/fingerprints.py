@@ -9,7 +9,6 @@ import importlib.util
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from braidrl.config import Config
 from braidrl.errors import UserError
@@ -43,10 +42,14 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
         below = sorted(each for each in source.path.rglob("*") if each.is_file())
         data[key] = files_digest(below if source.path.is_dir() else [source.path])
     template = [tokenizer.chat_template, config.data.chat_template, config.data.system_prompt]
+    words, frame = (
+        {"model": hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()}
+        for value in (vocabulary, template)
+    )
     return {
         "model": weights,
-        "tokenizer": {"model": text_digest(vocabulary)},
-        "template": {"model": text_digest(template)},
+        "tokenizer": words,
+        "template": frame,
         "data": data,
         "code": {key: files_digest([path]) for key, path in code_files(config)},
     }
@@ -86,11 +89,6 @@ def code_files(config: Config) -> Iterator[tuple[str, Path]]:
                 continue
             if found and found.origin and Path(found.origin).is_file():
                 yield key, Path(found.origin)
-
-
-def text_digest(value: Any) -> str:
-    """Return the digest of text or plain values."""
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 def files_digest(files: list[Path]) -> str:

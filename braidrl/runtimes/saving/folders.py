@@ -243,18 +243,15 @@ def finish_checkpoint(run: Path, step: int, keep_last: int | None) -> None:
     partial.replace(pointer)
     if keep_last is None:
         return
-    for old in [folder for folder in checkpoints_of(run) if step_of(folder) <= step][:-keep_last]:
+    known = checkpoints_of(run)
+    for old in known[: known.index(checkpoint_folder(run, step)) + 1][:-keep_last]:
         shutil.rmtree(old)
 
 
 def checkpoints_of(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+    numbered = {path.name.removeprefix("step-"): path for path in (run / "checkpoints").glob("step-*")}
+    return [numbered[number] for number in sorted(filter(str.isdecimal, numbered), key=int)]
 
 
 def latest_checkpoint(run: Path) -> Path | None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows, tokens_of
@@ -26,12 +27,12 @@ class InProcessBackend:
     """The part of a backend whose process holds every role, alone or as one of several ranks: weights, checkpoints, and the end."""
 
     def __init__(
-        self, config: Config, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
-        trace: TraceWriter | None = None, first: bool = True,
+        self, config: Config, loader: PromptLoader | None, executor: StageExecutor, store: RowStore, world: World,
+        trace: TraceWriter | None = None,
     ) -> None:  # fmt: skip
-        """Store the parts; the `first` rank writes what all ranks hold. Without a loader the backend only evaluates."""
+        """Store the parts; the first rank of the world writes what all ranks hold. Without a loader the backend only evaluates."""
         self.config, self.loader, self.executor, self.store = config, loader, executor, store
-        self.trace, self.first, self.version = trace, first, 0
+        self.world, self.trace, self.version = world, trace, 0
 
     def publish(self, version: int) -> None:
         self.version = version
@@ -46,10 +47,11 @@ class InProcessBackend:
         return index
 
     def save(self, folder: Path) -> None:
-        self.executor.save(folder, self.first)
+        self.executor.save(folder, self.world.first)
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
-        return self.executor.copy_for_saving(folder, self.first)
+        self.world.at(f"copying for {folder.name}")
+        return self.executor.copy_for_saving(folder, self.world.first)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)

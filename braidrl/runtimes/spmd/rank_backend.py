@@ -35,7 +35,6 @@ from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, Row
 from braidrl.runtimes.spmd.eager import InProcessBackend
 from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, joined, only_present
 from braidrl.training.objective import UpdateCounts
-from braidrl.training.roles.checkpoint import Write
 
 
 class DistributedBackend(InProcessBackend):
@@ -46,8 +45,8 @@ class DistributedBackend(InProcessBackend):
         world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
     ) -> None:  # fmt: skip
         """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
-        super().__init__(config, loader, executor, store, trace, world.first)
-        self.flow, self.world, self.generating, self.interrupts = flow, world, generating, interrupts
+        super().__init__(config, loader, executor, store, world, trace)
+        self.flow, self.generating, self.interrupts = flow, generating, interrupts
         self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
 
     def read(self, origin: Origin) -> Shard:
@@ -185,10 +184,6 @@ class DistributedBackend(InProcessBackend):
     def publish(self, version: int) -> None:
         super().publish(version)
         self.exchange.version = version
-
-    def copy_for_saving(self, folder: Path) -> list[Write]:
-        self.world.at(f"copying for {folder.name}")
-        return super().copy_for_saving(folder)
 
     def _ranks_of(self, stage: Stage) -> int:
         return self.generating.get(str(stage.role), self.world.size) if stage.kind is Kind.GENERATE else self.world.size

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from braidrl.cluster.fork_server import copy_as_fork_server
+from braidrl.cluster.local import copy_as_fork_server
 from braidrl.cluster.ranks import run_ranks
 from braidrl.config import parse_config
 from braidrl.runtimes.run import TrainingRun
