@@ -1,33 +1,62 @@
-"""A role's worker: forward passes over rows, gradient accumulation and optimizer steps. Subclasses define the predictions.
+"""A role's worker: its part of the model on this rank, forward passes over rows, gradient accumulation and optimizer steps.
 
+folder ──read──▶ model ──adapters──▶ sharded ──▶ optimizer
 rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
+
+Subclasses define the predictions.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.devices import choose_device
+from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
+from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, ShardedBackend
+from braidrl.training.compute.cpu_layers import compile_layers
+from braidrl.training.compute.cuda_layers import fuse_layers
 from braidrl.training.compute.packed import Packed, pack
 from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
-from braidrl.training.decoders.body import plan_of_model, set_training
-from braidrl.training.lora import plain_names
+from braidrl.training.decoders.body import checkpoint_activations, plan_of_model, run_body, set_training
+from braidrl.training.four_bit import quantize_adapted
+from braidrl.training.lora import add_adapters, plain_names, train_adapters_only
+from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
-from braidrl.training.parallel.replicated import OnPrediction
-from braidrl.training.role_settings import merges_adapters
-from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
-from braidrl.training.roles.model import RoleModel
+from braidrl.training.optimizer import MasterOptimizer
+from braidrl.training.parallel.pipeline import HIDDEN
+from braidrl.training.parallel.replicated import DataParallel, OnPrediction
+from braidrl.training.parallel.sharded import apply_layout
+from braidrl.training.role_settings import (
+    checkpoints_activations,
+    dtype_of,
+    layout_of,
+    learning_rate_of,
+    lora_of,
+    max_tokens_of,
+    merges_adapters,
+    model_path,
+)
+from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker, side_files
+from braidrl.weights.checkpoint_files import ParameterReader
+from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shard_index import WeightPart, weight_parts
-from braidrl.weights.shards import storages
+from braidrl.weights.shards import shapes_of, storages
+
+FAST_LAYERS = {"cpu": compile_layers, "cuda": fuse_layers}
+"""Functions that switch a model to faster kernels, by device type."""
 
 
 @dataclass(frozen=True)
@@ -39,59 +68,123 @@ class MicroBatch:
     packed: Packed
 
 
-class RoleWorker(RoleModel, ShardedBackend):
-    """The built-in training backend on plain torch."""
+class RoleWorker(ShardedBackend):
+    """The built-in training backend on plain torch; with `train` it has an optimizer, else its model is frozen."""
 
     _nonfinite: tuple[str, ...] = ()
 
-    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
-        """Yield micro-batches of at most `max_tokens_per_device` tokens.
+    def __init__(
+        self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, is_copy: bool = False
+    ) -> None:
+        """Load the model; with `is_copy` it is frozen and receives its weights from a trained one."""
+        self.role, self.config, self.train, self.is_copy = role, config, train, is_copy
+        self.weight_updates = 0
+        self.device = choose_device(config.device)
+        keep_freed_memory()
+        self.path = model_path(role, config)
+        self.dtype = dtype_of(role, config)
+        self.ranks = apply_layout(layout_of(role, config), ranks or DataParallel(), self.device)
+        self.lora = lora_of(role, config) if train else None
+        # A sharded model is read part by part, except with adapters, which are initialised on the full model.
+        self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
+        self.base_shapes = shapes_of(self.model)
+        if self.lora:
+            add_adapters(self.model, self.lora, config.seed)
+            if self.lora.base_dtype:
+                quantize_adapted(self.model)
+        self.shapes = shapes_of(self.model)
+        if config.trainer.compile:
+            FAST_LAYERS[self.device.type](self.model)
+        files = ModelFiles(self.path.expanduser(), self.model)
+        # All pipeline ranks but the last pass hidden states on.
+        predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
+        self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
+        # Only after sharding: the full model may be too large for one device.
+        self.model.to(self.device).requires_grad_(train).eval()
+        if self.lora:
+            train_adapters_only(self.model)
+        self.max_tokens = max_tokens_of(role, config)
+        self.optimizer = self._make_optimizer(files) if train else None
+        self.side_files: dict[str, bytes] | None = None
+        """A checkpoint's files beside its weights, by name; made when the model is loaded, so that no checkpoint fails on one."""
+        if train and (not dist.is_initialized() or dist.get_rank() == 0):  # the rank that writes them
+            self.side_files = side_files(self.model, self.path)
+        self.background: dist.ProcessGroup | None = None
+        """The process group for writing a checkpoint during training."""
+        self.offloadable: Mapping[str, OffloadableTensors] = {"weights": OffloadableTensors(self._local_parameters)}
+        if self.optimizer is not None:
+            self.offloadable = {**self.offloadable, "optimizer": OffloadableTensors(self.optimizer.tensors)}
 
-        Args:
-            rows: This rank's rows, B of them.
-            whole_groups: Keep the rows of a group together.
+    def _make_optimizer(self, files: ModelFiles) -> MasterOptimizer:
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        numbers = [list(self.shapes).index(name) for name in names]
+        peak = learning_rate_of(self.role, self.config)
+        optimizer = MasterOptimizer(parameters, self.config.trainer, peak, self.ranks, numbers)
+        if not self.lora:  # adapted layers have other names
+            optimizer.read_masters(names, files)
+        if checkpoints_activations(self.role, self.config):
+            checkpoint_activations(self.model)
+        return optimizer
 
-        Returns:
-            For each micro-batch, the indices of its rows in `rows`, and the rows.
-        """
-        if self.shares_prompts(rows) and not whole_groups:
-            for numbers in plan_shared(rows, self.max_tokens):
-                yield numbers, rows.take(numbers)
-        elif len(rows):
-            groups = rows["group"].tolist() if whole_groups else None
-            (plan,) = plan_micro_batches(
-                rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
-            )
-            for numbers in plan:
-                if numbers:
-                    yield numbers, rows.take(numbers)
+    def _local_parameters(self) -> list[Tensor]:
+        self.ranks.reshard(self.model)
+        return list(self.model.parameters())
+
+    @abstractmethod
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
+
+    @abstractmethod
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference."""
+
+    def hidden_states(self, packed: Packed) -> Tensor:
+        """Return the output of this rank's last layer for each packed token, (N, D)."""
+        ids = packed.input_ids[None] if packed.hidden is None else None
+        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)[0]
 
     def shares_prompts(self, rows: Rows) -> bool:
         """Return whether shared prompts of these rows are computed once."""
         return self.config.trainer.share_prompts and plan_of_model(self.model).is_packed and saves_enough(rows)
 
-    def pack(self, rows: Rows) -> Packed:
-        """Pack the rows of a micro-batch for one forward pass."""
-        return pack_shared(rows, self.device) if self.shares_prompts(rows) else pack(rows, self.device)
-
-    def padded_micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """Return the micro-batches, padded with empty ones to the number that all ranks run.
+    def plan(self, rows: Rows, whole_groups: bool = False) -> list[list[int]]:
+        """Return the indices of the rows of each micro-batch, which has at most `max_tokens_per_device` tokens.
 
         Args:
             rows: This rank's rows.
             whole_groups: Keep the rows of a group together.
         """
-        found = [MicroBatch(n, part, self.pack(part)) for n, part in self.micro_batches(rows, whole_groups)]
+        if self.shares_prompts(rows) and not whole_groups:
+            return plan_shared(rows, self.max_tokens)
+        if not len(rows):
+            return []
+        groups = rows["group"].tolist() if whole_groups else None
+        (plan,) = plan_micro_batches(
+            rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
+        )
+        return [numbers for numbers in plan if numbers]
+
+    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
+        """Pack the micro-batches of `plan`, and pad them with empty ones to the number that all ranks run."""
+        found = []
+        for numbers in self.plan(rows, whole_groups):
+            part = rows.take(numbers)
+            pack_rows = pack_shared if self.shares_prompts(part) else pack
+            found.append(MicroBatch(numbers, part, pack_rows(part, self.device)))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
         none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
         filler = Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)
         empty = MicroBatch([], Rows({}), filler)
         return found + [empty] * (self.ranks.num_micro_batches(len(found)) - len(found))
 
+    def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
+        packed = [batch.packed for batch in batches]
+        self.ranks.run_micro_batches(self.model, lambda each: self.compute(each, *term), packed, on_prediction)
+
     @torch.no_grad()
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         rows, own = self.ranks.gather_rows(rows)
-        batches = self.padded_micro_batches(rows)
+        batches = self.micro_batches(rows)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
         sizes = [int(each[-1]) for each in offsets]
         found = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
@@ -100,7 +193,8 @@ class RoleWorker(RoleModel, ShardedBackend):
             batch = batches[number]
             if batch.numbers:
                 found.split(sizes)[number].copy_(predicted[name])
-                self._report_progress(advance, batch)
+                if advance and self.ranks.is_reporting_rank:
+                    advance(len(batch.rows), len(batch.packed.input_ids))
 
         self._run(batches, keep)
         if not len(rows):
@@ -112,22 +206,13 @@ class RoleWorker(RoleModel, ShardedBackend):
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
+        assert self.optimizer is not None, f"{self.role} is not trained"
         totals: dict[str, float] = {}
         rows, _ = self.ranks.gather_rows(rows)
-        set_training(self.model, True)
-        terms: tuple[Objective | Likelihood, ...] = (objective, *objective.auxiliary)
-        for term in terms:
-            self._forward_backward(term, rows, sums, totals, advance)
-        set_training(self.model, False)
-        return totals
 
-    def _forward_backward(
-        self, term: Objective | Likelihood, rows: Rows, sums: Sums, totals: dict[str, float], advance: Advance | None
-    ) -> None:
-        assert self.optimizer is not None, f"{self.role} is not trained"
-        batches = self.padded_micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups)
-
-        def loss_of(number: int, predicted: dict[str, Tensor]) -> Tensor:
+        def loss_of(
+            term: Objective | Likelihood, batches: list[MicroBatch], number: int, predicted: dict[str, Tensor]
+        ) -> Tensor:
             batch = batches[number]
             if not batch.numbers:
                 # A zero loss over every output, so that all ranks run the same collectives.
@@ -140,21 +225,18 @@ class RoleWorker(RoleModel, ShardedBackend):
                 if not math.isfinite(total):
                     self._nonfinite += (nonfinite_tokens(batch.rows, batch.packed.offsets, predicted),)
                 sums.add_per_token(self.role, metrics)
-            self._report_progress(advance, batch, isinstance(term, Objective))
+                if advance:
+                    advance(len(batch.rows) if term is objective else 0, len(batch.packed.input_ids))
             return loss
 
-        self.optimizer.collect(term.denominator)
-        self._run(batches, loss_of, term)
-
-    def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
-        def compute(packed: Packed) -> dict[str, Tensor]:
-            return self.compute(packed, *term)
-
-        self.ranks.run_micro_batches(self.model, compute, [batch.packed for batch in batches], on_prediction)
-
-    def _report_progress(self, advance: Advance | None, batch: MicroBatch, counts_rows: bool = True) -> None:
-        if advance and self.ranks.is_reporting_rank:
-            advance(len(batch.rows) if counts_rows else 0, len(batch.packed.input_ids))
+        set_training(self.model, True)
+        terms: tuple[Objective | Likelihood, ...] = (objective, *objective.auxiliary)
+        for term in terms:
+            batches = self.micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups)
+            self.optimizer.collect(term.denominator)
+            self._run(batches, partial(loss_of, term, batches), term)
+        set_training(self.model, False)
+        return totals
 
     @property
     def shared_model(self) -> Any:
