@@ -28,8 +28,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, ShardedBackend
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import fuse_layers
-from braidrl.training.compute.packed import Packed, pack
-from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
+from braidrl.training.compute.packed import Packed, pack, pack_shared, plan_shared, saves_enough
 from braidrl.training.decoders.body import checkpoint_activations, plan_of_model, run_body, set_training
 from braidrl.training.four_bit import quantize_adapted
 from braidrl.training.lora import add_adapters, plain_names, train_adapters_only

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.data.rows import Rows
-from braidrl.training.compute.packed import FILLER, Packed, pack
-from braidrl.training.compute.shared_prompts import pack_shared, saves_enough
+from braidrl.training.compute.packed import FILLER, Packed, pack, pack_shared, saves_enough
 from braidrl.training.loading import load_scorer
 from braidrl.training.parallel.pipeline import RUN, local_layers, runs, split_layers
 from braidrl.training.roles.make import DecoderWorker
