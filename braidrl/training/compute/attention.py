@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from braidrl.native.short_attention import attend_short, kernel_fits
+from braidrl.native.kernels import attend_short, kernel_fits
 
 ATTENTION = "braid"
 COMPILED = "compiled_attention"

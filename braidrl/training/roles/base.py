@@ -1,13 +1,9 @@
-"""A role's worker: its part of the model on this rank, forward passes over rows, gradient accumulation and optimizer steps.
+"""A role's worker: forward passes over rows, gradient accumulation and optimizer steps. Subclasses define the predictions.
 
-folder ──read──▶ model ──adapters──▶ sharded ──▶ optimizer
 rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
-
-Subclasses define the predictions.
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,47 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.cluster.devices import choose_device
-from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
-from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, ShardedBackend
-from braidrl.training.compute.cpu_layers import compile_layers
-from braidrl.training.compute.cuda_layers import fuse_layers
 from braidrl.training.compute.packed import Packed, pack, pack_shared, plan_shared, saves_enough
-from braidrl.training.decoders.body import checkpoint_activations, plan_of_model, run_body, set_training
-from braidrl.training.four_bit import quantize_adapted
-from braidrl.training.lora import add_adapters, plain_names, train_adapters_only
-from braidrl.training.memory.offload import OffloadableTensors
+from braidrl.training.decoders.body import plan_of_model, set_training
+from braidrl.training.lora import plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
-from braidrl.training.optimizer import MasterOptimizer
-from braidrl.training.parallel.pipeline import HIDDEN
-from braidrl.training.parallel.replicated import DataParallel, OnPrediction
-from braidrl.training.parallel.sharded import apply_layout
-from braidrl.training.role_settings import (
-    checkpoints_activations,
-    dtype_of,
-    layout_of,
-    learning_rate_of,
-    lora_of,
-    max_tokens_of,
-    merges_adapters,
-    model_path,
-)
-from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker, side_files
-from braidrl.weights.checkpoint_files import ParameterReader
-from braidrl.weights.model_files import ModelFiles
+from braidrl.training.parallel.replicated import OnPrediction
+from braidrl.training.role_settings import merges_adapters
+from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
+from braidrl.training.roles.model import RoleModel
 from braidrl.weights.shard_index import WeightPart, weight_parts
-from braidrl.weights.shards import shapes_of, storages
-
-FAST_LAYERS = {"cpu": compile_layers, "cuda": fuse_layers}
-"""Functions that switch a model to faster kernels, by device type."""
+from braidrl.weights.shards import storages
 
 
 @dataclass(frozen=True)
@@ -67,80 +39,10 @@ class MicroBatch:
     packed: Packed
 
 
-class RoleWorker(ShardedBackend):
-    """The built-in training backend on plain torch; with `train` it has an optimizer, else its model is frozen."""
+class RoleWorker(RoleModel, ShardedBackend):
+    """The built-in training backend on plain torch."""
 
     _nonfinite: tuple[str, ...] = ()
-
-    def __init__(
-        self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, is_copy: bool = False
-    ) -> None:
-        """Load the model; with `is_copy` it is frozen and receives its weights from a trained one."""
-        self.role, self.config, self.train, self.is_copy = role, config, train, is_copy
-        self.weight_updates = 0
-        self.device = choose_device(config.device)
-        keep_freed_memory()
-        self.path = model_path(role, config)
-        self.dtype = dtype_of(role, config)
-        self.ranks = apply_layout(layout_of(role, config), ranks or DataParallel(), self.device)
-        self.lora = lora_of(role, config) if train else None
-        # A sharded model is read part by part, except with adapters, which are initialised on the full model.
-        self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
-        self.base_shapes = shapes_of(self.model)
-        if self.lora:
-            add_adapters(self.model, self.lora, config.seed)
-            if self.lora.base_dtype:
-                quantize_adapted(self.model)
-        self.shapes = shapes_of(self.model)
-        if config.trainer.compile:
-            FAST_LAYERS[self.device.type](self.model)
-        files = ModelFiles(self.path.expanduser(), self.model)
-        # All pipeline ranks but the last pass hidden states on.
-        predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
-        self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
-        # Only after sharding: the full model may be too large for one device.
-        self.model.to(self.device).requires_grad_(train).eval()
-        if self.lora:
-            train_adapters_only(self.model)
-        self.max_tokens = max_tokens_of(role, config)
-        self.optimizer = self._make_optimizer(files) if train else None
-        self.side_files: dict[str, bytes] | None = None
-        """A checkpoint's files beside its weights, by name; made when the model is loaded, so that no checkpoint fails on one."""
-        if train and (not dist.is_initialized() or dist.get_rank() == 0):  # the rank that writes them
-            self.side_files = side_files(self.model, self.path)
-        self.background: dist.ProcessGroup | None = None
-        """The process group for writing a checkpoint during training."""
-        self.offloadable: Mapping[str, OffloadableTensors] = {"weights": OffloadableTensors(self._local_parameters)}
-        if self.optimizer is not None:
-            self.offloadable = {**self.offloadable, "optimizer": OffloadableTensors(self.optimizer.tensors)}
-
-    def _make_optimizer(self, files: ModelFiles) -> MasterOptimizer:
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
-        numbers = [list(self.shapes).index(name) for name in names]
-        peak = learning_rate_of(self.role, self.config)
-        optimizer = MasterOptimizer(parameters, self.config.trainer, peak, self.ranks, numbers)
-        if not self.lora:  # adapted layers have other names
-            optimizer.read_masters(names, files)
-        if checkpoints_activations(self.role, self.config):
-            checkpoint_activations(self.model)
-        return optimizer
-
-    def _local_parameters(self) -> list[Tensor]:
-        self.ranks.reshard(self.model)
-        return list(self.model.parameters())
-
-    @abstractmethod
-    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
-        """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
-
-    @abstractmethod
-    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference."""
-
-    def hidden_states(self, packed: Packed) -> Tensor:
-        """Return the output of this rank's last layer for each packed token, (N, D)."""
-        ids = packed.input_ids[None] if packed.hidden is None else None
-        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)[0]
 
     def shares_prompts(self, rows: Rows) -> bool:
         """Return whether shared prompts of these rows are computed once."""

@@ -1,0 +1,171 @@
+"""A rank's part of a role: the sharded model, the optimizer of a trained role, and the forward pass.
+
+folder ──read──▶ model ──adapters──▶ sharded ──▶ optimizer           packed tokens ──▶ hidden states ──predict──▶ by name
+         └─▶ the files beside the weights, built when the model is loaded, so that no checkpoint fails on one
+"""
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from braidrl.cluster.devices import choose_device
+from braidrl.cluster.ranks import tell
+from braidrl.config import Config
+from braidrl.errors import first_line
+from braidrl.native.malloc import keep_freed_memory
+from braidrl.training.compute.cpu_layers import compile_layers
+from braidrl.training.compute.cuda_layers import use_kernels
+from braidrl.training.compute.packed import Packed
+from braidrl.training.decoders.body import checkpoint_activations, run_body
+from braidrl.training.four_bit import quantize_adapted
+from braidrl.training.lora import add_adapters, train_adapters_only
+from braidrl.training.memory.offload import OffloadableTensors
+from braidrl.training.objective import Likelihood, Objective
+from braidrl.training.optimizer import MasterOptimizer
+from braidrl.training.parallel.pipeline import HIDDEN
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.sharded import apply_layout
+from braidrl.training.role_settings import (
+    checkpoints_activations,
+    dtype_of,
+    layout_of,
+    learning_rate_of,
+    lora_of,
+    max_tokens_of,
+    model_path,
+)
+from braidrl.weights.checkpoint_files import ParameterReader
+from braidrl.weights.model_files import ModelFiles
+from braidrl.weights.shards import shapes_of
+
+FAST_LAYERS = {"cpu": compile_layers, "cuda": use_kernels}
+"""Functions that switch a model to faster kernels, by device type."""
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+)  # fmt: skip
+
+
+class RoleModel(ABC):
+    """The model of one role; with `train` it has an optimizer, else it is frozen."""
+
+    def __init__(
+        self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, is_copy: bool = False
+    ) -> None:
+        """Load the model; with `is_copy` it is frozen and receives its weights from a trained one."""
+        self.role, self.config, self.train, self.is_copy = role, config, train, is_copy
+        self.weight_updates = 0
+        self.device = choose_device(config.device)
+        keep_freed_memory()
+        self.path = model_path(role, config)
+        self.dtype = dtype_of(role, config)
+        self.ranks = apply_layout(layout_of(role, config), ranks or DataParallel(), self.device)
+        self.lora = lora_of(role, config) if train else None
+        # A sharded model is read part by part, except with adapters, which are initialised on the full model.
+        self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
+        self.base_shapes = shapes_of(self.model)
+        if self.lora:
+            add_adapters(self.model, self.lora, config.seed)
+            if self.lora.base_dtype:
+                quantize_adapted(self.model)
+        self.shapes = shapes_of(self.model)
+        if config.trainer.compile:
+            FAST_LAYERS[self.device.type](self.model)
+        files = ModelFiles(self.path.expanduser(), self.model)
+        # All pipeline ranks but the last pass hidden states on.
+        predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
+        self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
+        # Only after sharding: the full model may be too large for one device.
+        self.model.to(self.device).requires_grad_(train).eval()
+        if self.lora:
+            train_adapters_only(self.model)
+        self.max_tokens = max_tokens_of(role, config)
+        self.optimizer = self._make_optimizer(files) if train else None
+        self.side_files: dict[str, bytes] | None = None
+        """A checkpoint's files beside its weights, by name."""
+        if train and (not dist.is_initialized() or dist.get_rank() == 0):  # the rank that writes them
+            self.side_files = side_files(self.model, self.path)
+        self.background: dist.ProcessGroup | None = None
+        """The process group for writing a checkpoint during training."""
+        self.offloadable: Mapping[str, OffloadableTensors] = {"weights": OffloadableTensors(self._local_parameters)}
+        if self.optimizer is not None:
+            self.offloadable = {**self.offloadable, "optimizer": OffloadableTensors(self.optimizer.tensors)}
+
+    def _make_optimizer(self, files: ModelFiles) -> MasterOptimizer:
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        numbers = [list(self.shapes).index(name) for name in names]
+        peak = learning_rate_of(self.role, self.config)
+        optimizer = MasterOptimizer(parameters, self.config.trainer, peak, self.ranks, numbers)
+        if not self.lora:  # adapted layers have other names
+            optimizer.read_masters(names, files)
+        if checkpoints_activations(self.role, self.config):
+            checkpoint_activations(self.model)
+        return optimizer
+
+    def _local_parameters(self) -> list[Tensor]:
+        self.ranks.reshard(self.model)
+        return list(self.model.parameters())
+
+    @abstractmethod
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
+
+    @abstractmethod
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference."""
+
+    def hidden_states(self, packed: Packed) -> Tensor:
+        """Return the output of this rank's last layer for each packed token, (N, D)."""
+        ids = packed.input_ids[None] if packed.hidden is None else None
+        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)[0]
+
+
+def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a model's Hugging Face directory without its generation settings, which transformers may refuse to write."""
+    generation = model.generation_config if model.can_generate() else None
+    if generation is not None:
+        model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        if generation is not None:
+            model.generation_config = generation
+
+
+def side_files(model: Any, path: Path) -> dict[str, bytes]:
+    """Return the files of a Hugging Face directory besides its weights, by name.
+
+    A file that transformers refuses to write is copied unchanged from the model's folder, with a warning.
+    """
+    generation: Any = model.generation_config if model.can_generate() else None
+    with TemporaryDirectory(prefix="braid-side-files-") as name:
+        folder = Path(name)
+        save_weights(model, folder, {})
+        for weights in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+            weights.unlink()
+        (folder / GENERATION).unlink(missing_ok=True)
+        parts: dict[str, Callable[[], object]] = {
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder)
+        }
+        if generation is not None:
+            parts[GENERATION] = lambda: generation.save_pretrained(folder)
+        for part, write in parts.items():
+            try:
+                write()
+            except Exception as error:
+                tell(
+                    f"{path}: its {part} cannot be written as transformers would ({first_line(error)}); it is copied as it is"
+                )
+                for file in (GENERATION,) if part == GENERATION else TOKENIZER_FILES:
+                    for found in path.glob(file):
+                        shutil.copy(found, folder)
+        return {
+            str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+        }
