@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,10 @@ class PaddedWorker(DecoderWorker):
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
 
-    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
+    def plan(self, rows: Rows, whole_groups: bool = False) -> list[list[int]]:
         """Return micro-batches of a fixed number of rows, in the given order."""
-        for start in range(0, len(rows), self.rows_at_once):
-            numbers = list(range(start, min(start + self.rows_at_once, len(rows))))
-            yield numbers, rows.take(numbers)
+        starts = range(0, len(rows), self.rows_at_once)
+        return [list(range(start, min(start + self.rows_at_once, len(rows)))) for start in starts]
 
     def hidden_states(self, packed: Packed) -> Tensor:
         """Return the hidden states (N, D) of the tokens that are not padding."""

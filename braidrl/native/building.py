@@ -17,6 +17,7 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,21 @@ FLAGS = (
 WIDE = "-mprefer-vector-width=512"
 PROCESSOR = Path("/proc/cpuinfo")
 FACTS = ("vendor_id", "cpu family", "model name", "flags")
+SIGNATURES: dict[str, dict[str, list[Any]]] = {
+    "attention": {"attention": [INT, *[POINTER] * 9, *[LONG] * 6, FLOAT, INT]},
+    "chunks": {
+        "statistics": [None, *[POINTER] * 2, FLOAT, *[POINTER] * 3, *[LONG] * 2, INT],
+        "gradient": [None, *[POINTER] * 2, FLOAT, *[POINTER] * 4, *[LONG] * 2, INT],
+        "accumulate": [None, *[POINTER] * 2, LONG, INT],
+    },
+    "layers": {
+        "norm_forward": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],
+        "norm_backward": [None, *[POINTER] * 6, *[LONG] * 3, INT],
+        "gate_forward": [None, *[POINTER] * 3, LONG, INT],
+        "gate_backward": [None, *[POINTER] * 5, LONG, INT],
+    },
+}
+"""The C functions of each source, each with the types of its result and of its arguments."""
 logger = logging.getLogger(__name__)
 
 
@@ -72,8 +88,17 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
     return ctypes.CDLL(str(found))
 
 
-def _digest(library: Path) -> str:
-    return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
+@cache
+def library(name: str, dtype: torch.dtype) -> Any:
+    """Return the functions of `name.c` for a dtype, or None if no compiler works."""
+    functions = build(NATIVE / f"{name}.c", **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {}))
+    for function, (result, *arguments) in SIGNATURES[name].items() if functions else ():
+        getattr(functions, function).argtypes, getattr(functions, function).restype = arguments, result
+    return functions
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
 
 
 @cache

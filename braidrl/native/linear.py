@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from braidrl.native.building import in_memory, processor
-from braidrl.native.chunk_kernels import accumulate, has_kernels
+from braidrl.native.kernels import accumulate, has_kernels
 
 GRADIENT_ROWS = 512
 """Rows per product in a weight's gradient: oneDNN is slow for a long inner dimension."""
@@ -80,21 +80,20 @@ def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
     if not _by_onednn(grads):
         return grads.t() @ x
     # oneDNN copies the first factor, so the narrower one comes first.
-    return _outer(grads, x) if grads.shape[1] <= x.shape[1] else _outer(x, grads).t()
+    transposes = grads.shape[1] > x.shape[1]
+    first, second = (x, grads) if transposes else (grads, x)
+    products = (
+        onednn(part.t(), other.t())
+        for part, other in zip(first.split(GRADIENT_ROWS), second.split(GRADIENT_ROWS), strict=True)
+    )
+    total = next(products)
+    for product_of_part in products:
+        total.add_(product_of_part)
+    return total.t() if transposes else total
 
 
 def _by_onednn(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and gradients_by_onednn()
-
-
-def _outer(first: Tensor, second: Tensor) -> Tensor:
-    """Return first (M, N).T @ second (M, K), (N, K)."""
-    total = None
-    for part, other in zip(first.split(GRADIENT_ROWS), second.split(GRADIENT_ROWS), strict=True):
-        made = onednn(part.t(), other.t())
-        total = made if total is None else total.add_(made)
-    assert total is not None
-    return total
 
 
 def add_weight_gradient(total: Tensor, grads: Tensor, x: Tensor) -> None:

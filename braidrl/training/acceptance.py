@@ -191,21 +191,17 @@ def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         torch.cat(packed_log_probs(model, twin.rows)).sum().backward()
         optimizer.step()
 
-    def started(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
     through, first = twin.model(plan), twin.model(plan)
-    optimizers = started(through), started(first)
-    step(through, optimizers[0])
-    step(through, optimizers[0])
-    step(first, optimizers[1])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (through, first)]
+    for model, optimizer in zip((through, through, first), (optimizers[0], *optimizers), strict=True):
+        step(model, optimizer)
     with tempfile.TemporaryDirectory() as folder:
         first.save_pretrained(folder)
         second: Any = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=plan.attention, dtype=torch.float32
         )
     use_plan(second.to(twin.device), plan)
-    again = started(second)
+    again = torch.optim.AdamW(second.parameters(), lr=1e-3)
     again.load_state_dict(optimizers[1].state_dict())
     step(second, again)
     return distance([p.detach() for p in second.parameters()], [p.detach() for p in through.parameters()]), EXACT

@@ -39,11 +39,6 @@ class DeviceRates:
         """Return the rates of `share` devices, which may be a fraction."""
         return DeviceRates({name: rate * share for name, rate in self.operations.items()}, self.bandwidth * share)
 
-    def maximum(self, other: "DeviceRates") -> "DeviceRates":
-        """Return the elementwise maximum of two measurements of one machine; other programs can only lower a measurement."""
-        operations = {name: max(rate, other.operations.get(name, 0.0)) for name, rate in self.operations.items()}
-        return DeviceRates(operations, max(self.bandwidth, other.bandwidth))
-
 
 def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
     """Return the peak rates of this process; None for an unknown CUDA device, and for a CPU without a measurement.
@@ -70,9 +65,14 @@ def kept_rates() -> DeviceRates | None:
 
 
 def keep_rates(rates: DeviceRates) -> DeviceRates:
-    """Save the measured rates of all cores, or an earlier measurement if higher; return the saved rates."""
+    """Save the measured rates of all cores, or an earlier measurement if higher; return the saved rates.
+
+    Other programs can only lower a measurement.
+    """
     path, earlier = rates_file(), kept_rates()
-    rates = rates.maximum(earlier) if earlier else rates
+    if earlier is not None:
+        operations = {name: max(rate, earlier.operations.get(name, 0.0)) for name, rate in rates.operations.items()}
+        rates = DeviceRates(operations, max(rates.bandwidth, earlier.bandwidth))
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {"machine": machine(), "operations": dict(rates.operations), "bandwidth": rates.bandwidth}
     with whole_file(path) as unfinished:

@@ -17,21 +17,17 @@ BLOCK = 64
 """Weights that share a scale."""
 KIND = "nf4"
 BYTES_PER_WEIGHT = 0.5 + torch.float32.itemsize / BLOCK
+# bitsandbytes, which peft also imports, warns about kernels on the model hub.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def import_bitsandbytes(key: str) -> Any:
     """Import bitsandbytes. Raises UserError, naming the configuration `key` that needs it, if it is not installed."""
-    quiet()
     try:
         import bitsandbytes
     except ImportError as error:
         raise UserError(f"{key} needs bitsandbytes; install it by `pip install 'braidrl[bits]'`") from error
     return bitsandbytes
-
-
-def quiet() -> None:
-    """Silence warnings of bitsandbytes, which peft also imports, about kernels on the model hub."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class FourBitLinear(nn.Module):

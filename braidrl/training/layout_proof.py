@@ -59,7 +59,10 @@ def of_rank(world: World, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(world: World | None, folder: str, layout: dict[str, Any], rows: list[torch.Tensor]) -> dict[str, Any]:
-    """Return the log-probs of this rank's rows by row number, and the global gradient norm."""
+    """Return the log-probs of this rank's rows by row number, and the global gradient norm.
+
+    Every token of a row but the first is an action.
+    """
     torch.set_num_threads(1)
     rank, size = (world.rank, world.size) if world else (0, 1)
     settings = {"flow": "sft", "model": folder, "device": "cpu", "dtype": "float32", "data": {"train": "none.jsonl"}}
@@ -69,24 +72,19 @@ def figures(world: World | None, folder: str, layout: dict[str, Any], rows: list
     ranks = DataParallel(world.group, world) if world else DataParallel()
     worker = DecoderWorker("actor", config, True, ranks)
     numbers = [n for n in range(len(rows)) if n % size == rank and len(rows[n]) > 1]
-    mine = rows_of([rows[n] for n in numbers], numbers)
+    tokens = [rows[n] for n in numbers]
+    lengths = torch.tensor([len(row) for row in tokens])
+    mask = torch.cat([torch.arange(len(row)) > 0 for row in tokens])
+    mine = Rows(
+        {
+            "source": torch.zeros_like(lengths), "group": torch.tensor(numbers), "sample": torch.zeros_like(lengths),
+            "length": lengths, "action_tokens": lengths - 1, "tokens": Ragged.from_lengths(torch.cat(tokens), lengths),
+            "action_mask": Ragged.from_lengths(mask, lengths),
+            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
+        }
+    )  # fmt: skip
     log_probs = worker.forward("log_probs", mine)
     worker.forward_backward(Objective.of("actor", {"loss": "sft", "aggregate": "token-mean"}), mine, Sums())
     norm = worker.optim_step({"tokens": float(sum(len(row) - 1 for row in rows))}, 1)
     values = dict(zip(map(str, numbers), log_probs.tolist(), strict=True))
     return {"norm": norm, "log_probs": values}
-
-
-def rows_of(tokens: list[torch.Tensor], numbers: list[int]) -> Rows:
-    """Return rows in which every token but the first is an action."""
-    lengths = torch.tensor([len(row) for row in tokens])
-    values = torch.cat(tokens)
-    mask = torch.cat([torch.arange(len(row)) > 0 for row in tokens])
-    return Rows(
-        {
-            "source": torch.zeros_like(lengths), "group": torch.tensor(numbers), "sample": torch.zeros_like(lengths),
-            "length": lengths, "action_tokens": lengths - 1, "tokens": Ragged.from_lengths(values, lengths),
-            "action_mask": Ragged.from_lengths(mask, lengths),
-            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
-        }
-    )  # fmt: skip

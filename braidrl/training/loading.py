@@ -57,11 +57,9 @@ def load_decoder(
     Raises:
         UserError: The folder is missing or incomplete, or its model is not supported.
     """
-    folder = _whole_model_folder(path)
-    config = _config(folder)
-    model, missing = _load(AutoModelForCausalLM, folder, config, proven_plan(config, folder), dtype, on_meta)
-    if missing:
-        raise UserError(f"model: the weights in {folder} lack {_some(missing)}; copy the whole model")
+    folder = _model_folder(path, with_weights=True)
+    config = read_model_config(folder)
+    model, _ = _load(AutoModelForCausalLM, folder, config, proven_plan(config, folder), dtype, on_meta)
     return model if is_on_meta(model) else model.to(device)
 
 
@@ -74,19 +72,17 @@ def load_scorer(
     With `fresh_head` a missing head is zero-initialised, so that every value and score starts at 0. Without it a missing head raises
     UserError.
     """
-    folder = _whole_model_folder(path)
+    folder = _model_folder(path, with_weights=True)
     check_scorer(folder, fresh_head)
-    config = _config(folder)
+    config = read_model_config(folder)
     plan = proven_plan(config, folder)
     config.num_labels = 1
-    model, missing = _load(AutoModelForSequenceClassification, folder, config, plan, dtype, on_meta)
-    if lacking := set(missing) - {HEAD}:
-        raise UserError(f"model: the weights in {folder} lack {_some(lacking)}; copy the whole model")
+    model, has_head = _load(AutoModelForSequenceClassification, folder, config, plan, dtype, on_meta, optional=HEAD)
     if not hasattr(model, "score"):
         raise UserError(
             f"model: {type(model).__name__} in {folder} has no linear `score` head, so it cannot be a critic or reward model"
         )
-    if missing:
+    if not has_head:
         torch.nn.init.zeros_(model.score.weight)
     return model if is_on_meta(model) else model.to(device)
 
@@ -101,7 +97,7 @@ def has_score_head(path: str | Path) -> bool:
 def check_scorer(path: str | Path, fresh_head: bool) -> None:
     """Raise UserError if a folder cannot provide a model with a scalar head; reads no weights."""
     folder = _model_folder(path)
-    config = _config(folder)
+    config = read_model_config(folder)
     if has_score_head(folder):
         if config.num_labels != 1:
             raise UserError(
@@ -123,17 +119,10 @@ def check_model(path: str | Path) -> None:
         UserError: The architecture is not supported, or a weight file is damaged or truncated.
     """
     folder = _model_folder(path)
-    config = _config(folder)
+    config = read_model_config(folder)
     without_quantisation(config, folder)
     proven_plan(config, folder)
     WeightFiles(folder)
-
-
-def _whole_model_folder(path: str | Path) -> Path:
-    folder = _model_folder(path)
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-        raise UserError(f"model: {folder} has a config.json but no weights (*.safetensors); copy the whole model")
-    return folder
 
 
 def is_on_meta(model: PreTrainedModel) -> bool:
@@ -142,10 +131,12 @@ def is_on_meta(model: PreTrainedModel) -> bool:
 
 
 def _load(
-    auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype, on_meta: bool
-) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model, prepared for its plan, and the names of missing weights."""
+    auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype, on_meta: bool, optional: str = ""
+) -> tuple[PreTrainedModel, bool]:
+    """Return the model, prepared for its plan, and whether the files hold its `optional` weight. Raises UserError if others are missing."""
     quantised = without_quantisation(config, folder)
+    model: Any = None
+    missing = set[str]()
     if on_meta or quantised:
         model, whole = _skeleton(auto, folder, config, plan, dtype)
         files = ModelFiles(folder, model)
@@ -158,28 +149,28 @@ def _load(
             read_buffers(model, files)
             if not on_meta and missing <= {HEAD}:
                 ParameterReader(folder, model, files=files)(model)
-            return prepared_model(model, plan), sorted(missing)
-    # Silence transformers' table of missing weights: the caller reports those that matter in one line.
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        model, loaded = auto.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=plan.attention,
-            local_files_only=True, trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
-    except Exception as error:
-        raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    return prepared_model(model, plan), sorted(loaded["missing_keys"])
-
-
-def prepared_model(model: Any, plan: ForwardPlan) -> PreTrainedModel:
-    """Prepare a model in place for its plan."""
+        else:
+            model = None
+    if model is None:
+        # Silence transformers' table of missing weights: those that matter are reported in one line.
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        try:
+            model, loaded = auto.from_pretrained(
+                folder, config=config, dtype=dtype, attn_implementation=plan.attention,
+                local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
+        except Exception as error:
+            raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        missing = set(loaded["missing_keys"])
     use_fast_products(model)
     use_plan(model, plan)
-    found: PreTrainedModel = model
-    return found
+    if lacking := sorted(missing - {optional}):
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise UserError(f"model: the weights in {folder} lack {', '.join(lacking[:3])}{more}; copy the whole model")
+    return model, not missing
 
 
 def _skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype) -> tuple[Any, bool]:
@@ -220,8 +211,8 @@ def rebuild_buffers(model: Any) -> bool:
     for name, buffer in list(model.named_non_persistent_buffers()):
         if buffer.is_meta:
             owner, _, own = name.rpartition(".")
-            empty = torch.full(buffer.shape, float("nan"), dtype=buffer.dtype) if buffer.is_floating_point() else None
-            made.append(torch.zeros(buffer.shape, dtype=buffer.dtype) if empty is None else empty)
+            unset = float("nan") if buffer.is_floating_point() else 0
+            made.append(torch.full(buffer.shape, unset, dtype=buffer.dtype))
             model.get_submodule(owner).register_buffer(own, made[-1], persistent=False)
             parts |= dict.fromkeys(owner.rsplit(".", up)[0] for up in range(owner.count(".") + 1))
     try:
@@ -247,7 +238,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(
             f"model: {folder} has no tokenizer (tokenizer.json); copy it there from where the model is from"
         )
-    _config(folder)
+    read_model_config(folder)
     if any((folder / name).is_file() and (folder / name).stat().st_size > TOKENIZER_BYTES for name in TOKENIZER_FILES):
         raise UserError(f"model: the tokenizer in {folder} has more than {TOKENIZER_BYTES} bytes, which are not read")
     try:
@@ -277,7 +268,7 @@ def check_tokens(model: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
             template is invalid.
     """
     folder = _model_folder(model)
-    config, path, settings = _config(folder), folder / "generation_config.json", None
+    config, path, settings = read_model_config(folder), folder / "generation_config.json", None
     if path.is_file():
         read_object(path)
         try:
@@ -305,21 +296,20 @@ def check_tokens(model: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
                 )
 
 
-def _model_folder(path: str | Path) -> Path:
+def _model_folder(path: str | Path, with_weights: bool = False) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"model: there is no folder {folder}; give the path of a Hugging Face model directory")
     if not (folder / "config.json").is_file():
         raise UserError(f"model: {folder} has no config.json; give the path of a Hugging Face model directory")
+    if with_weights and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        raise UserError(f"model: {folder} has a config.json but no weights (*.safetensors); copy the whole model")
     return folder
 
 
 def read_model_config(path: str | Path) -> Any:
     """Read a model's config.json, without weights. Raises UserError as `load_decoder`."""
-    return _config(_model_folder(path))
-
-
-def _config(folder: Path) -> Any:
+    folder = _model_folder(path)
     check_sizes(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -373,8 +363,3 @@ def named_error(error: BaseException) -> str:
     """Return a library's error in one line, with its type if the text alone may say nothing."""
     text = shown(" ".join(str(error).split()))[1:-1]
     return text if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {text}"
-
-
-def _some(names: Any) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
-from braidrl.training.four_bit import FourBitLinear, quiet
+from braidrl.training.four_bit import FourBitLinear
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD
 from braidrl.weights.shards import box_of, full_tensor, local_shard
@@ -29,7 +29,6 @@ PREFIX = "base_model.model."
 
 def import_peft() -> Any:
     """Import peft. Raises UserError if it is not installed."""
-    quiet()
     try:
         import peft
     except ImportError as error:
@@ -105,24 +104,20 @@ class Adapted:
     def __init__(self, layer: nn.Linear | FourBitLinear, down: Tensor, up: Tensor, scaling: float) -> None:
         """Describe the weight of the `layer` under the adapter."""
         self.layer, self.down, self.up, self.scaling = layer, down, up, scaling
-        is_four_bit = isinstance(layer, FourBitLinear)
         self.shape, self.device = torch.Size((layer.out_features, layer.in_features)), up.device
+        is_four_bit = isinstance(layer, FourBitLinear)  # its weight is decoded at each access
         self.dtype = layer.dtype if isinstance(layer, FourBitLinear) else layer.weight.dtype
         self.box = Box.whole(self.shape) if is_four_bit else box_of(layer.weight)
         self.is_sharded = isinstance(up, DTensor)
 
     @torch.no_grad()
-    def merged(self) -> Tensor:
-        """Return the full tensor base + scaling · up down, rounded once; all ranks of a sharded model call this at the same time."""
-        return self._added(full_tensor(self.layer.weight), Box.whole(self.shape))
+    def merged_part(self, whole: bool = False) -> Tensor:
+        """Return this rank's shard, or the `whole` tensor, of base + scaling · up down, rounded once.
 
-    @torch.no_grad()
-    def merged_part(self) -> Tensor:
-        """Return this rank's shard of `merged`; all ranks of a sharded model call this at the same time."""
-        return self._added(local_shard(self.layer.weight), self.box)
-
-    def _added(self, base: Tensor, box: Box) -> Tensor:
-        """Merge the adapter into a block of the base; adapters are small and are gathered in full."""
+        All ranks of a sharded model call this at the same time: adapters are small and are gathered in full.
+        """
+        weight = self.layer.weight
+        base, box = (full_tensor(weight), Box.whole(self.shape)) if whole else (local_shard(weight), self.box)
         rows, columns = box.slices
         up, down = full_tensor(self.up)[rows], full_tensor(self.down)[:, columns]
         dtype = torch.promote_types(base.dtype, torch.float32)
@@ -149,7 +144,7 @@ def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tens
 
 def merged(tensor: Tensor | Adapted) -> Tensor:
     """Return the full tensor, with its adapter merged if it has one; all ranks of a sharded model call this at the same time."""
-    return tensor.merged() if isinstance(tensor, Adapted) else full_tensor(tensor)
+    return tensor.merged_part(whole=True) if isinstance(tensor, Adapted) else full_tensor(tensor)
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:

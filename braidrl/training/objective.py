@@ -87,8 +87,8 @@ class Objective:
     role: str
     loss: Entry
     settings: Mapping[str, Any]
-    aggregate: str
-    aggregate_settings: Mapping[str, Any] = field(default_factory=dict)
+    aggregation: Entry
+    aggregation_settings: Mapping[str, Any] = field(default_factory=dict)
     old: str = "self"
     kl: Mapping[str, Any] | None = None
     entropy_coef: float = 0.0
@@ -106,36 +106,33 @@ class Objective:
         Raises:
             UserError: A name is not registered.
         """
-        loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
-        kl, correction = (name_and_settings(params[key]) if key in params else None for key in ("kl", "correction"))
+        params = {"aggregate": "token-mean", **params}
+        chosen: dict[str, dict[str, Any]] = {}
+        for key in ("loss", "aggregate", "kl", "correction"):
+            if key in params:
+                chosen[key] = {"name": params[key]} if isinstance(params[key], str) else dict(params[key])
         auxiliary = []
         if coefficient := params.get("ptx_coef", 0.0):
             auxiliary.append(Likelihood("ptx", coefficient, registry.losses["ptx"], text_rows))
         if coefficient := params.get("positive_coef", 0.0):
             auxiliary.append(Likelihood("positive", coefficient, registry.losses["sft"], correct_rows))
+        loss, aggregate = chosen["loss"], chosen["aggregate"]
         return Objective(
-            role, entry_of(registry.losses, loss.pop("name")), loss, aggregate.pop("name"), aggregate,
-            params.get("old", "self"), kl, params.get("entropy_coef", 0.0), correction, tuple(auxiliary),
+            role, entry_of(registry.losses, loss.pop("name")), loss,
+            entry_of(registry.aggregations, aggregate.pop("name")), aggregate,
+            params.get("old", "self"), chosen.get("kl"), params.get("entropy_coef", 0.0), chosen.get("correction"),
+            tuple(auxiliary),
         )  # fmt: skip
 
     @property
     def denominator(self) -> str:
         """Return the global count that the sums are divided by: tokens, rows or groups."""
-        return entry_of(registry.aggregations, self.aggregate).denominator
+        return self.aggregation.denominator
 
     @property
     def denominators(self) -> tuple[str, ...]:
         """Return the names of all global counts that `optim_step` needs, with those of auxiliary terms."""
         return (self.denominator, *(term.denominator for term in self.auxiliary))
-
-    def select(self, rows: Rows) -> Rows:
-        """Return the rows that take part in this loss."""
-        return trained_rows(rows)
-
-    def passes(self, rows: Rows) -> list[Rows]:
-        """Return the rows of each forward pass: one for this loss and one per auxiliary term."""
-        terms: tuple[Objective | Likelihood, ...] = (self, *self.auxiliary)
-        return [term.select(rows) for term in terms] if len(rows) else []
 
     @property
     def whole_groups(self) -> bool:
@@ -145,7 +142,16 @@ class Objective:
     @property
     def needs_group_tokens(self) -> bool:
         """Return whether a row's loss depends on its whole group's number of tokens in the optimizer step."""
-        return "group_tokens" in entry_of(registry.aggregations, self.aggregate).reads
+        return "group_tokens" in self.aggregation.reads
+
+    def select(self, rows: Rows) -> Rows:
+        """Return the rows that take part in this loss."""
+        return trained_rows(rows)
+
+    def passes(self, rows: Rows) -> list[Rows]:
+        """Return the rows of each forward pass: one for this loss and one per auxiliary term."""
+        terms: tuple[Objective | Likelihood, ...] = (self, *self.auxiliary)
+        return [term.select(rows) for term in terms] if len(rows) else []
 
     def sums(
         self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
@@ -181,12 +187,13 @@ class Objective:
             metrics["kl_loss"] = divergence.detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
-        entry = entry_of(registry.aggregations, self.aggregate)
         # Computed on the host, which knows the token counts, to avoid device synchronisation.
-        weights = entry.function(*replace(look, device=offsets.device).arguments(entry), **self.aggregate_settings)
+        on_host = replace(look, device=offsets.device).arguments(self.aggregation)
+        weights = self.aggregation.function(*on_host, **self.aggregation_settings)
         return {self.denominator: weighted_sum(per_token, weights.to(device))}, metrics
 
     def _monitors(self, look: "Lookup") -> dict[str, Tensor]:
+        """Return metrics per token (A,) of a policy's drift from the old, the rollout and the reference policy."""
         if "log_probs" not in look.predicted:
             return {}
         current = look.predicted["log_probs"].detach()
@@ -234,11 +241,6 @@ class Lookup:
         if name == "old_log_probs" and self.objective.old == "rollout":
             name = "rollout_log_probs"
         return column_values(self.rows, name, self.offsets, self.device)
-
-
-def name_and_settings(value: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a name, or a name with settings, as a new dict."""
-    return {"name": value} if isinstance(value, str) else dict(value)
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:

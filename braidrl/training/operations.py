@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from braidrl.data.rows import Rows
-from braidrl.training.compute.shared_prompts import families_of
+from braidrl.training.compute.packed import families_of
 from braidrl.training.memory.footprint import ModelSizes
 
 

@@ -8,7 +8,7 @@ WAITS = {
     "engines/embedded/batch.py:SlotBatch.take": "finished responses go to the host",
     "engines/sampling.py:_nucleus_threshold": "the vocabulary is sorted only where its likeliest tokens do not reach top-p",
     "training/roles/base.py:RoleWorker.forward": "answers of inference go to the host, once for each micro-batch",
-    "training/roles/base.py:RoleWorker._forward_backward": "once for each micro-batch: whether its loss is finite",
+    "training/roles/base.py:RoleWorker.forward_backward": "once for each micro-batch: whether its loss is finite",
     "observe/metrics.py:Sums.add_per_token": "once for each micro-batch: all of its metrics",
     "training/optimizer.py:MasterOptimizer.step": "once an optimizer step: the norm of its gradient",
     "training/roles/checkpoint.py:copied": "a checkpoint is copied to host memory",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from braidrl.runtimes.run import TrainingRun
-from braidrl.training.compute.shared_prompts import SharedPrompts
+from braidrl.training.compute.packed import SharedPrompts
 from tests.invariants.test_resume_is_exact import STEPS, assert_goes_on_as
 from tests.invariants.traces import run
 from tests.runtimes.spmd.ranks import run_in_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from braidrl.native import short_attention as attention
-from braidrl.native.short_attention import LONGEST, attend_short, kernel_fits
+from braidrl.native.building import library
+from braidrl.native.kernels import LONGEST, attend_short, kernel_fits
 from braidrl.training.compute.attention import COMPILED, PackedSequences
 from braidrl.training.compute.cpu_layers import compile_layers
 from tests.training.compute.test_attention import models
@@ -17,7 +17,7 @@ from tests.training.compute.test_attention import models
 SCALING = 0.3
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
-if attention.kernel(torch.float32) is None:
+if library("attention", torch.float32) is None:
     pytest.skip("there is no C compiler", allow_module_level=True)
 
 

@@ -15,8 +15,8 @@ Shapes: N tokens packed, S sequences of equal length L, H query heads, K key/val
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from inspect import signature
 from itertools import accumulate
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from braidrl.native.short_attention import attend_short, kernel_fits
+from braidrl.native.kernels import attend_short, kernel_fits
 
 ATTENTION = "braid"
 COMPILED = "compiled_attention"
@@ -51,11 +51,6 @@ class Scores:
     """Scores s become c · tanh(s / c)."""
     sinks: Tensor | None = None
     """(H,): an extra score per head, which takes weight and contributes no value."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether fused kernels support this rule."""
-        return self.chunk is None and self.softcap is None and self.sinks is None
 
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Return whether queries at positions (..., Q, 1) see keys at positions (..., 1, K): a bool mask."""
@@ -167,6 +162,7 @@ class PackedSequences:
     lengths: tuple[int, ...]
     offsets: Tensor
     keep_scores: bool = False
+    _known: dict[int, "RowBatches"] = field(default_factory=dict, init=False)
 
     @staticmethod
     def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> "PackedSequences":
@@ -179,13 +175,32 @@ class PackedSequences:
         """Attend within each sequence. Raises ValueError if the packed row's length is not that of all sequences."""
         if query.shape[0] != 1 or query.shape[2] != sum(self.lengths):
             raise ValueError(f"sequences of {sum(self.lengths)} tokens, but the input is {tuple(query.shape)}")
-        states = _packed(query), _packed(key), _packed(value)
-        if scores.is_plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            return self._variable_length(*states, scores)[None]
-        compiled = scores.is_plain and getattr(module, COMPILED, False) and self.lengths
-        if compiled and kernel_fits(longest := max(self.lengths), *states):
-            return attend_short(*states, self.offsets, longest, scores.scaling, scores.window)[None]
-        return self._by_equal_lengths(*states, scores)[None]
+        longest, out = max(self.lengths, default=0), value.shape[-1]
+        # (1, heads, N, D) to (N, heads, D)
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        # Whether fused kernels support the rule.
+        plain = scores.chunk is None and scores.softcap is None and scores.sinks is None
+        if plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            back, wide = -1 if scores.window is None else scores.window - 1, max(query.shape[-1], out)
+            query, key, value = (pad(s, (0, wide - s.shape[-1])).contiguous() for s in (query, key, value))
+            output = varlen_attn(
+                query, key, value, self.offsets, self.offsets, longest, longest,
+                scale=scores.scaling, window_size=(back, 0), **(GROUPED if query.shape[1] != key.shape[1] else {}),
+            )  # fmt: skip
+            assert isinstance(output, Tensor)
+            return output[None, ..., :out]
+        if plain and longest and getattr(module, COMPILED, False) and kernel_fits(longest, query, key, value):
+            return attend_short(query, key, value, self.offsets, longest, scores.scaling, scores.window)[None]
+        # Once per length, over the batch of sequences of that length.
+        batches = self._batches(1)
+        sizes = [count * length for count, length in batches.shapes]
+        # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
+        parts = zip(*(batches.gathered(flat).split(sizes) for flat in (query, key, value)), strict=True)
+        outputs = []
+        for shape, states in zip(batches.shapes, parts, strict=True):
+            q, k, v = (state.unflatten(0, shape) for state in states)
+            outputs.append(attend_equal(q, k, v, scores, self.keep_scores))
+        return batches.packed(outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no earlier token."""
@@ -232,41 +247,11 @@ class PackedSequences:
             outputs.append(None if joined is None else batches.packed(joined)[None])
         return tree_unflatten(outputs, found[0][1])
 
-    def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attend by torch's kernel for half precision on CUDA. (N, heads, D) to (N, H, E)."""
-        longest = max(self.lengths)
-        back = -1 if scores.window is None else scores.window - 1
-        wide = max(query.shape[-1], value.shape[-1])
-        query, key, values = (pad(s, (0, wide - s.shape[-1])).contiguous() for s in (query, key, value))
-        output = varlen_attn(
-            query, key, values, self.offsets, self.offsets, longest, longest,
-            scale=scores.scaling, window_size=(back, 0), **(GROUPED if query.shape[1] != key.shape[1] else {}),
-        )  # fmt: skip
-        assert isinstance(output, Tensor)
-        return output[..., : value.shape[-1]]
-
-    def _by_equal_lengths(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attend once per length, over the batch of sequences of that length. (N, heads, D) to (N, H, E)."""
-        batches = self._batches(1)
-        buckets = batches.shapes
-        sizes = [count * length for count, length in buckets]
-        # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
-        states = (batches.gathered(flat).split(sizes) for flat in (query, key, value))
-        outputs = []
-        for shape, parts in zip(buckets, zip(*states, strict=True), strict=True):
-            q, k, v = (part.unflatten(0, shape) for part in parts)
-            outputs.append(attend_equal(q, k, v, scores, self.keep_scores))
-        return batches.packed(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
-
     def _batches(self, step: int) -> "RowBatches":
         """Return the sequences in batches by length; see `mix_each`."""
         if step not in self._known:
             self._known[step] = RowBatches.of(self.lengths, step, self.offsets.device)
         return self._known[step]
-
-    @cached_property
-    def _known(self) -> dict[int, "RowBatches"]:
-        return {}
 
     def position_ids(self) -> Tensor:
         """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""
@@ -308,15 +293,15 @@ class RowBatches:
 
     def gathered(self, flat: Tensor) -> Tensor:
         """Arrange packed tokens (N, ...) as batches."""
-        return flat if self.order is None else _Gathered.apply(flat, *self.order)
+        return flat if self.order is None else GatheredRows.apply(flat, *self.order)
 
     def packed(self, batches: Tensor) -> Tensor:
         """Invert `gathered`."""
         return batches if self.order is None else _Packed.apply(batches, self.order[1])
 
 
-class _Gathered(torch.autograd.Function):
-    """Rows at each place; the backward takes each row's own place, since repeated rows have no gradient."""
+class GatheredRows(torch.autograd.Function):
+    """The rows `tokens`; the backward takes each row's own one of `places`, since repeated rows have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
@@ -342,11 +327,6 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (places,), (gradient,) = ctx.saved_tensors, gradients
         return gradient.new_zeros(ctx.count, *gradient.shape[1:]).index_copy_(0, places, gradient), None
-
-
-def _packed(states: Tensor) -> Tensor:
-    """Reshape (1, heads, N, D) to (N, heads, D)."""
-    return states[0].transpose(0, 1)
 
 
 def token_dimension(leaf: Any, tokens: int) -> int | None:
@@ -381,47 +361,42 @@ def attend_equal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep
 
     `keep_scores` lets a CPU keep the scores of short sequences for the backward pass: faster, but not bitwise equal for every S.
     """
-    length = query.shape[1]
+    (sequences, length, heads, _), groups = query.shape, key.shape[2]
     mask = None
     if (scores.window is not None and scores.window < length) or (scores.chunk is not None and scores.chunk < length):
         positions = torch.arange(length, device=query.device)
         mask = scores.visible(positions[:, None], positions[None, :])
-    if scores.softcap is not None or scores.sinks is not None:
-        return _attend_plainly(query, key, value, scores, mask)
-    if keep_scores and query.device.type == "cpu" and length <= SHORT:
-        return _attend_plainly(query, key, value, scores, mask)
-    output = scaled_dot_product_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=query.shape[2] != key.shape[2],
-    )  # fmt: skip
-    return output.transpose(1, 2).flatten(0, 1)
-
-
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, rule: Scores, mask: Tensor | None) -> Tensor:
-    """Compute `attend_equal` by two matrix products in at least float32: the blocked kernel's backward is slow on short sequences."""
-    sequences, length, heads, _ = query.shape
+    kept = keep_scores and query.device.type == "cpu" and length <= SHORT
+    if not kept and scores.softcap is None and scores.sinks is None:
+        output = scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+            attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=heads != groups,
+        )  # fmt: skip
+        return output.transpose(1, 2).flatten(0, 1)
+    # Two matrix products in at least float32: the blocked kernel's backward is slow on short sequences.
     dtype = torch.promote_types(query.dtype, torch.float32)
     # query heads that share a key head are more queries to it
-    queries = query.unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(dtype)
+    queries = query.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(dtype)
     keys, values = (states.transpose(1, 2).to(dtype) for states in (key, value))
     seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     hidden = torch.zeros(length, length, dtype=dtype, device=query.device).masked_fill_(~seen, float("-inf"))
-    scores = capped(torch.matmul(queries * rule.scaling, keys.transpose(-1, -2)), rule)
-    scores = scores + hidden.repeat(heads // key.shape[2], 1)
-    sinks = None if rule.sinks is None else rule.sinks.view(1, key.shape[2], -1, 1)
+    products = torch.matmul(queries * scores.scaling, keys.transpose(-1, -2))
+    sinks = None if scores.sinks is None else scores.sinks.view(1, groups, -1, 1)
     if sinks is not None:
         sinks = sinks.expand(sequences, -1, -1, length).flatten(2)[..., None]
-    output = torch.matmul(softmax(scores, sinks), values).unflatten(2, (-1, length))
+    weights = attention_weights(products, scores, hidden.repeat(heads // groups, 1), sinks)
+    output = torch.matmul(weights, values).unflatten(2, (-1, length))
     return output.permute(0, 3, 1, 2, 4).reshape(sequences * length, heads, -1).to(query.dtype)
 
 
-def capped(scores: Tensor, rule: Scores) -> Tensor:
-    """Return scaled scores under the rule's soft cap."""
-    return scores if rule.softcap is None else rule.softcap * torch.tanh(scores / rule.softcap)
+def attention_weights(products: Tensor, rule: Scores, mask: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of scaled products (..., K) along keys: their soft cap, plus an additive mask, under softmax.
 
-
-def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores (..., K) along keys; sinks (..., 1) take a part of the weight."""
+    Sinks (..., 1) take a part of the weight.
+    """
+    if rule.softcap is not None:
+        products = rule.softcap * torch.tanh(products / rule.softcap)
+    products = products + mask
     if sinks is None:
-        return scores.softmax(-1)
-    return torch.cat([scores, sinks.to(scores.dtype)], -1).softmax(-1)[..., :-1]
+        return products.softmax(-1)
+    return torch.cat([products, sinks.to(products.dtype)], -1).softmax(-1)[..., :-1]

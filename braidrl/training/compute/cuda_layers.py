@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,27 +41,18 @@ class LayerKernels(NamedTuple):
     """Rotary embedding of queries (1, H, N, D) and keys (1, K, N, D) by cosines and sines (1, N, D)."""
 
 
-def choice(triton: bool, liger: bool) -> Literal["liger", "compiled"] | None:
-    """Return the kernels to use; None for torch's own operations.
-
-    Args:
-        triton: Whether Triton works here; both kinds need it.
-        liger: Whether liger-kernel is installed.
-    """
-    if not triton:
-        return None
-    return "liger" if liger else "compiled"
-
-
 @cache
 def layer_kernels() -> LayerKernels | None:
     """Return the kernels for this machine's CUDA devices, or None for plain torch; log the choice once."""
-    chosen = choice(has_triton(), importlib.util.find_spec(LIGER) is not None)
-    logger.warning(NOTICES[chosen]) if chosen is None else logger.info(NOTICES[chosen])
-    return KERNELS[chosen]() if chosen else None
+    # Both kinds of kernels need Triton.
+    kind = None
+    if has_triton():
+        kind = "liger" if importlib.util.find_spec(LIGER) is not None else "compiled"
+    logger.log(logging.WARNING if kind is None else logging.INFO, NOTICES[kind])
+    return KERNELS[kind]() if kind else None
 
 
-NOTICES = {
+NOTICES: dict[str | None, str] = {
     "liger": "norms, gated activations and rotary embeddings by liger-kernel",
     "compiled": "norms, gated activations and rotary embeddings by torch.compile; `pip install liger-kernel` spares compiling them",
     None: "no Triton for this device, so torch computes what kernels would: install triton, or write trainer.compile=false",
@@ -83,12 +74,8 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return queries (1, H, N, D) and keys (1, K, N, D) rotated by their positions (Su et al. 2021, equation 34)."""
     cos, sin = cos[:, None], sin[:, None]
-    return _rotated(query, cos, sin), _rotated(key, cos, sin)
-
-
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = states.chunk(2, -1)
-    return states * cos + torch.cat([-second, first], -1) * sin
+    (q1, q2), (k1, k2) = query.chunk(2, -1), key.chunk(2, -1)
+    return query * cos + torch.cat([-q2, q1], -1) * sin, key * cos + torch.cat([-k2, k1], -1) * sin
 
 
 def compiled_kernels() -> LayerKernels:
@@ -105,17 +92,14 @@ def liger_kernels() -> LayerKernels:
 
     def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         # Same arithmetic as transformers ("llama"); not in place, as others may read the gradient.
-        return tensor(LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False, None))
+        normed: Tensor = LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False, None)
+        return normed
 
     def gate(x: Tensor, up: Tensor) -> Tensor:
-        return tensor(LigerSiLUMulFunction.apply(x, up, 1.0, 1.0))
+        gated: Tensor = LigerSiLUMulFunction.apply(x, up, 1.0, 1.0)
+        return gated
 
     return LayerKernels("cuda", norm, gate, liger_rotary_pos_emb)
-
-
-def tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
 
 
 KERNELS: dict[str, Callable[[], LayerKernels]] = {"liger": liger_kernels, "compiled": compiled_kernels}
@@ -127,14 +111,10 @@ ROTARY = "apply_rotary_pos_emb"
 """The function by which transformers' attention layers rotate queries and keys."""
 
 
-def fuse_layers(model: PreTrainedModel) -> None:
-    """Switch a model for a CUDA device to fused kernels, if this machine has any."""
-    if kernels := layer_kernels():
-        use_kernels(model, kernels)
-
-
-def use_kernels(model: PreTrainedModel, kernels: LayerKernels) -> None:
-    """Switch the norms, gated activations and attention layers of a model to these kernels."""
+def use_kernels(model: PreTrainedModel, kernels: LayerKernels | None = None) -> None:
+    """Switch the norms, gated activations and attention layers of a model to these kernels, or to this machine's, if it has any."""
+    if (kernels := kernels or layer_kernels()) is None:
+        return
     forwards = forwards_by(kernels)
     for module in model.modules():
         kind: Any = type(module)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._triton import has_triton
 
-from braidrl.native.chunk_kernels import gradient, has_kernels, statistics
+from braidrl.native.kernels import gradient, has_kernels, statistics
 from braidrl.native.linear import add_weight_gradient, product, zero_gradient
 
 Statistics = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
@@ -110,7 +110,8 @@ def linear_log_probs(
     """
     vocabulary = Vocabulary()
     if isinstance(weight, DTensor):
-        vocabulary, weight = Vocabulary.of(weight), weight.to_local()
+        _, (start, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        vocabulary, weight = Vocabulary(start, weight.device_mesh.get_group()), weight.to_local()
     kernels = chunk_kernels(weight, compiled and vocabulary.group is None and cap is None)
     if chunk_elements is None:
         held = weight.dtype if kernels else torch.promote_types(weight.dtype, torch.float32)
@@ -140,7 +141,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 continue
             logits = scaled_logits(hidden[part], weight, temperature, dtype, cap)
             log_sums[part] = vocabulary.log_sum(logits.logsumexp(-1))
-            log_probs[part] = vocabulary.at(targets[part], logits) - log_sums[part]
+            columns, here = vocabulary.columns(targets[part], logits)
+            at_target = logits.gather(-1, columns[:, None]).squeeze(-1)
+            log_probs[part] = (at_target if here is None else vocabulary.sum(at_target * here)) - log_sums[part]
             logits.sub_(log_sums[part, None])
             entropy[part] = vocabulary.sum(-(logits.exp() * logits).sum(-1))
         ctx.vocabulary = vocabulary
@@ -165,8 +168,16 @@ class _LinearLogProbs(torch.autograd.Function):
                 logits = scaled_logits(hidden[part], weight, ctx.temperature, ctx.dtype, ctx.cap)
                 slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square_()
                 logits.sub_(log_sums[part, None])
-                places, here = ctx.vocabulary.places(targets[part], logits)
-                grad = logits_grad(logits, places, here, grads[0][part], grad_entropy, entropy[part])
+                columns, here = ctx.vocabulary.columns(targets[part], logits)
+                at_target = grads[0][part] if here is None else grads[0][part] * here
+                # The gradient with respect to scaled logits, as in `chunk_gradient`, written over the log-softmax.
+                if grad_entropy is None:
+                    grad = logits.exp_().mul_(-grads[0][part, None])
+                else:
+                    probs = logits.exp()
+                    factor = logits.add_(entropy[part, None]).mul_(-grad_entropy[:, None])
+                    grad = factor.sub_(grads[0][part, None]).mul_(probs)
+                grad = grad.scatter_add_(-1, columns[:, None], at_target[:, None])
                 grad = grad if slope is None else grad.mul_(slope)
                 grad = grad.div_(ctx.temperature).to(weight.dtype)
             grad_hidden[part] = product(grad, weight.T)
@@ -184,12 +195,6 @@ class Vocabulary:
     start: int = 0
     group: dist.ProcessGroup | None = None
 
-    @staticmethod
-    def of(weight: DTensor) -> "Vocabulary":
-        """Return the shard of a row-sharded output layer."""
-        _, (start, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        return Vocabulary(start, weight.device_mesh.get_group())
-
     def sum(self, part: Tensor) -> Tensor:
         """All-reduce a tensor in place and return it."""
         if self.group is not None:
@@ -204,37 +209,13 @@ class Vocabulary:
         dist.all_gather(parts, own, group=self.group)
         return torch.stack(parts).logsumexp(0)
 
-    def places(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    def columns(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local ones, None if all are local."""
         if self.group is None:
             return targets, None
-        places = targets - self.start
-        here = (places >= 0) & (places < logits.shape[1])
-        return places.where(here, 0), here
-
-    def at(self, targets: Tensor, logits: Tensor) -> Tensor:
-        """Return the logits of the targets, (C,)."""
-        places, here = self.places(targets, logits)
-        found = logits.gather(-1, places[:, None]).squeeze(-1)
-        return found if here is None else self.sum(found * here)
-
-
-def logits_grad(
-    log_softmax: Tensor, targets: Tensor, here: Tensor | None, grad_log_prob: Tensor, grad_entropy: Tensor | None,
-    entropy: Tensor,
-) -> Tensor:  # fmt: skip
-    """Return the gradient with respect to scaled logits (C, V), written over `log_softmax`; `here` masks local targets.
-
-    d log p_y / dz = 1[y] − p;   d H / dz = −p (log p + H)
-    """
-    if grad_entropy is None:
-        grad = log_softmax.exp_().mul_(-grad_log_prob[:, None])
-    else:
-        probs = log_softmax.exp()
-        factor = log_softmax.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_prob[:, None])
-        grad = factor.mul_(probs)
-    at_target = grad_log_prob if here is None else grad_log_prob * here
-    return grad.scatter_add_(-1, targets[:, None], at_target[:, None])
+        columns = targets - self.start
+        here = (columns >= 0) & (columns < logits.shape[1])
+        return columns.where(here, 0), here
 
 
 def scaled_logits(

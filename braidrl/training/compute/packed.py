@@ -2,20 +2,67 @@
 
 tokens      p p p a a | p p a a a | p a          concatenated rows, or sequences of a row
 actions           ^ ^       ^ ^ ^     ^          sampled tokens; each is predicted from the position before it
+
+A shared prompt can be computed once for all of its responses; gradients equal those of separate rows.
+
+separate  p p p a a a | p p p b b | p p p c c c c
+shared    p p p a a a b b c c c c                      a, b and c each see p and themselves, not each other
+
+Prompt tokens have the same activations in each row, so their keys and values serve all responses, and their gradients are summed.
+The first token of every response is predicted from the prompt's last position.
+
+Shapes: N tokens packed, P of a prompt, R of its responses, H query heads, K key/value heads, D head width.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from braidrl.algorithms.ragged import offsets_of
+from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
-from braidrl.training.compute.attention import AttentionContext, PackedSequences
+from braidrl.training.compute.attention import (
+    AttentionContext,
+    Forward,
+    PackedSequences,
+    Scores,
+    attend_equal,
+    attention_weights,
+)
 
 FILLER = 64
 """Length of padding sequences; attention over many short sequences costs less than over a long one."""
+LEAST_SAVED = 0.25
+"""Least share of tokens that sharing prompts must save; below it, masked attention costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows that share a prompt: its tokens, the tokens of each response, and each response's row number."""
+
+    prompt: int
+    responses: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + sum(self.responses)
+
+    @cached_property
+    def blocks(self) -> list[list[int]]:
+        """Group responses into attention calls of at most the prompt's length, so that masked scores cost no more than the prompt."""
+        blocks: list[list[int]] = []
+        for length in self.responses:
+            if blocks and sum(blocks[-1]) + length <= self.prompt:
+                blocks[-1].append(length)
+            else:
+                blocks.append([length])
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -23,12 +70,13 @@ class Packed:
     """N tokens of B rows with A action tokens, packed without padding.
 
     input_ids, position_ids (N,)
-    sequence_lengths: of all sequences
+    sequence_lengths: of all sequences, also where they share prompts
     predictors (A,): positions whose hidden states predict the actions
     targets (A,): the actions
     offsets (B + 1,), on the CPU: each row's slice of the A actions
     row_ends (B,): position of each row's last token
     hidden (1, N, D): the previous pipeline rank's output; None on the first
+    families: the rows that share prompts; None if each row has its own
     """
 
     input_ids: Tensor
@@ -39,9 +87,12 @@ class Packed:
     offsets: Tensor
     row_ends: Tensor
     hidden: Tensor | None = field(default=None, kw_only=True)
+    families: tuple[Family, ...] | None = field(default=None, kw_only=True)
 
     def attention(self) -> AttentionContext:
         """Return the attention context of these tokens."""
+        if self.families is not None:
+            return SharedPrompts(self.families, self.input_ids.device)
         return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
 
     def padded(self, tokens: int) -> Self:
@@ -51,16 +102,14 @@ class Packed:
             return self
         positions = torch.arange(missing, device=self.input_ids.device) % FILLER
         lengths = tuple(min(FILLER, missing - start) for start in range(0, missing, FILLER))
+        families = None if self.families is None else (*self.families, *(Family(each, (), ()) for each in lengths))
         return replace(
             self,
             input_ids=torch.cat([self.input_ids, torch.zeros_like(positions)]),
             position_ids=torch.cat([self.position_ids, positions]),
-            **self._followed_by(lengths),
+            sequence_lengths=(*self.sequence_lengths, *lengths),
+            families=families,
         )
-
-    def _followed_by(self, lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Return the fields of the attention context with filler sequences of these lengths appended."""
-        return {"sequence_lengths": (*self.sequence_lengths, *lengths)}
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:
@@ -76,3 +125,145 @@ def pack(rows: Rows, device: torch.device) -> Packed:
         tokens.values.to(device), positions.to(device), tuple(lengths.tolist()), (actions - 1).to(device),
         tokens.values[actions].to(device), offsets_of(per_row), (tokens.offsets[1:] - 1).to(device),
     )  # fmt: skip
+
+
+def pack_shared(rows: Rows, device: torch.device) -> Packed:
+    """Pack rows with each family's prompt once. Raises ValueError for rows without families."""
+    families = families_of(rows)
+    if families is None:
+        raise ValueError("rows of several sequences, or without actions, share no prompts")
+    packed = pack(rows, torch.device("cpu"))
+    # The position of each token in the shared packing, (N,), and the packing's number of tokens.
+    place, total = torch.empty(len(packed.input_ids), dtype=torch.int64), 0
+    offsets = rows["tokens"].offsets.tolist()
+    for family in families:
+        end = total + family.prompt
+        for row, length in zip(family.rows, family.responses, strict=True):
+            start = offsets[row]
+            place[start : start + family.prompt] = torch.arange(total, total + family.prompt)
+            place[start + family.prompt : start + family.prompt + length] = torch.arange(end, end + length)
+            end += length
+        total = end
+    ids, positions = (values.new_empty(total) for values in (packed.input_ids, packed.position_ids))
+    ids[place], positions[place] = packed.input_ids, packed.position_ids
+    return replace(
+        packed, input_ids=ids.to(device), position_ids=positions.to(device), predictors=place[packed.predictors].to(device),
+        targets=packed.targets.to(device), row_ends=place[packed.row_ends].to(device), families=tuple(families),
+    )  # fmt: skip
+
+
+def families_of(rows: Rows) -> list[Family] | None:
+    """Group rows by group and tokens before the first action; return None if a row has several sequences or no action."""
+    lengths = rows["tokens"].lengths
+    if not torch.equal(rows["sequence_lengths"].values, lengths):
+        return None
+    offsets, actions = rows["action_mask"].offsets.tolist(), rows["action_mask"].values
+    found: dict[tuple[int, bytes], list[tuple[int, int, int]]] = {}
+    tokens, groups = rows["tokens"].values, rows["group"].tolist()
+    for row, (start, end) in enumerate(pairwise(offsets)):
+        sampled = actions[start:end].nonzero()
+        first = int(sampled[0]) if len(sampled) else 0
+        if first == 0:
+            return None
+        name = (groups[row], tokens[start : start + first].numpy().tobytes())
+        found.setdefault(name, []).append((row, first, end - start - first))
+    return [
+        Family(members[0][1], tuple(m[2] for m in members), tuple(m[0] for m in members)) for members in found.values()
+    ]
+
+
+def saves_enough(rows: Rows) -> bool:
+    """Return whether sharing prompts saves at least LEAST_SAVED of the tokens."""
+    if not len(rows):
+        return False
+    families = families_of(rows)
+    total = len(rows["tokens"].values)
+    return families is not None and total - sum(family.tokens for family in families) >= LEAST_SAVED * total
+
+
+def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
+    """Return the row numbers of each micro-batch, counting shared prompts once; split families over the limit.
+
+    Raises UserError for a row over the limit.
+    """
+    parts: list[Family] = []
+    for family in families_of(rows) or []:
+        start, held = 0, family.prompt
+        for i, length in enumerate(family.responses):
+            if i > start and held + length > max_tokens:
+                parts.append(Family(family.prompt, family.responses[start:i], family.rows[start:i]))
+                start, held = i, family.prompt
+            held += length
+        parts.append(Family(family.prompt, family.responses[start:], family.rows[start:]))
+    uids = rows.uids()
+    (plan,) = plan_micro_batches(
+        [part.tokens for part in parts], 1, max_tokens, uids=[uids[part.rows[0]] for part in parts]
+    )
+    return [sorted(row for number in batch for row in parts[number].rows) for batch in plan if batch]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrompts:
+    """The attention context of consecutively packed families."""
+
+    families: tuple[Family, ...]
+    device: torch.device
+    _masks: dict[Any, Tensor] = field(default_factory=dict, init=False)
+
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Raise ValueError: models with mixers cannot share prompts."""
+        raise ValueError(f"{type(module).__name__} cannot continue a prompt's state in several responses")
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D). Raises ValueError for another N."""
+        sizes = [size for family in self.families for size in (family.prompt, *map(sum, family.blocks))]
+        if query.shape[0] != 1 or query.shape[2] != sum(sizes):
+            raise ValueError(f"families of {sum(sizes)} tokens, but the input is {tuple(query.shape)}")
+        # split, not slices: the backward of a split is one concatenation
+        queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
+        outputs, place = [], 0
+        for number, family in enumerate(self.families):
+            prompt = place
+            outputs.append(attend_equal(queries[prompt][None], keys[prompt][None], values[prompt][None], scores, True))
+            for block in range(len(family.blocks)):
+                place += 1
+                seen_keys = torch.cat([keys[prompt], keys[place]])
+                seen_values = torch.cat([values[prompt], values[place]])
+                mask = self._mask(number, block, scores)
+                outputs.append(_masked(queries[place], seen_keys, seen_values, mask, scores))
+            place += 1
+        return torch.cat(outputs)[None]
+
+    def _mask(self, number: int, block: int, scores: Scores) -> Tensor:
+        """Return the (R, P + R) bool mask of a block: a token sees the prompt and earlier tokens of its response, as `scores` lets it."""
+        known = number, block, scores.window, scores.chunk
+        if known not in self._masks:
+            prompt, responses = self.families[number].prompt, self.families[number].blocks[block]
+            own = torch.cat([torch.full((n,), i) for i, n in enumerate(responses)])
+            place = torch.cat([torch.arange(n) for n in responses]) + prompt
+            of_key = torch.cat([torch.full((prompt,), -1), own])
+            key_place = torch.cat([torch.arange(prompt), place])
+            seen = (of_key == -1) | (of_key == own[:, None])
+            self._masks[known] = (seen & scores.visible(place[:, None], key_place[None, :])).to(self.device)
+        return self._masks[known]
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """Attend with (R, H, D) queries to (P + R, K, D) keys and values under a mask; returns (R, H, D)."""
+    if scores.softcap is not None or scores.sinks is not None:
+        # Plain operations, in at least float32.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        queries = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3).to(dtype)
+        keys, values = (states.transpose(0, 1)[:, None].to(dtype) for states in (key, value))
+        products = torch.matmul(queries * scores.scaling, keys.transpose(-1, -2))
+        hidden = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+        sinks = scores.sinks
+        if sinks is not None:
+            sinks = sinks.view(key.shape[1], -1, 1, 1).expand(-1, -1, len(query), 1)
+        weights = attention_weights(products, scores, hidden, sinks)
+        return torch.matmul(weights, values).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
+    output = scaled_dot_product_attention(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
+        attn_mask=mask, scale=scores.scaling, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return output[0].transpose(0, 1)

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from braidrl.training.compute.attention import Forward, PackedSequences, Scores, capped, parameters_of, softmax
+from braidrl.training.compute.attention import Forward, PackedSequences, Scores, attention_weights, parameters_of
 
 READ_MULTIPLE = 32
 """Reads are rounded up to a multiple of this many positions, so that few shapes occur."""
@@ -49,7 +49,8 @@ class SlotCache:
     def layer(self, number: int, heads: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return keys and values of an attention layer, allocated on first use."""
         while len(self.layers) <= number:
-            keys, values = (self._zeros(heads, self.capacity, width) for width in widths)
+            sizes = [(self.slots, heads, self.capacity, width) for width in widths]
+            keys, values = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes)
             self.layers.append((keys, values))
         return self.layers[number]
 
@@ -59,10 +60,10 @@ class SlotCache:
             return
         before, self.capacity = self.capacity, round_up(positions, READ_MULTIPLE)
         for number, layer in enumerate(self.layers):
-            grown = tuple(self._zeros(each.shape[1], self.capacity, each.shape[3]) for each in layer)
-            for target, source in zip(grown, layer, strict=True):
+            keys, values = (s.new_zeros((*s.shape[:2], self.capacity, s.shape[3])) for s in layer)
+            for target, source in zip((keys, values), layer, strict=True):
                 target[:, :, :before] = source
-            self.layers[number] = (grown[0], grown[1])
+            self.layers[number] = keys, values
 
     def release(self) -> None:
         """Free the memory and the contents."""
@@ -108,9 +109,6 @@ class SlotCache:
         for states in self.states:
             yield from states.values()
 
-    def _zeros(self, heads: int, positions: int, width: int) -> Tensor:
-        return torch.zeros((self.slots, heads, positions, width), dtype=self.dtype, device=self.device)
-
 
 class SlotStep:
     """The context of one decode step of the first B slots at `positions` (B,), at most `longest - 1`."""
@@ -125,16 +123,24 @@ class SlotStep:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with queries (B, H, 1, D) to keys (B, K, 1, D) and values (B, K, 1, E); returns (B, 1, H, E)."""
-        (batch, heads, _, width), key_heads = query.shape, key.shape[1]
-        stored = self._cache.layer(self._attended, key_heads, (key.shape[-1], value.shape[-1]))
+        (batch, heads, _, width), groups, device = query.shape, key.shape[1], query.device
+        stored = self._cache.layer(self._attended, groups, (key.shape[-1], value.shape[-1]))
         self._attended += 1
+        if groups not in self._written:
+            # The flat index of each slot's next key in a store of this many heads, (B * K,).
+            rows = torch.arange(batch * groups, device=device).view(-1, groups)
+            self._written[groups] = (rows * self._cache.capacity + self._positions[:, None]).flatten()
         for store, states in zip(stored, (key, value), strict=True):
-            store.view(-1, store.shape[-1]).index_copy_(0, self._places(key_heads), states.reshape(-1, store.shape[-1]))
+            store.view(-1, store.shape[-1]).index_copy_(0, self._written[groups], states.reshape(-1, store.shape[-1]))
+        if (rule := (scores.window, scores.chunk)) not in self._masks:
+            # Additive (B, 1, 1, L): 0 for visible keys, -inf elsewhere.
+            hidden = ~scores.visible(self._positions[:, None], torch.arange(self._read, device=device))
+            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=device)
+            self._masks[rule] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         keys, values = (store[:batch, :, : self._read] for store in stored)
         # query heads that share a key head form a batch of queries to it, so that each key is read once
-        grouped = query.reshape(batch, key_heads, -1, width)
-        output = _attend(grouped, keys, values, self._mask(scores, query.dtype), scores)
-        return output.reshape(batch, 1, heads, -1)
+        grouped = query.reshape(batch, groups, -1, width)
+        return _attend(grouped, keys, values, self._masks[rule], scores).reshape(batch, 1, heads, -1)
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer for one token of each slot, from the slots' states, which it updates."""
@@ -151,23 +157,6 @@ class SlotStep:
                 states[name].copy_(value)
         return found
 
-    def _places(self, heads: int) -> Tensor:
-        """Return the flat index of each slot's next key in a store of `heads` heads, (B * K,)."""
-        if heads not in self._written:
-            rows = torch.arange(len(self._positions) * heads, device=self._positions.device).view(-1, heads)
-            self._written[heads] = (rows * self._cache.capacity + self._positions[:, None]).flatten()
-        return self._written[heads]
-
-    def _mask(self, scores: Scores, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask (B, 1, 1, L): 0 for visible keys, -inf elsewhere."""
-        key = scores.window, scores.chunk
-        if key not in self._masks:
-            places = torch.arange(self._read, device=self._positions.device)
-            hidden = ~scores.visible(self._positions[:, None], places)
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-        return self._masks[key]
-
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: Scores) -> Tensor:
     """Attend with (B, K, H/K, D) queries to (B, K, L, D) keys and (B, K, L, E) values."""
@@ -179,9 +168,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: Sco
         scores = torch.matmul(query * rule.scaling, keys.transpose(-1, -2)).add_(mask)
         return torch.matmul(scores.softmax(-1), values)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = capped(torch.matmul(query.to(dtype) * rule.scaling, keys.transpose(-1, -2).to(dtype)), rule) + mask
+    products = torch.matmul(query.to(dtype) * rule.scaling, keys.transpose(-1, -2).to(dtype))
     sinks = None if rule.sinks is None else rule.sinks.view(1, keys.shape[1], -1, 1).expand(len(query), -1, -1, 1)
-    return torch.matmul(softmax(scores, sinks), values.to(dtype)).to(query.dtype)
+    return torch.matmul(attention_weights(products, rule, mask, sinks), values.to(dtype)).to(query.dtype)
 
 
 class PrefillSequences:

@@ -24,8 +24,7 @@ from braidrl.training.compute.attention import (
     parameters_of,
     running,
 )
-from braidrl.training.compute.cpu_layers import derived
-from braidrl.training.compute.experts import use_experts
+from braidrl.training.compute.cpu_layers import EXPERTS, derived
 
 PARTS = {
     "embedding": ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in", "tokens_embed", "w"),
@@ -133,7 +132,7 @@ def body_of(model: Any) -> Body:
 def use_plan(model: Any, plan: ForwardPlan) -> None:
     """Prepare a model in place for `run_body`."""
     setattr(model, PLAN, plan)
-    use_experts(model)
+    model.set_experts_implementation(EXPERTS)  # where transformers lets a mixture choose one
     for module in model.modules() if plan.mixers else ():
         kind: Any = type(module)
         if kind.__name__ in plan.mixers and not hasattr(kind, "plain_forward"):

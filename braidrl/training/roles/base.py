@@ -4,8 +4,9 @@ rows ──plan──▶ micro-batches ──pack──▶ hidden states ──p
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, ShardedBackend
-from braidrl.training.compute.packed import Packed, pack
-from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
+from braidrl.training.compute.packed import Packed, pack, pack_shared, plan_shared, saves_enough
 from braidrl.training.decoders.body import plan_of_model, set_training
 from braidrl.training.lora import plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
@@ -44,54 +44,48 @@ class RoleWorker(RoleModel, ShardedBackend):
 
     _nonfinite: tuple[str, ...] = ()
 
-    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
-        """Yield micro-batches of at most `max_tokens_per_device` tokens.
-
-        Args:
-            rows: This rank's rows, B of them.
-            whole_groups: Keep the rows of a group together.
-
-        Returns:
-            For each micro-batch, the indices of its rows in `rows`, and the rows.
-        """
-        if self.shares_prompts(rows) and not whole_groups:
-            for numbers in plan_shared(rows, self.max_tokens):
-                yield numbers, rows.take(numbers)
-        elif len(rows):
-            groups = rows["group"].tolist() if whole_groups else None
-            (plan,) = plan_micro_batches(
-                rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
-            )
-            for numbers in plan:
-                if numbers:
-                    yield numbers, rows.take(numbers)
-
     def shares_prompts(self, rows: Rows) -> bool:
         """Return whether shared prompts of these rows are computed once."""
         return self.config.trainer.share_prompts and plan_of_model(self.model).is_packed and saves_enough(rows)
 
-    def pack(self, rows: Rows) -> Packed:
-        """Pack the rows of a micro-batch for one forward pass."""
-        return pack_shared(rows, self.device) if self.shares_prompts(rows) else pack(rows, self.device)
-
-    def padded_micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """Return the micro-batches, padded with empty ones to the number that all ranks run.
+    def plan(self, rows: Rows, whole_groups: bool = False) -> list[list[int]]:
+        """Return the indices of the rows of each micro-batch, which has at most `max_tokens_per_device` tokens.
 
         Args:
             rows: This rank's rows.
             whole_groups: Keep the rows of a group together.
         """
-        found = [MicroBatch(n, part, self.pack(part)) for n, part in self.micro_batches(rows, whole_groups)]
+        if self.shares_prompts(rows) and not whole_groups:
+            return plan_shared(rows, self.max_tokens)
+        if not len(rows):
+            return []
+        groups = rows["group"].tolist() if whole_groups else None
+        (plan,) = plan_micro_batches(
+            rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
+        )
+        return [numbers for numbers in plan if numbers]
+
+    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
+        """Pack the micro-batches of `plan`, and pad them with empty ones to the number that all ranks run."""
+        found = []
+        for numbers in self.plan(rows, whole_groups):
+            part = rows.take(numbers)
+            pack_rows = pack_shared if self.shares_prompts(part) else pack
+            found.append(MicroBatch(numbers, part, pack_rows(part, self.device)))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
         none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
         filler = Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)
         empty = MicroBatch([], Rows({}), filler)
         return found + [empty] * (self.ranks.num_micro_batches(len(found)) - len(found))
 
+    def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
+        packed = [batch.packed for batch in batches]
+        self.ranks.run_micro_batches(self.model, lambda each: self.compute(each, *term), packed, on_prediction)
+
     @torch.no_grad()
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         rows, own = self.ranks.gather_rows(rows)
-        batches = self.padded_micro_batches(rows)
+        batches = self.micro_batches(rows)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
         sizes = [int(each[-1]) for each in offsets]
         found = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
@@ -100,7 +94,8 @@ class RoleWorker(RoleModel, ShardedBackend):
             batch = batches[number]
             if batch.numbers:
                 found.split(sizes)[number].copy_(predicted[name])
-                self._report_progress(advance, batch)
+                if advance and self.ranks.is_reporting_rank:
+                    advance(len(batch.rows), len(batch.packed.input_ids))
 
         self._run(batches, keep)
         if not len(rows):
@@ -112,22 +107,13 @@ class RoleWorker(RoleModel, ShardedBackend):
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
+        assert self.optimizer is not None, f"{self.role} is not trained"
         totals: dict[str, float] = {}
         rows, _ = self.ranks.gather_rows(rows)
-        set_training(self.model, True)
-        terms: tuple[Objective | Likelihood, ...] = (objective, *objective.auxiliary)
-        for term in terms:
-            self._forward_backward(term, rows, sums, totals, advance)
-        set_training(self.model, False)
-        return totals
 
-    def _forward_backward(
-        self, term: Objective | Likelihood, rows: Rows, sums: Sums, totals: dict[str, float], advance: Advance | None
-    ) -> None:
-        assert self.optimizer is not None, f"{self.role} is not trained"
-        batches = self.padded_micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups)
-
-        def loss_of(number: int, predicted: dict[str, Tensor]) -> Tensor:
+        def loss_of(
+            term: Objective | Likelihood, batches: list[MicroBatch], number: int, predicted: dict[str, Tensor]
+        ) -> Tensor:
             batch = batches[number]
             if not batch.numbers:
                 # A zero loss over every output, so that all ranks run the same collectives.
@@ -140,21 +126,18 @@ class RoleWorker(RoleModel, ShardedBackend):
                 if not math.isfinite(total):
                     self._nonfinite += (nonfinite_tokens(batch.rows, batch.packed.offsets, predicted),)
                 sums.add_per_token(self.role, metrics)
-            self._report_progress(advance, batch, isinstance(term, Objective))
+                if advance:
+                    advance(len(batch.rows) if term is objective else 0, len(batch.packed.input_ids))
             return loss
 
-        self.optimizer.collect(term.denominator)
-        self._run(batches, loss_of, term)
-
-    def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
-        def compute(packed: Packed) -> dict[str, Tensor]:
-            return self.compute(packed, *term)
-
-        self.ranks.run_micro_batches(self.model, compute, [batch.packed for batch in batches], on_prediction)
-
-    def _report_progress(self, advance: Advance | None, batch: MicroBatch, counts_rows: bool = True) -> None:
-        if advance and self.ranks.is_reporting_rank:
-            advance(len(batch.rows) if counts_rows else 0, len(batch.packed.input_ids))
+        set_training(self.model, True)
+        terms: tuple[Objective | Likelihood, ...] = (objective, *objective.auxiliary)
+        for term in terms:
+            batches = self.micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups)
+            self.optimizer.collect(term.denominator)
+            self._run(batches, partial(loss_of, term, batches), term)
+        set_training(self.model, False)
+        return totals
 
     @property
     def shared_model(self) -> Any:

@@ -37,7 +37,7 @@ from braidrl.training.lora import (
     plain_names,
 )
 from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
-from braidrl.training.roles.model import RoleModel, save_weights
+from braidrl.training.roles.model import RoleModel, save_weights, side_files
 from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
@@ -70,7 +70,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
     Args:
         worker: The role's worker on this rank.
         folder: The directory to make.
-        write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
+        write: As in `save_worker`.
         copy: Copy the tensors to host memory first, so that a thread can write while training continues.
 
     Raises:
@@ -114,6 +114,8 @@ def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], ada
         peft_config(worker.lora, worker.path, PREFIX + HEAD in adapters).save_pretrained(folder / ADAPTER)
         write_tensors(adapters, folder / ADAPTER / ADAPTER_WEIGHTS)
     save_weights(worker.model, folder, weights)
+    if worker.side_files is None:
+        worker.side_files = side_files(worker.model, worker.path)
     for name, content in worker.side_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -169,44 +171,46 @@ def load_worker(worker: RoleModel, folder: Path) -> None:
         files = ModelFiles(folder, worker.model)
         buffers = {pattern_of(name) for name, _ in worker.model.named_buffers()}
         saved = files.without({name for name in files if pattern_of(name) in buffers})
-    if shapes != shapes_in(saved):
-        raise another_model(worker, folder)
-    # Read first, before anything is overwritten: the file may be damaged.
-    state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
+    try:
+        if shapes != shapes_in(saved):
+            raise LookupError("the parameters have other names or shapes")
+        # Read before anything is overwritten: the file may be damaged.
+        state = optimizer_state(worker.optimizer, len(worker.shapes), folder) if worker.optimizer is not None else {}
+    except LookupError as error:
+        raise UserError(
+            f"{folder} holds another model than {worker.path}; resume with the configuration it was made with"
+        ) from error
     for name, parameter in kept.items():
         local_shard(parameter).copy_(shard_of(saved[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
 
 
-def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved optimizer state, written in any layout."""
-    optimizer = worker.optimizer
-    assert optimizer is not None
+def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:
+    """Return this rank's shards of a saved optimizer state, written in any layout.
+
+    Raises UserError for damaged files, and LookupError for the state of another model than one of so many `parameters`.
+    """
     try:
         if (folder / OPTIMIZER).is_file():
-            tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
-            check_shapes(optimizer, {key: tensor.shape for key, tensor in tensors.items()})
-            return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
-        reader = TensorReader(folder / PARTS)
-        known = {k: about for k, about in reader.read_metadata().state_dict_metadata.items() if ours(worker, k)}
-        sizes, wanted = dict[str, torch.Size](), dict[str, Tensor]()
-        for key, about in known.items():
-            if not isinstance(about, TensorStorageMetadata):
-                raise LookupError(f"{type(about).__name__} is no tensor")
-            sizes[key], wanted[key] = about.size, torch.empty((), dtype=about.properties.dtype)
-        check_shapes(optimizer, sizes)
-        for key, size in sizes.items():
-            if size:
+            tensors = load_file(folder / OPTIMIZER)
+            own = own_keys(optimizer, parameters, {key: tensor.shape for key, tensor in tensors.items()})
+            return {key: shard_of(tensors[key], owner(optimizer, key, tensors[key])) for key in own}
+        reader, wanted = TensorReader(folder / PARTS), dict[str, Tensor]()
+        known = reader.read_metadata().state_dict_metadata
+        saved = {key: about for key, about in known.items() if isinstance(about, TensorStorageMetadata)}
+        if other := sorted(known.keys() - saved.keys()):
+            raise LookupError(f"{other[0]} is no tensor")
+        for key in own_keys(optimizer, parameters, {key: about.size for key, about in saved.items()}):
+            dtype = saved[key].properties.dtype
+            wanted[key] = torch.empty((), dtype=dtype)
+            if saved[key].size:
                 parameter = optimizer.by_number[int(key.split(".")[0])]
-                empty = torch.empty_like(local_shard(parameter), dtype=wanted[key].dtype)
-                wanted[key] = as_dtensor(empty, parameter)
+                wanted[key] = as_dtensor(torch.empty_like(local_shard(parameter), dtype=dtype), parameter)
         with warnings.catch_warnings():
             # Each rank reads its own shards on purpose: suppress the warning.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(wanted, storage_reader=reader, no_dist=True)
-    except LookupError as error:
-        raise another_model(worker, folder) from error
     except (CheckpointException, SafetensorError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise UserError(
             f"the optimizer in {folder} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
@@ -219,38 +223,30 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
     return {key: as_dtensor(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
 
 
-def ours(worker: RoleModel, key: str) -> bool:
-    """Return whether this rank holds the state's parameter. Raises LookupError for another model's state."""
-    assert worker.optimizer is not None
-    number = key.split(".")[0]
-    if not number.isdecimal() or int(number) in worker.optimizer.by_number:
-        return True
-    if int(number) >= len(worker.shapes):
-        raise LookupError(f"{key} is of another model: this one has {len(worker.shapes)} parameters")
-    return False
-
-
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
     """Return the tensor whose sharding a state tensor has: its parameter, or itself if it is a scalar or never sharded."""
     number, _, name = key.partition(".")
     return optimizer.by_number[int(number)] if tensor.dim() and name not in UNDIVIDED else tensor
 
 
-def check_shapes(optimizer: MasterOptimizer, saved: Mapping[str, torch.Size]) -> None:
-    """Raise LookupError if saved state does not match the optimizer's parameters by name and global shape."""
-    names: dict[int, set[str]] = {number: set() for number in optimizer.by_number}
-    for key, shape in saved.items():
+def own_keys(optimizer: MasterOptimizer, parameters: int, shapes: Mapping[str, torch.Size]) -> list[str]:
+    """Return the keys of saved state whose parameters this rank holds. Raises LookupError if their names or shapes do not match."""
+    found, names = list[str](), {number: set[str]() for number in optimizer.by_number}
+    for key, shape in shapes.items():
         number, _, name = key.partition(".")
+        if number.isdecimal() and int(number) not in optimizer.by_number:
+            if int(number) >= parameters:
+                raise LookupError(f"{key} is of another model: this one has {parameters} parameters")
+            continue
+        found.append(key)
         if name and name not in UNDIVIDED:
             names[int(number)].add(name)
-            if shape and shape != optimizer.by_number[int(number)].shape:
-                raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(optimizer.by_number[int(number)].shape)}")
+            wanted = optimizer.by_number[int(number)].shape
+            if shape and shape != wanted:
+                raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(wanted)}")
     if len(set(map(frozenset, names.values()))) > 1:
         raise LookupError(f"parameters have different state: {names}")
-
-
-def another_model(worker: RoleModel, folder: Path) -> UserError:
-    return UserError(f"{folder} holds another model than {worker.path}; resume with the configuration it was made with")
+    return found
 
 
 def describe_worker(folder: Path) -> str:

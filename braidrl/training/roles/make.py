@@ -45,12 +45,6 @@ class DecoderWorker(RoleWorker):
     """A worker that predicts `log_probs` and `entropy` (A,) of the action tokens."""
 
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
-        """Return the model of a Hugging Face directory.
-
-        Args:
-            folder: The directory.
-            on_meta: Leave parameters on the meta device, to be read later.
-        """
         return load_decoder(folder, self.dtype, on_meta=on_meta)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:

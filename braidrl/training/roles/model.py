@@ -7,7 +7,6 @@ folder ──read──▶ model ──adapters──▶ sharded ──▶ optim
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +21,7 @@ from braidrl.config import Config
 from braidrl.errors import first_line
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.compute.cpu_layers import compile_layers
-from braidrl.training.compute.cuda_layers import fuse_layers
+from braidrl.training.compute.cuda_layers import use_kernels
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import checkpoint_activations, run_body
 from braidrl.training.four_bit import quantize_adapted
@@ -46,7 +45,7 @@ from braidrl.weights.checkpoint_files import ParameterReader
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import shapes_of
 
-FAST_LAYERS = {"cpu": compile_layers, "cuda": fuse_layers}
+FAST_LAYERS = {"cpu": compile_layers, "cuda": use_kernels}
 """Functions that switch a model to faster kernels, by device type."""
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -63,7 +62,6 @@ class RoleModel(ABC):
         """Load the model; with `is_copy` it is frozen and receives its weights from a trained one."""
         self.role, self.config, self.train, self.is_copy = role, config, train, is_copy
         self.weight_updates = 0
-        """The number of changes of the weights."""
         self.device = choose_device(config.device)
         keep_freed_memory()
         self.path = model_path(role, config)
@@ -81,40 +79,39 @@ class RoleModel(ABC):
         if config.trainer.compile:
             FAST_LAYERS[self.device.type](self.model)
         files = ModelFiles(self.path.expanduser(), self.model)
-        predict = self.predict if self.ranks.has_predictions else self.pipeline_output
+        # All pipeline ranks but the last pass hidden states on.
+        predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
         self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
         # Only after sharding: the full model may be too large for one device.
         self.model.to(self.device).requires_grad_(train).eval()
         if self.lora:
             train_adapters_only(self.model)
         self.max_tokens = max_tokens_of(role, config)
-        self.optimizer: MasterOptimizer | None = None
-        if train:
-            peak = learning_rate_of(role, config)
-            names, parameters = zip(*self.model.named_parameters(), strict=True)
-            places = [list(self.shapes).index(name) for name in names]
-            self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
-            if not self.lora:  # adapted layers have other names
-                self.optimizer.read_masters(names, files)
-            if checkpoints_activations(role, config):
-                checkpoint_activations(self.model)
-            if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
-                _ = self.side_files
+        self.optimizer = self._make_optimizer(files) if train else None
+        self.side_files: dict[str, bytes] | None = None
+        """A checkpoint's files beside its weights, by name."""
+        if train and (not dist.is_initialized() or dist.get_rank() == 0):  # the rank that writes them
+            self.side_files = side_files(self.model, self.path)
         self.background: dist.ProcessGroup | None = None
         """The process group for writing a checkpoint during training."""
-        self.offloadable: Mapping[str, OffloadableTensors] = {"weights": OffloadableTensors(self._weights)}
-        """Tensors to offload while other roles need the device."""
+        self.offloadable: Mapping[str, OffloadableTensors] = {"weights": OffloadableTensors(self._local_parameters)}
         if self.optimizer is not None:
             self.offloadable = {**self.offloadable, "optimizer": OffloadableTensors(self.optimizer.tensors)}
 
-    def _weights(self) -> list[Tensor]:
+    def _make_optimizer(self, files: ModelFiles) -> MasterOptimizer:
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        numbers = [list(self.shapes).index(name) for name in names]
+        peak = learning_rate_of(self.role, self.config)
+        optimizer = MasterOptimizer(parameters, self.config.trainer, peak, self.ranks, numbers)
+        if not self.lora:  # adapted layers have other names
+            optimizer.read_masters(names, files)
+        if checkpoints_activations(self.role, self.config):
+            checkpoint_activations(self.model)
+        return optimizer
+
+    def _local_parameters(self) -> list[Tensor]:
         self.ranks.reshard(self.model)
         return list(self.model.parameters())
-
-    @cached_property
-    def side_files(self) -> dict[str, bytes]:
-        """Return a checkpoint's files beside its weights, by name."""
-        return side_files(self.model, self.path)
 
     @abstractmethod
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
@@ -124,10 +121,6 @@ class RoleModel(ABC):
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference."""
 
-    def pipeline_output(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """Compute the hidden states for the next pipeline rank; replaces `predict` on all ranks but the last."""
-        return {HIDDEN: self.hidden_states(packed)[None]}
-
     def hidden_states(self, packed: Packed) -> Tensor:
         """Return the output of this rank's last layer for each packed token, (N, D)."""
         ids = packed.input_ids[None] if packed.hidden is None else None
@@ -136,15 +129,14 @@ class RoleModel(ABC):
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write a model's Hugging Face directory without its generation settings, which transformers may refuse to write."""
-    if not model.can_generate():
-        model.save_pretrained(folder, state_dict=weights)
-        return
-    generation = model.generation_config
-    model.generation_config = GenerationConfig()
+    generation = model.generation_config if model.can_generate() else None
+    if generation is not None:
+        model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(folder, state_dict=weights)
     finally:
-        model.generation_config = generation
+        if generation is not None:
+            model.generation_config = generation
 
 
 def side_files(model: Any, path: Path) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from braidrl.native.chunk_kernels import gradient, has_kernels, statistics
+from braidrl.native.kernels import gradient, has_kernels, statistics
 from braidrl.native.linear import add_weight_gradient
 from braidrl.training.compute.log_probs import (
     ChunkKernels,

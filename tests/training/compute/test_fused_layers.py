@@ -6,17 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from braidrl.training.compute import cuda_layers
 from braidrl.training.compute.attention import PackedSequences
-from braidrl.training.compute.cuda_layers import (
-    KERNELS,
-    NOTICES,
-    LayerKernels,
-    choice,
-    rms_norm,
-    rotary,
-    silu_gate,
-    use_kernels,
-)
+from braidrl.training.compute.cuda_layers import LayerKernels, rms_norm, rotary, silu_gate, use_kernels
 from braidrl.training.compute.log_probs import chunk_gradient, chunk_statistics
 from tests.training.compute.test_attention import CONFIGS, LENGTHS, models
 
@@ -28,10 +20,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
     ("triton", "liger", "chosen"),
     [(True, True, "liger"), (True, False, "compiled"), (False, True, None), (False, False, None)],
 )
-def test_liger_is_used_if_installed_and_no_kernel_without_triton(triton: bool, liger: bool, chosen: str | None) -> None:
-    assert choice(triton, liger) == chosen
-    assert chosen is None or chosen in KERNELS
-    assert ("torch computes" in NOTICES[chosen]) == (chosen is None)  # type: ignore[index]
+def test_liger_is_used_if_installed_and_no_kernel_without_triton(
+    triton: bool, liger: bool, chosen: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_layers, "has_triton", lambda: triton)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: "found" if liger else None)
+    for name in cuda_layers.KERNELS:
+        monkeypatch.setitem(cuda_layers.KERNELS, name, lambda name=name: name)
+    assert cuda_layers.layer_kernels.__wrapped__() == chosen
+    assert ("torch computes" in caplog.text) == (chosen is None)
 
 
 def outputs(name: str, dtype: torch.dtype, kernels: LayerKernels | None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,8 +10,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.training.compute.log_probs import linear_log_probs
-from braidrl.training.compute.packed import Packed, pack
-from braidrl.training.compute.shared_prompts import families_of, pack_shared, plan_shared, saves_enough
+from braidrl.training.compute.packed import Packed, families_of, pack, pack_shared, plan_shared, saves_enough
 from tests.training.compute.test_attention import CONFIGS, models
 
 CPU = torch.device("cpu")

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.data.rows import Rows
-from braidrl.training.compute.packed import FILLER, Packed, pack
-from braidrl.training.compute.shared_prompts import pack_shared, saves_enough
+from braidrl.training.compute.packed import FILLER, Packed, pack, pack_shared, saves_enough
 from braidrl.training.loading import load_scorer
-from braidrl.training.parallel.pipeline import HIDDEN, RUN, local_layers, runs, split_layers
+from braidrl.training.parallel.pipeline import RUN, local_layers, runs, split_layers
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.shards import shapes_of
 from tests.tiny import TOKENIZER
@@ -35,7 +34,7 @@ def test_pipeline_stages_in_sequence_equal_the_full_model(name: str, tiny_models
     whole, packed = DecoderWorker("actor", config_of(str(tiny_models[name])), train=False), pack(make_rows(), CPU)
     first, last = stage_of(tiny_models[name], 0), stage_of(tiny_models[name], 1)
     with torch.no_grad():
-        hidden = first.pipeline_output(packed)[HIDDEN]
+        hidden = first.hidden_states(packed)[None]
         found, wanted = last.predict(replace(packed, hidden=hidden)), whole.predict(packed)
     assert all(torch.equal(found[key], values) for key, values in wanted.items())
 
