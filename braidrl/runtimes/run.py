@@ -97,7 +97,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._restore(*saved)
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
             if not resume:
-                self._rehearse_report()
+                self._report(rehearsal=True)
             self.resources = resources.pop_all()
 
     def _saved(self, newest_whole: bool) -> tuple[Path, RunState] | None:
@@ -227,32 +227,27 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             except LostProcess as another:
                 self._bring_back(another)
 
-    def _report(self) -> None:
-        """Write the report. Its data is in the folder already, so a failure is printed and does not end the run."""
-        if self.metrics:
-            try:
-                report = write_report(self.folder)
-            except Exception as error:
-                what = f"{type(error).__name__}: {first_line(error)}"
-                self.progress.print(
-                    f"report.html could not be written ({what}); `braid report {self.folder}` writes it again"
-                )
+    def _report(self, rehearsal: bool = False) -> None:
+        """Write the report. Its data is in the folder already, so a failure is printed and does not end the run.
+
+        A `rehearsal` before the first step raises the failure: the run could not write its report at its end.
+        """
+        if not self.metrics:
+            return
+        try:
+            report = write_report(self.folder)
+        except Exception as error:
+            what = f"{type(error).__name__}: {first_line(error)}"
+            if not rehearsal:
+                again = f"`braid report {self.folder}` writes it again"
+                self.progress.print(f"report.html could not be written ({what}); {again}")
                 return
+            if isinstance(error, UserError) or no_room(error):
+                raise
+            raise UserError(f"the run's report cannot be written ({what}); mend that before training") from error
+        if not rehearsal:
             self.progress.print(f"report: {report}")
             self.metrics.trackers.write_report(report)
-
-    def _rehearse_report(self) -> None:
-        """Write the report before the first step. Raises UserError if a new run could not write it at its end."""
-        try:
-            if self.metrics:
-                write_report(self.folder)
-        except UserError:
-            raise
-        except Exception as error:
-            if no_room(error):
-                raise
-            what = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"the run's report cannot be written ({what}); mend that before training") from error
 
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()

@@ -239,11 +239,11 @@ class HybridBackend:
 
         A sharded model is saved collectively, after the running call.
         """
-        self._save("save", folder)
+        self._save(folder, copy=False)
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
         """Do as `save`; each worker continues as soon as it has copies, and writes them in a thread."""
-        self._save("copy_for_saving", folder)
+        self._save(folder, copy=True)
         return [partial(written, group, group.actors) for group in self.distinct]
 
     def load(self, folder: Path, version: int) -> None:
@@ -253,13 +253,13 @@ class HybridBackend:
     def close(self) -> None:
         self.resources.close()
 
-    def _save(self, method: str, folder: Path) -> None:
-        """Call a method that saves on each group, beside its call unless its ranks save or compute collectively."""
+    def _save(self, folder: Path, copy: bool) -> None:
+        """Have each group save, beside its call unless its ranks save or compute collectively."""
         for group in self.distinct:
             layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
             replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
             aside = replicated and not pools_ranks(self.executor.config)
-            group.wait(group.call(method, folder.resolve(), aside=aside))
+            group.wait(group.call("save", folder.resolve(), copy, aside=aside))
 
     def _where_made(self, table: Handle) -> tuple[WorkerGroup, Partition]:
         """Wait for the rows; return the group that generated or read them, and the rows of each of its ranks."""

@@ -234,18 +234,16 @@ class PoolWorker:
         self.executor.generation.exchange_weights(role, self.executor.workers.get(role), DataParallel(group))
 
     @register(protocol="ONE_TO_ALL")
-    def save(self, folder: Path) -> None:
-        """Write checkpoints: rank 0 the replicated parts, and every rank its shards."""
-        self.executor.save(folder, self.spec.rank == 0)
-
-    @register(protocol="ONE_TO_ALL")
-    def copy_for_saving(self, folder: Path) -> None:
-        """Start to do as `save` does, from copies."""
-        self.writing.begin(self.executor.copy_for_saving(folder, self.spec.rank == 0))
+    def save(self, folder: Path, copy: bool) -> None:
+        """Write checkpoints, or with `copy` start to, from copies: rank 0 the replicated parts, and every rank its shards."""
+        if copy:
+            self.writing.begin(self.executor.copy_for_saving(folder, self.spec.rank == 0))
+        else:
+            self.executor.save(folder, self.spec.rank == 0)
 
     @register(protocol="ONE_TO_ALL")
     def written(self) -> str:
-        """Wait for the write that `copy_for_saving` started, and return its error, or an empty string."""
+        """Wait for the write that `save` started, and return its error, or an empty string."""
         return self.writing.trouble()
 
     @register(protocol="ONE_TO_ALL")

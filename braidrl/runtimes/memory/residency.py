@@ -131,9 +131,7 @@ def needed_assets(
     return {**needs, PUBLISH: frozenset(Asset(role, part) for role in published for part in parts)}
 
 
-def stage_needs(
-    stage: Stage, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
-) -> frozenset[Asset]:
+def stage_needs(stage: Stage, shared: frozenset[str], copied: frozenset[str]) -> frozenset[Asset]:
     """Return the assets that a stage needs on the device; empty if it uses no model."""
     if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
         return frozenset()

@@ -33,7 +33,7 @@ from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
 from braidrl.runtimes.spmd.eager import InProcessBackend
-from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, joined, only_present
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, joined
 from braidrl.training.objective import UpdateCounts
 
 
@@ -66,8 +66,9 @@ class DistributedBackend(InProcessBackend):
             return Shard(rows.index, owner, rows.payload.take(owner == rank), rank)
         self.world.at("admission")
         samples = self.config.rollout.samples_per_prompt
-        first_use = next((s for s in self.flow.stages if s.kind is Kind.GENERATE), self.flow.stages[0])
-        ranks, group_of = self._ranks_of(first_use), [group for group in origin.numbers for _ in range(samples)]
+        role = next((s.role for s in self.flow.stages if s.kind is Kind.GENERATE), None)
+        ranks = self.generating.get(str(role), self.world.size)
+        group_of = [group for group in origin.numbers for _ in range(samples)]
         # If selection may not need the last groups, every rank starts with the first ones.
         selects = bool(self.flow.sampling_segment)
         owner = torch.tensor(in_turn(group_of, ranks)) if selects else equal_shares(len(group_of), ranks)
@@ -95,7 +96,6 @@ class DistributedBackend(InProcessBackend):
             kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
             index = table.index.with_columns(dict(everywhere.index.items()))
             return replace(table, index=index, payload=joined(table.payload, kept))
-        ranks = self._ranks_of(stage)
         if stage.kind is Kind.INFER:
             # Columns that no stage from here on reads stay behind.
             later = self.flow.stages[self.flow.stages.index(stage) :]
@@ -110,8 +110,10 @@ class DistributedBackend(InProcessBackend):
             for update in updates:
                 owner[update] = self._balanced(table.take(update))
             table = self.exchange.move(stage.name, table, owner, needed)
-        elif len(table.owner) and int(table.owner.max()) >= ranks:
-            table = self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))
+        elif stage.kind is Kind.GENERATE and len(table.owner):
+            ranks = self.generating.get(str(stage.role), self.world.size)
+            if int(table.owner.max()) >= ranks:
+                table = self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))
         own, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.
         collective = self.executor.is_collective(stage)
@@ -162,7 +164,7 @@ class DistributedBackend(InProcessBackend):
         # A rank without rows knows no payload columns, so the others send their names.
         said = self.exchange.tell({"known": list(table.payload), "later": list(final.payload)})
         added = {name for about in said for name in about["later"] if all(name not in o["known"] for o in said)}
-        later = replace(final, payload=only_present(final.payload, sorted(added)))
+        later = replace(final, payload=final.payload.only(sorted(added & set(final.payload))))
         if added:
             later = self.exchange.move(path.name, later, table.owner)
         rows = with_added(table.rows, replace(later, owner=table.owner).rows)
@@ -184,9 +186,6 @@ class DistributedBackend(InProcessBackend):
     def publish(self, version: int) -> None:
         super().publish(version)
         self.exchange.version = version
-
-    def _ranks_of(self, stage: Stage) -> int:
-        return self.generating.get(str(stage.role), self.world.size) if stage.kind is Kind.GENERATE else self.world.size
 
     def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
         """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""

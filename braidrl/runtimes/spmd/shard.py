@@ -90,7 +90,8 @@ class ShardExchange:
         if needed is not None:
             if torch.equal(owner, table.owner):
                 return table
-            table = replace(table, payload=only_present(table.payload, needed))
+            present = [name for name in dict.fromkeys(needed) if name in table.payload]
+            table = replace(table, payload=table.payload.only(present))
         self.moved_rows += int(((owner == self.world.rank) & (table.owner != self.world.rank)).sum())
         with self._span("ranks", edge, 0, 0, "waiting"):
             payload = move_rows(self.world, f"{edge} of step {self.iteration}", table.payload, table.owner, owner)
@@ -151,10 +152,6 @@ class ShardExchange:
 def joined(payload: Rows, new: Rows) -> Rows:
     """Add new columns of the same rows; a rank without rows has no columns."""
     return Rows(dict(payload.items()) | dict(new.items())) if len(new) or len(payload) else Rows({})
-
-
-def only_present(rows: Rows, names: Sequence[str]) -> Rows:
-    return rows.only([name for name in dict.fromkeys(names) if name in rows])
 
 
 def move_rows(world: World, what: str, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
