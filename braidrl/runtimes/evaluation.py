@@ -91,15 +91,12 @@ def evaluated(config: Config, world: World) -> dict[str, float]:
     for line in without_effect(config):
         progress.print(line)
     set_up_torch(config)
-
-    def made() -> str:
-        """Make the folder of the evaluated rows, with the configuration in it."""
+    made = None
+    if world.first:
         check_output(config)
-        folder = unused_folder(config.model_copy(update={"flow": "eval"}))
-        write_config(folder, config)
-        return str(folder)
-
-    folder = Path(world.from_first("folder", made))
+        made = unused_folder(config.model_copy(update={"flow": "eval"}))
+        write_config(made, config)
+    folder = Path(world.share("folder", str(made)))
     progress.print(f"responses are kept in {folder / 'rollouts'}")
     backend = start_backend(RunContext(prepared, progress, train=False, world=world))
     metrics, sums = dict[str, float](), Sums()

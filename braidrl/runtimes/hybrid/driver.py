@@ -96,9 +96,7 @@ class HybridBackend:
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
         """Start a stage; a stage without a role is deferred until its output is needed."""
         if is_method(stage.type, stage.role):
-            written: Handle = self._call(
-                stage, registration_of(*class_and_method(stage.type)), [table], iteration, sums
-            )
+            written: Handle = self._call(stage, [table], iteration, sums)
             return written
         output = Output(stage, table, iteration, sums)
         if stage.role is not None:
@@ -173,10 +171,11 @@ class HybridBackend:
         registration = registration_of(import_function(own.methods), method)
         signature = Signature(Kind.INFER, registration.reads, registration.writes)
         stage = Stage(f"{role}.{method}", f"{own.methods}.{method}", role, signature)
-        return self._call(stage, registration, arguments, iteration, sums)
+        return self._call(stage, arguments, iteration, sums)
 
-    def _call(self, stage: Stage, own: Registration, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
-        """Call a user's method by its protocol, with the mesh of the stage's role."""
+    def _call(self, stage: Stage, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
+        """Call the user's method that a stage names by its protocol, with the mesh of the stage's role."""
+        own: Registration = registration_of(*class_and_method(stage.type))
         role, config, key = str(stage.role), self.executor.config, next(self.keys)
         group = self.groups[role]
         layout = layout_of(role, config).resolve(group.pool.workers)

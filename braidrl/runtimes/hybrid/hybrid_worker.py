@@ -100,13 +100,11 @@ class HybridWorker(PoolWorker):
         self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor] | None = None
     ) -> CallResult:
         """Keep the columns that a stage writes; for a batch-scope stage `totals` are its sums over all rows."""
-
-        def run(rows: Rows, sums: Sums) -> Mapping[str, Column]:
-            if totals is None:
-                return self.executor.run(stage, rows, sums)
-            return computed(stage, rows, totals) if len(rows) else {}
-
-        return self._write(part, stage, iteration, key, run)
+        if totals is None:
+            return self._write(part, stage, iteration, key, partial(self.executor.run, stage))
+        return self._write(
+            part, stage, iteration, key, lambda rows, _: computed(stage, rows, totals) if len(rows) else {}
+        )
 
     @register(protocol="DP")
     def generate_needed(

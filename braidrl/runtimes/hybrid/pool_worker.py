@@ -187,11 +187,10 @@ class PoolWorker:
 
         The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
         """
-
-        def all_gather(said: Any) -> list[Any]:
-            return [unpack_message(words) for words in self.world.gather("data", pack_message(said))]
-
-        readers = Readers(self.world.rank, self.world.size, all_gather)
+        readers = Readers(
+            self.world.rank, self.world.size,
+            lambda said: [unpack_message(words) for words in self.world.gather("data", pack_message(said))],
+        )  # fmt: skip
         self.prepared = with_data(self.prepared, self.trains, readers=readers)
         return [(len(source), source.report()) for source in self.prepared.sources] if self.spec.rank == 0 else []
 
