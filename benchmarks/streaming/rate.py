@@ -5,8 +5,8 @@
 commit ──git archive──▶ build/rate ──at_once──▶ rows per second, CPU seconds of each process ──┐
 working tree ───────────────────────at_once──▶ rows per second, CPU seconds of each process ──┴▶ in turn; medians; how many times
 
-The loss costs almost nothing beside the passes of a tiny model, so that what remains is the cost of passing rows on. The first
-iteration is left out, because processes import and warm up in it.
+The model has one layer of width 8 and the loss is zero, so that what remains is the cost of passing rows on. The first iteration is left
+out, because processes import and warm up in it.
 """
 
 from __future__ import annotations
@@ -138,11 +138,23 @@ def main() -> None:
             ["git", "archive", arguments.against, "braidrl"], cwd=ROOT, capture_output=True, check=True
         )
         subprocess.run(["tar", "x", "-C", str(trees["before"])], input=archive.stdout, check=True)
-    from tests.tiny import write_jsonl, write_model
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from tests.tiny import SIZES, TOKENIZER, write_jsonl
+
+    small = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES | small, head_dim=8))
 
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     with tempfile.TemporaryDirectory(prefix="braid-rate-") as folder:
-        write_model(Path(folder) / "model")
+        model.save_pretrained(Path(folder) / "model")
+        TOKENIZER.save_pretrained(Path(folder) / "model")
         prompts = [{"prompt": f"{n % 97}+{n // 97}=", "answer": "0"} for n in range(arguments.rows // SAMPLES)]
         write_jsonl(Path(folder) / "train.jsonl", prompts)
         for _ in range(arguments.turns):
