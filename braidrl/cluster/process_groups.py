@@ -144,13 +144,24 @@ def group_between(
     return group
 
 
-def all_gather_bytes(message: bytearray, group: dist.ProcessGroup) -> list[memoryview]:
-    """All-gather messages of different lengths over a group, in the order of ranks."""
-    size = torch.tensor([len(message)])
-    sizes = [torch.empty_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+def all_gather_bytes(
+    message: bytes | bytearray | memoryview, group: dist.ProcessGroup, sizes: Tensor | None = None
+) -> list[memoryview]:
+    """All-gather messages of different lengths over a group, in the order of ranks; `sizes` are their bytes, if known."""
+    mine = as_tensor(message)
+    if sizes is None:
+        sizes = torch.empty(group.size(), dtype=torch.int64)
+        dist.all_gather(list(sizes.split(1)), torch.tensor([len(mine)]), group=group)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: len(mine)] = mine
     found = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(found, padded, group=group)
-    return [part[: int(count)].numpy().data for part, count in zip(found, sizes, strict=True)]
+    return [part[:size].numpy().data for part, size in zip(found, sizes.tolist(), strict=True)]
+
+
+def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
+    """View bytes as (N,) uint8; a writable buffer is not copied."""
+    if len(message) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    buffer = message if isinstance(message, bytearray) else bytearray(message)
+    return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.devices import own_devices
-from braidrl.cluster.process_groups import all_gather_bytes, join_group
+from braidrl.cluster.process_groups import all_gather_bytes, as_tensor, join_group
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
@@ -149,15 +149,11 @@ class World:
         """All-gather a message, in the order of ranks."""
         if self.group is None:
             return [memoryview(message)]
-        mine = as_tensor(message)
         with self.meeting(purpose) as where:
-            sizes = self._sizes(where, torch.tensor([len(mine)]).expand(self.size))
-            padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-            padded[: len(mine)] = mine
-            found = [torch.empty_like(padded) for _ in range(self.size)]
-            dist.all_gather(found, padded, group=self.group)
-        self.received.gathered += int(sizes.sum()) - len(mine)
-        return [part[:size].numpy().data for part, size in zip(found, sizes.tolist(), strict=True)]
+            sizes = self._sizes(where, torch.tensor([len(message)]).expand(self.size))
+            found = all_gather_bytes(message, self.group, sizes)
+        self.received.gathered += int(sizes.sum()) - len(message)
+        return found
 
     def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
         """Exchange messages with all ranks, one for each; a single all-to-all of bytes."""
@@ -245,13 +241,5 @@ class Ranks:
         if self.group is None:
             return [value]
         with self.meeting(purpose):
-            parts = all_gather_bytes(bytearray(pack_message(value)), self.group)
+            parts = all_gather_bytes(pack_message(value), self.group)
         return [unpack_message(part, type) for part in parts]
-
-
-def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
-    """View bytes as (N,) uint8; a writable buffer is not copied."""
-    if len(message) == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    buffer = message if isinstance(message, bytearray) else bytearray(message)
-    return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -149,7 +149,7 @@ class HybridWorker(PoolWorker):
         answer = self._compute(part, stage, iteration, train)
         if self.world.group is None:
             return answer
-        every = all_gather_bytes(bytearray(pack_message(Sums(answer.sums).pairs())), self.world.group)
+        every = all_gather_bytes(pack_message(Sums(answer.sums).pairs()), self.world.group)
         together = Sums.merged(Sums(unpack_message(own)) for own in every)
         return replace(answer, sums=together.pairs() if self.spec.rank == 0 else {})
 
