@@ -1,20 +1,20 @@
 """Evaluation: a second flow (generate, verify) with its own sampling and random numbers, pinned to one version of the weights."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from braidrl.algorithms.policy_metrics import avg_at_k, pass_at_k
 from braidrl.cluster.world import World
-from braidrl.config import Config, EvaluationConfig, parse_config
+from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
 from braidrl.errors import FailedStep, UserError
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.rollouts import evaluation_path
-from braidrl.runtimes.interfaces import Backend, T
+from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
@@ -53,19 +53,22 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
     return stop_at is not None and bool(shares) and min(shares) >= stop_at
 
 
-def evaluated_sets(
-    backend: Backend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int,
-    prompts: int | None = None, sums: Sums | None = None,
-) -> Iterator[tuple[str, T, dict[str, float]]]:  # fmt: skip
-    """Yield each named set, its rows and its metrics under the current weights; at most `prompts` of each set are used.
+def evaluate_sets(
+    backend: Backend[Any], flow: Flow, config: Config, folder: Path, step: int, prompts: int | None = None,
+    sums: Sums | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Evaluate every set of `data.eval` under the current weights, record its rows in a run's folder, and return the metrics.
 
-    `step` is the seed of the stages' random numbers, and `sums` collects their counts.
+    At most `prompts` of each set are used. `step` is the seed of the stages' random numbers, and `sums` collects their counts.
     """
-    for name in names:
+    metrics = dict[str, float]()
+    for name in config.data.evaluation_sources:
         table = backend.read(HeldOut(name, prompts=prompts))
         for stage in flow.stages:
             table = backend.run(stage, table, step, Sums() if sums is None else sums)
-        yield name, table, evaluation_metrics(name, backend.index(table), settings.samples)
+        metrics |= evaluation_metrics(name, backend.index(table), config.evaluation.samples)
+        backend.record(evaluation_path(folder, name, step), table, table)
+    return metrics
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
@@ -99,13 +102,9 @@ def evaluated(config: Config, world: World) -> dict[str, float]:
     folder = Path(world.share("folder", str(made)))
     progress.print(f"responses are kept in {folder / 'rollouts'}")
     backend = start_backend(RunContext(prepared, progress, train=False, world=world))
-    metrics, sums = dict[str, float](), Sums()
+    sums = Sums()
     try:
-        for name, table, found in evaluated_sets(
-            backend, prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, sums=sums
-        ):
-            backend.record(evaluation_path(folder, name, 0), table, table)
-            metrics |= found
+        metrics = evaluate_sets(backend, prepared.evaluation, config, folder, 0, sums=sums)
     finally:
         backend.close()
     if beyond := failures_beyond(sums, config.reward.max_failed_fraction):

@@ -20,7 +20,7 @@ from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, evaluation_path, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
-from braidrl.runtimes.evaluation import evaluated_sets, good_enough
+from braidrl.runtimes.evaluation import evaluate_sets, good_enough
 from braidrl.runtimes.interfaces import Position, Restart
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
@@ -329,15 +329,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and not self.config.evaluation.before_first_step:
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
-            config = self.config
-            sets = evaluated_sets(
-                self.backend, self.prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, prompts=1
-            )
-            for name, table, _ in sets:
+            evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, 0, prompts=1)
+            for name in self.config.data.evaluation_sources if self.world.first else ():
                 path = evaluation_path(self.folder, name, 0)
-                self.backend.record(path, table, table)
-                if self.world.first:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         elif wanted:
             metrics = self._evaluate()
             if metrics and self.metrics:
@@ -346,13 +341,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _evaluate(self) -> StepMetrics:
-        """Evaluate every set under the current weights and record its rows; return the metrics."""
-        prepared, metrics = self.prepared, StepMetrics()
-        for name, table, found in evaluated_sets(
-            self.backend, prepared.evaluation, self.config.data.evaluation_sources, self.config.evaluation, self.step
-        ):
-            self.backend.record(evaluation_path(self.folder, name, self.step), table, table)
-            metrics |= found
+        metrics: StepMetrics = {
+            **evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, self.step)
+        }
         self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
         return metrics
 

@@ -1,7 +1,6 @@
 """Launch of a distributed run: ranks are started here or on a Ray cluster, or joined if `torchrun` has started them."""
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from braidrl.cluster.child import end_at_once, function_of
 from braidrl.cluster.devices import choose_device, device_count, devices_each
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.ranks import rank_failure, run_ranks
+from braidrl.cluster.ranks import rank_failure, run_ranks, tell
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.world import World, join
 from braidrl.config import Config, PlacementConfig
@@ -45,7 +44,7 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     except (UserError, KeyboardInterrupt):
         raise
     except LostPeers as error:
-        print(f"braid: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        tell(f"rank {world.rank}: {error}")
         # Other ranks may be stuck, so the process group cannot be left in order.
         end_at_once()
     except Exception as error:
