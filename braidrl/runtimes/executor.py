@@ -225,21 +225,19 @@ class StageExecutor:
         self.residency.before_publishing()
         self.generation.publish(version)
 
-    def save(self, folder: Path, write: bool = True) -> None:
+    def save(self, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
         """Write every trained or copied role as a Hugging Face directory, with its optimizer if it has one.
 
-        All ranks of the roles call this; one of them passes `write` and writes the replicated parts.
+        All ranks of the roles call this; one of them passes `write` and writes the replicated parts. With `copy` the data is copied to
+        host memory, and the calls are returned that write it in a thread while training continues.
         """
-        for worker in self._changed(write):
-            with self.residency.all_of(worker.role):
-                worker.export(folder / worker.role, write)
-
-    def copy_for_saving(self, folder: Path, write: bool = True) -> list[Write]:
-        """Copy the data of `save` to host memory; return calls that write it in a thread while training continues."""
         calls: list[Write] = []
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
-                calls += saving_tasks(torch_worker(worker), folder / worker.role, write, copy=True)
+                if copy:
+                    calls += saving_tasks(torch_worker(worker), folder / worker.role, write, copy=True)
+                else:
+                    worker.export(folder / worker.role, write)
         return calls
 
     def load(self, folder: Path) -> None:

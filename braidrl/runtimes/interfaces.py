@@ -58,11 +58,8 @@ class Backend(Protocol[T]):
     def save_rows(self, path: Path, table: T) -> None:
         """Write rows with all their columns into a checkpoint."""
 
-    def save(self, folder: Path) -> None:
-        """Write every role that changes into its own folder."""
-
-    def copy_for_saving(self, folder: Path) -> list[Write]:
-        """Copy the data of `save`, and return the calls that write the copies; training may continue meanwhile."""
+    def save(self, folder: Path, copy: bool = False) -> list[Write]:
+        """Write every role that changes into its own folder; with `copy` return calls that write copies while training continues."""
 
     def load(self, folder: Path, version: int) -> None:
         """Load what `save` has written; the loaded weights are those of `version`."""

@@ -233,17 +233,18 @@ class HybridBackend:
         calls = [(folder, table.take(rows)) if rows else None for rows in parts]
         group.wait(group.send_all("keep", calls, aside=True))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Save beside a running call, so that an interrupt does not wait until all rows are generated.
 
-        A sharded model is saved collectively, after the running call.
+        A sharded model is saved collectively, after the running call. With `copy` each worker continues as soon as it has copies, and
+        writes them in a thread.
         """
-        self._save(folder, copy=False)
-
-    def copy_for_saving(self, folder: Path) -> list[Write]:
-        """Do as `save`; each worker continues as soon as it has copies, and writes them in a thread."""
-        self._save(folder, copy=True)
-        return [partial(written, group, group.actors) for group in self.distinct]
+        for group in self.distinct:
+            layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
+            replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
+            aside = replicated and not pools_ranks(self.executor.config)
+            group.wait(group.call("save", folder.resolve(), copy, aside=aside))
+        return [partial(written, group, group.actors) for group in self.distinct] if copy else []
 
     def load(self, folder: Path, version: int) -> None:
         together((group, group.call("load", folder.resolve())) for group in self.distinct)
@@ -251,14 +252,6 @@ class HybridBackend:
 
     def close(self) -> None:
         self.resources.close()
-
-    def _save(self, folder: Path, copy: bool) -> None:
-        """Have each group save, beside its call unless its ranks save or compute collectively."""
-        for group in self.distinct:
-            layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
-            replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
-            aside = replicated and not pools_ranks(self.executor.config)
-            group.wait(group.call("save", folder.resolve(), copy, aside=aside))
 
     def _where_made(self, table: Handle) -> tuple[WorkerGroup, Partition]:
         """Wait for the rows; return the group that generated or read them, and the rows of each of its ranks."""

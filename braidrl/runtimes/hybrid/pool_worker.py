@@ -235,10 +235,9 @@ class PoolWorker:
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path, copy: bool) -> None:
         """Write checkpoints, or with `copy` start to, from copies: rank 0 the replicated parts, and every rank its shards."""
+        calls = self.executor.save(folder, self.spec.rank == 0, copy)
         if copy:
-            self.writing.begin(self.executor.copy_for_saving(folder, self.spec.rank == 0))
-        else:
-            self.executor.save(folder, self.spec.rank == 0)
+            self.writing.begin(calls)
 
     @register(protocol="ONE_TO_ALL")
     def written(self) -> str:

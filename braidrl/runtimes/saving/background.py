@@ -1,7 +1,7 @@
 """Background writes: a thread writes a checkpoint while its process continues; the caller gets the outcome later.
 
-driver ──copy_for_saving──▶ worker: copies ──▶ thread: writes        the worker trains on
-       ──written──────────────────────────────▶ trouble, or none
+driver ──save, copy──▶ worker: copies ──▶ thread: writes        the worker trains on
+       ──written─────────────────────────▶ trouble, or none
 """
 
 from collections.abc import Sequence

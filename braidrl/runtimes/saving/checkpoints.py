@@ -82,10 +82,7 @@ class Checkpoints:
             if self.first:
                 folders.begin_whole(path)
             with folders.discarded_on_error(partial) if self.first else nullcontext():
-                if self.in_background:
-                    parts = backend.copy_for_saving(partial)
-                else:
-                    backend.save(partial)
+                parts = backend.save(partial, copy=self.in_background)
                 folder = partial if self.first else path
                 tables = [(f"surplus-{number}", table) for number, table in enumerate(state.surplus)]
                 for number, batch in enumerate(state.begun):

@@ -46,12 +46,10 @@ class InProcessBackend:
         index: Rows = table.index
         return index
 
-    def save(self, folder: Path) -> None:
-        self.executor.save(folder, self.world.first)
-
-    def copy_for_saving(self, folder: Path) -> list[Write]:
-        self.world.at(f"copying for {folder.name}")
-        return self.executor.copy_for_saving(folder, self.world.first)
+    def save(self, folder: Path, copy: bool = False) -> list[Write]:
+        if copy:
+            self.world.at(f"copying for {folder.name}")
+        return self.executor.save(folder, self.world.first, copy)
 
     def load(self, folder: Path, version: int) -> None:
         self.executor.load(folder)

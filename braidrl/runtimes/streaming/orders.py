@@ -1,7 +1,7 @@
 """The streaming backend beside iterations: evaluation, and reading and writing of files.
 
 run ──read, run──▶ an evaluation's rows into the queue ──workers──▶ their columns
-run ──save, copy_for_saving, load──order──▶ queue ──▶ leaders of trained roles ──ordered, result──▶ queue ──▶ run
+run ──save, load──order──▶ queue ──▶ leaders of trained roles ──ordered, result──▶ queue ──▶ run
 """
 
 import time
@@ -114,13 +114,11 @@ class StreamingBackend:
 
     # Weights
 
-    def save(self, folder: Path) -> None:
-        """Let the leader of every role that changes write it."""
-        self._carry_out({"do": "save", "folder": str(folder.resolve())})
-
-    def copy_for_saving(self, folder: Path) -> list[Write]:
-        """Do as `save`; leaders continue as soon as they have copies, and write them in a thread."""
-        self._carry_out({"do": "copy", "folder": str(folder.resolve())})
+    def save(self, folder: Path, copy: bool = False) -> list[Write]:
+        """Let the leader of every role that changes write it; with `copy` it continues as soon as it has copies."""
+        self._carry_out({"do": "copy" if copy else "save", "folder": str(folder.resolve())})
+        if not copy:
+            return []
         return [partial(self._written, *given) for given in self._give({"do": "tell"}).items()]
 
     def load(self, folder: Path, version: int) -> None:

@@ -279,7 +279,7 @@ class StageLoop:
         elif order["do"] == "save":
             executor.save(Path(order["folder"]), writes)
         elif order["do"] == "copy":
-            self.writing.begin(executor.copy_for_saving(Path(order["folder"]), writes))
+            self.writing.begin(executor.save(Path(order["folder"]), writes, copy=True))
         else:
             # Not before it is written.
             self.asked = order["order"]
