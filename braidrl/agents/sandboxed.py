@@ -6,6 +6,7 @@ SandboxedEnvironment ──requests over the other end──▶ the trajectory's
 An answer that is not plain data of the right form is a failure of the environment, which ends only its own trajectory.
 """
 
+import json
 import shlex
 import socket
 import threading
@@ -27,7 +28,7 @@ ANSWER_BYTES = 1 << 20
 
 async def answer_of(talk: Talk, method: str, argument: Any) -> Message:
     """Return the answer to a request. Raises EnvironmentFailed if there is none."""
-    found = await talk.ask(method, argument)
+    found = await talk.answer_to(json.dumps({method: argument}).encode() + b"\n")
     if "failure" in found:
         raise EnvironmentFailed(found["failure"], str(found.get("detail")), killed=found.get("again") is True)
     return found
