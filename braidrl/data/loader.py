@@ -64,15 +64,10 @@ class Admissions:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
         if not sizes or not all(sizes):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
-        self.sizes, self.weights = list(sizes), list(weights)
-        self.seed, self.shuffle = seed, shuffle
-        self.admitted = 0
-        self._identity = {"seed": seed, "shuffle": shuffle, "prompts": self.sizes, "weights": self.weights}
-
-    @property
-    def epoch_size(self) -> int:
-        """Return the number of prompts of all sources, which is one epoch if weights are proportional to sizes."""
-        return sum(self.sizes)
+        self.seed, self.shuffle, self.admitted = seed, shuffle, 0
+        self.epoch_size = sum(sizes)
+        """Number of prompts of all sources, which is one epoch if weights are proportional to sizes."""
+        self._identity = {"seed": seed, "shuffle": shuffle, "prompts": list(sizes), "weights": list(weights)}
 
     def advance(self, count: int) -> range:
         """Advance by `count` prompts, and return their admission numbers."""
@@ -104,9 +99,10 @@ class PromptLoader(Admissions):
 
     def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
-        super().__init__([len(source) for source in sources], [source.weight for source in sources], seed, shuffle)
+        weights = [source.weight for source in sources]
+        super().__init__([len(source) for source in sources], weights, seed, shuffle)
         self.sources = list(sources)
-        self._draw = WeightedDraw(self.weights, seed)
+        self._draw = WeightedDraw(weights, seed)
 
     def take(self, count: int) -> list[Admitted]:
         """Return the next `count` prompts."""
