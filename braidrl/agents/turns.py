@@ -47,7 +47,7 @@ class TurnTemplate:
         """
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [*map(normal_message, said)]
         if not self.template.is_chat:
-            return self.template.encode_bare(["\n\n".join(message["content"] for message in messages)])[0]
+            return self.template.encode_texts(["\n\n".join(message["content"] for message in messages)])[0]
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
         after = self.template.apply([*turn, *messages], tools, opens=True).partition(MARK)[2]
         if MARK in after:
@@ -60,10 +60,10 @@ class TurnTemplate:
         Text after a turn gets no special tokens before it, and not the turn's end, if that was sampled.
         """
         if last_token is None:
-            return self.template.encode_plain([text])[0]
+            return self.template.encode_texts([text], begins=True)[0]
         if last_token in self.template.tokenizer.all_special_ids:
             text = text.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
-        return self.template.encode_bare([text])[0]
+        return self.template.encode_texts([text])[0]
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
         """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in Hermes' format."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from braidrl.config import RewardConfig, VerifierConfig
-from braidrl.data.endings import hidden_ids, visible_text
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.rewards.pool import CallOutcome, RewardPool
@@ -115,7 +114,7 @@ class RuleRewards:
         """
         self.correct_score = correct_score if config.correct_score is None else config.correct_score
         self.wrong_score = wrong_score if config.wrong_score is None else config.wrong_score
-        self._tokenizer, self._hidden = tokenizer, hidden_ids(tokenizer, ends)
+        self._tokenizer, self._ends = tokenizer, ends
         self._skips_special = config.skip_special_tokens
         self._source_names = source_names or {}
         self._default = weighted_verifiers(config.verify)
@@ -127,7 +126,7 @@ class RuleRewards:
     def submit(self, rows: Rows, of: str | None = None) -> Pending:
         """Start checking rows, and return at once; `of` is the namespace of the tokens."""
         prefix = f"{of}." if of else ""
-        texts = responses(rows, self._tokenizer, self._hidden, self._skips_special, prefix)
+        texts = responses(rows, self._tokenizer, self._ends, self._skips_special, prefix)
         checks = []
         for row, source in enumerate(rows["source"].tolist()):
             metadata = rows["metadata"][row]
@@ -165,9 +164,10 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
 
 
 def responses(
-    rows: Rows, tokenizer: Decoder, hidden: Collection[int], skip_special_tokens: bool, prefix: str = ""
+    rows: Rows, tokenizer: Decoder, ends: Collection[int], skip_special_tokens: bool, prefix: str = ""
 ) -> list[str]:
-    """Return each row's sampled text; see `visible_text`."""
+    """Return each row's sampled text without end tokens and padding, and with `skip_special_tokens` without any special token."""
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
-    sampled = tokens.where(mask.values.bool()).tolist()
-    return [visible_text(tokenizer, ids, hidden, skip_special_tokens) for ids in sampled]
+    hidden = {*ends, getattr(tokenizer, "pad_token_id", None)}
+    sampled = ([token for token in ids if token not in hidden] for ids in tokens.where(mask.values.bool()).tolist())
+    return [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sampled]
