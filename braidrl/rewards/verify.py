@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from braidrl.errors import UserError
 from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, Verifier, resolve
 
-
-class Decoder(Protocol):
-    """The part of a tokenizer that this module uses."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class RuleRewards:
 
     def __init__(
         self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]], correct_score: float,
-        wrong_score: float, tokenizer: Decoder, source_names: Mapping[int, str] | None = None,
+        wrong_score: float, tokenizer: "PreTrainedTokenizerBase", source_names: Mapping[int, str] | None = None,
         ends: Collection[int] = (),
     ) -> None:  # fmt: skip
         """Resolve the verifiers. Raises UserError for one that cannot be called.
@@ -164,7 +161,7 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
 
 
 def responses(
-    rows: Rows, tokenizer: Decoder, ends: Collection[int], skip_special_tokens: bool, prefix: str = ""
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", ends: Collection[int], skip_special_tokens: bool, prefix: str = ""
 ) -> list[str]:
     """Return each row's sampled text without end tokens and padding, and with `skip_special_tokens` without any special token."""
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
