@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.process import END_LIMIT_S
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
@@ -122,6 +121,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 return future
         found = call(verifier, argument)
         if inspect.isawaitable(found):
+            from braidrl.cluster.event_loop import Runner  # here: it imports torch, and most verifiers need no event loop
+
             with Runner() as runner:
                 found = runner.run(awaited(found))
         future.set_result(CallOutcome.of(found, settings.max_abs))
