@@ -103,10 +103,11 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         with self._lock:
             if key not in self._checked:
                 check_requirements(verifier.name, verifier.settings, settings)
-                is_own = verifier.name in VERIFIERS
-                walled = settings.sandbox != "none" and (not is_own or verifier.name == "code")
+                is_built_in = verifier.name in VERIFIERS
+                # Of Braid's own verifiers only `code` runs foreign code.
+                walled = settings.sandbox != "none" and (not is_built_in or verifier.name == "code")
                 if walled or verifier.asynchronous:  # it needs a host of its own, with the code as it is now
-                    file = None if is_own else source_of(verifier.name)
+                    file = None if is_built_in else source_of(verifier.name)
                     self._hosts[key] = self._host(file=file, trusted=not walled, together=True)
                     self._together[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
                 self._checked.add(key)
@@ -121,7 +122,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 return future
         found = call(verifier, argument)
         if inspect.isawaitable(found):
-            from braidrl.cluster.event_loop import Runner  # here: it imports torch, and most verifiers need no event loop
+            # Imported here: it imports torch, and most verifiers need no event loop.
+            from braidrl.cluster.event_loop import Runner
 
             with Runner() as runner:
                 found = runner.run(awaited(found))
