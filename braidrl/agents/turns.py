@@ -67,13 +67,13 @@ class TurnTemplate:
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
         """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in Hermes' format."""
-        from braidrl.agents.turn_readers import calls_by, proven_reader
-
         tokenizer, ids = self.template.tokenizer, list(tokens)
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         plain: str = decode(ids, skip_special_tokens=True)
         if not tools:
             return plain
+        from braidrl.agents.turn_readers import calls_by, proven_reader
+
         if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
             before, found = calls_by(reader, ids, self.template.encode("-", tools), tools)
             # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
