@@ -146,7 +146,7 @@ def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Episode]:
     """Episodes of which the host or its copy is killed once, in the midst of a turn; the two processes above are bubblewrap's."""
 
     async def kill() -> None:
-        process = hosts._host(str(hosts.settings.name)).host.process
+        process = hosts._host(str(hosts.settings.name)).process
         assert process is not None
         host = process.pid
         while True:
