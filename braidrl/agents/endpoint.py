@@ -162,17 +162,11 @@ class Endpoint:
         """Bytes of the bodies of all requests that are being read and answered."""
 
     async def __aenter__(self) -> "Endpoint":
-        application = web.Application(middlewares=[self._check_key])
+        application = web.Application(middlewares=[self._admit])
         for path in PROTOCOLS:
             application.router.add_post(f"/sessions/{{name}}/v1/{{path:{path}}}", self._handle)
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
-
-        async def not_served(http: web.Request) -> web.Response:
-            served = f"only POST {', '.join(PROTOCOLS)} and GET models under a session's URL"
-            return failed(404, f"{http.method} {http.path} is not served here: {served}")
-
-        application.router.add_route("*", "/{path:.*}", not_served)
         # A compressed body could have any size.
         self._runner = web.AppRunner(application, auto_decompress=False, lingering_time=LINGER_S)
         await self._runner.setup()
@@ -212,11 +206,16 @@ class Endpoint:
             return session
 
     @web.middleware
-    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Pass a request on to its handler if its key and its path are served."""
         sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
             return failed(401, "the API key is not this endpoint's")
-        return await handler(request)
+        try:
+            return await handler(request)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+            served = f"only POST {', '.join(PROTOCOLS)} and GET models under a session's URL"
+            return failed(404, f"{request.method} {request.path} is not served here: {served}")
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         session = self._sessions.get(http.match_info["name"])
