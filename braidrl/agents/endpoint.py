@@ -162,17 +162,11 @@ class Endpoint:
         """Bytes of the bodies of all requests that are being read and answered."""
 
     async def __aenter__(self) -> "Endpoint":
-        application = web.Application(middlewares=[self._check_key])
+        application = web.Application(middlewares=[self._admit])
         for path in PROTOCOLS:
             application.router.add_post(f"/sessions/{{name}}/v1/{{path:{path}}}", self._handle)
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
-
-        async def not_served(http: web.Request) -> web.Response:
-            served = f"only POST {', '.join(PROTOCOLS)} and GET models under a session's URL"
-            return failed(404, f"{http.method} {http.path} is not served here: {served}")
-
-        application.router.add_route("*", "/{path:.*}", not_served)
         # A compressed body could have any size.
         self._runner = web.AppRunner(application, auto_decompress=False, lingering_time=LINGER_S)
         await self._runner.setup()
@@ -212,11 +206,16 @@ class Endpoint:
             return session
 
     @web.middleware
-    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Pass a request on to its handler if its key and its path are served."""
         sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
             return failed(401, "the API key is not this endpoint's")
-        return await handler(request)
+        try:
+            return await handler(request)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+            served = f"only POST {', '.join(PROTOCOLS)} and GET models under a session's URL"
+            return failed(404, f"{request.method} {request.path} is not served here: {served}")
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         session = self._sessions.get(http.match_info["name"])
@@ -309,7 +308,7 @@ class Endpoint:
             trajectory.append(ids, opens=opens)
             trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
             session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
-            text = before_stop(self.template.text(trajectory.last_turn, asked.tools), asked.stops)
+            text = before_stop(self.template.text(finished.tokens.tolist(), asked.tools), asked.stops)
             message = reply(text, bool(asked.tools))
             if asked.prompt is not None:
                 session.said, session.text = [], asked.prompt + text
@@ -352,12 +351,12 @@ class Endpoint:
             new = asked.prompt[len(session.text) :] if extends else asked.prompt
             return self.template.plain(new, session.trajectory.sequence[-1] if extends else None), not extends
         known, messages = len(session.said), asked.messages
-
-        def filled(messages: list[ChatMessage]) -> list[ChatMessage]:
-            """Return messages without empty fields, which client libraries add."""
-            return [{name: value for name, value in m.items() if value is not None and value != []} for m in messages]
-
-        if known and len(messages) > known and filled(messages[:known]) == filled(session.said):
+        # Client libraries add empty fields.
+        before, said = (
+            [{name: value for name, value in message.items() if value is not None and value != []} for message in some]
+            for some in (messages[:known], session.said)
+        )
+        if known and len(messages) > known and before == said:
             return self.template.following(messages[known:], session.trajectory.sequence[-1], asked.tools), False
         return self.template.first(messages, asked.tools), True
 
@@ -370,34 +369,31 @@ async def streamed(
     Raises UserError or EngineError if the turn fails before anything was sent.
     """
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    is_over = False
     try:
-        while not turn.done():
+        while not is_over:
             coming = asyncio.ensure_future(stream.drawn.wait())
             await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             coming.cancel()
-            if turn.done():
-                break
-            drawn = stream.drawn.is_set()
-            if stream.add_piece():
-                await write(answer, http, protocol.delta(asked, stream.name, stream.pieces))
-            elif not drawn:
-                await write(answer, http, (UNDER_WAY,))
-        error = turn.exception()
-        if error is not None and not answer.prepared:
-            raise error
-        failure = [event({"error": {"message": str(error)}})]
-        await write(answer, http, failure if error else protocol.events(asked, turn.result(), stream.pieces))
+            is_over, has_drawn = turn.done(), stream.drawn.is_set()
+            events: Iterable[str] = ()
+            if is_over:
+                error = turn.exception()
+                if error is not None and not answer.prepared:
+                    raise error
+                failure = [event({"error": {"message": str(error)}})]
+                events = failure if error else protocol.events(asked, turn.result().name, stream.pieces, turn.result())
+            elif stream.add_piece():
+                events = protocol.events(asked, stream.name, stream.pieces, None)
+            elif not has_drawn:
+                events = (UNDER_WAY,)
+            for each in events:
+                if not answer.prepared:
+                    await answer.prepare(http)
+                await answer.write(each.encode())
     except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
         await asyncio.wait((turn,))
     return answer
-
-
-async def write(answer: web.StreamResponse, http: web.Request, events: Iterable[str]) -> None:
-    """Send events, after the answer's headers."""
-    for each in events:
-        if not answer.prepared:
-            await answer.prepare(http)
-        await answer.write(each.encode())
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -410,41 +406,38 @@ class StopMatcher:
     """An incremental search for stop texts in a growing text, linear in its length (Knuth, Morris and Pratt)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, borders(stop)) for stop in stops]
+        self.sure = 0
+        """The number of characters of the text that certainly lie before any stop text."""
+        self._stops: list[tuple[str, list[int]]] = []
+        """Each stop text, and of each of its prefixes the length of the longest proper prefix that is also its suffix."""
+        for stop in stops:
+            borders, length = [0], 0
+            for character in stop[1:]:
+                while length and stop[length] != character:
+                    length = borders[length - 1]
+                length += stop[length] == character
+                borders.append(length)
+            self._stops.append((stop, borders))
         self._begun = [0] * len(stops)
         """The number of characters of each stop text with which the text ends."""
         self._length = 0
         self._found: int | None = None
 
     def add(self, piece: str) -> None:
-        for number, (stop, border) in enumerate(self._stops):
+        for number, (stop, borders) in enumerate(self._stops):
             begun = self._begun[number]
             for place, character in enumerate(piece, self._length + 1):
                 while begun and (begun == len(stop) or stop[begun] != character):
-                    begun = border[begun - 1]
+                    begun = borders[begun - 1]
                 begun += stop[begun] == character
                 if begun == len(stop):
                     begins = place - len(stop)
                     self._found = begins if self._found is None else min(self._found, begins)
             self._begun[number] = begun
         self._length += len(piece)
-
-    @property
-    def sure(self) -> int:
-        """Return how many characters of the text certainly lie before any stop text."""
-        sure = self._length - max(self._begun, default=0)
-        return sure if self._found is None else min(sure, self._found)
-
-
-def borders(text: str) -> list[int]:
-    """Return the length of the longest border of each prefix of a text: its longest proper prefix that is also its suffix."""
-    found, length = [0], 0
-    for character in text[1:]:
-        while length and text[length] != character:
-            length = found[length - 1]
-        length += text[length] == character
-        found.append(length)
-    return found
+        self.sure = self._length - max(self._begun, default=0)
+        if self._found is not None:
+            self.sure = min(self.sure, self._found)
 
 
 def failed(status: int, message: str) -> web.Response:

@@ -26,17 +26,18 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from braidrl.agents.tool_calls import ToolCall, call_id, parse_tool_calls
+from braidrl.agents.tool_calls import CALL_ID, ToolCall, parse_tool_calls
 from braidrl.agents.turns import Context, Observation, outcome_of
 from braidrl.errors import UserError, suggest
 from braidrl.importing import PluginRegistry, import_function
 from braidrl.sandbox.answers import Answerer, Message
 
-__all__ = ["Context", "Environment", "MakeEnvironment", "Observation", "ToolTurns", "environments"]
+__all__ = ["Context", "Environment", "Observation", "ToolTurns", "environments"]
 
 
 class Environment(Protocol):
@@ -65,24 +66,23 @@ LIBRARIES = {
     "verifiers": ("verifiers_library", "verifiers", f"`pip install 'verifiers>=0.1.14,<0.4'`{COLLIDES}"),
 }
 """The module of each scheme, and the package that it needs."""
-MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
-AGENT, VERIFIERS = "agent:", "verifiers:"
+AGENTS = AGENT, VERIFIERS = ("agent:", "verifiers:")
+"""The beginnings of agents' names, which play against an endpoint."""
 
 
+@dataclass
 class FunctionEnvironment:
     """A function of the texts of all turns, the example and its settings, as an environment without state of its own."""
 
-    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-        self._function, self._settings = function, settings
-        self._example: dict[str, Any] = {}
-        self._texts: list[str] = []
+    function: Callable[..., Any]
+    settings: Mapping[str, Any]
 
     async def reset(self, example: dict[str, Any]) -> None:
-        self._example, self._texts = example, []
+        self.example, self.texts = example, list[str]()
 
     async def step(self, text: str) -> Observation:
-        self._texts.append(text)
-        return await called(self._function, list(self._texts), self._example, **self._settings)
+        self.texts.append(text)
+        return await called(self.function, list(self.texts), self.example, **self.settings)
 
 
 class ToolTurns(ABC):
@@ -107,11 +107,12 @@ class ToolTurns(ABC):
             answer = self.answered(text)
             return await answer if inspect.isawaitable(answer) else answer
         results = await asyncio.gather(*(self.result(call) for call in calls))
-        # Some chat templates need the name and an id, Mistral's one of nine characters.
+        # Some chat templates need the name and an id.
+        ids = map(CALL_ID.format, range(len(calls)))
         return Observation(
             [
-                {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result}
-                for number, (call, result) in enumerate(zip(calls, results, strict=True))
+                {"role": "tool", "name": call.name, "tool_call_id": own, "content": result}
+                for call, own, result in zip(calls, ids, results, strict=True)
             ]
         )
 
@@ -137,12 +138,18 @@ class ToolTurns(ABC):
         return found if isinstance(found, str) else json.dumps(found)
 
 
-def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
-    """Return a factory of environments, one for each trajectory. Raises UserError if there is none of this name.
+def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a factory of environments, one for each trajectory, or for an agent's name the agent: a function of the endpoint's address
+    and the example.
 
-    `name` is `module:Class`, `module:function`, or a library's, such as `gem:name`; `settings` are its arguments.
+    `name` is `module:Class`, `module:function`, or a library's, such as `gem:name`; `settings` are its arguments. Raises UserError if
+    there is none of this name.
     """
     scheme, _, rest = name.partition(":")
+    if name.startswith(VERIFIERS):
+        return library_of(name).agent(rest, settings)
+    if name.startswith(AGENT):
+        return partial(import_function(rest), **settings)
     if scheme in LIBRARIES:
         module = library_of(name)
         known = getattr(module, "SETTINGS", tuple(settings))
@@ -168,29 +175,13 @@ def library_of(name: str) -> Any:
     return importlib.import_module(f"braidrl.agents.libraries.{module}")
 
 
-def is_agent(name: str) -> bool:
-    """Return whether a name is an agent's, which plays against an endpoint."""
-    return name.startswith((AGENT, VERIFIERS))
-
-
-def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return an agent, a function of the endpoint's address and the example. Raises UserError if there is none of this name."""
-    if name.startswith(VERIFIERS):
-        return library_of(name).agent(name.removeprefix(VERIFIERS), settings)
-    return partial(import_function(name.removeprefix(AGENT)), **settings)
-
-
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
     """Raise UserError for a name that is neither an environment nor an agent. With `python` that interpreter looks the name up later."""
-    if is_agent(name) and importlib.util.find_spec("aiohttp") is None:
+    if name.startswith(AGENTS) and importlib.util.find_spec("aiohttp") is None:
         raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
-    if python is not None:
-        return
-    if name.startswith(VERIFIERS):
-        library_of(name)
-    elif name.startswith(AGENT):
-        agent_of(name, settings)
-    else:
+    if python is None and name.startswith(VERIFIERS):
+        library_of(name)  # its environment may take long to load
+    elif python is None:
         environments(name, settings)
 
 
@@ -202,7 +193,7 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
     def answer(method: str, argument: Any) -> Message | Awaitable[Message]:
         nonlocal loaded
         if method == "load":
-            loaded = agent_of(name, params) if is_agent(name) else environments(name, params)
+            loaded = environments(name, params)
             return {}
         return played(method, argument)
 

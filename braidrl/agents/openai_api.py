@@ -1,19 +1,18 @@
 """OpenAI's API as pure functions: requests and answers of chat completions, completions and responses, whole or as events.
 
 body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──whole──▶ JSON
-                                │                    ──events──▶ server-sent events, the rest of them when the turn is over
-                                └── text so far ─────delta───▶ server-sent events
+                                └── text so far ─────events──▶ server-sent events, the rest of them when the turn is over
 
 For `responses`, items (message, function_call, function_call_output) become the messages of a chat, and a turn becomes items.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from braidrl.agents.tool_calls import call_id, parse_tool_calls
+from braidrl.agents.tool_calls import CALL_ID, parse_tool_calls
 from braidrl.data.chat import ChatMessage
 from braidrl.errors import UserError, shown
 
@@ -71,10 +70,6 @@ class TurnReply:
         """Return the turn's text without tool calls."""
         return self.message["content"] or ""
 
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        return self.message.get("tool_calls", [])
-
 
 @dataclass(frozen=True)
 class Protocol:
@@ -83,10 +78,9 @@ class Protocol:
     read: Callable[[Mapping[str, Any]], TurnRequest]
     """Reads a request. Raises UserError for unsupported fields."""
     whole: Callable[[TurnRequest, TurnReply], dict[str, Any]]
-    delta: Callable[[TurnRequest, str, Sequence[str]], Iterator[str]]
-    """Called with the turn's name and all pieces of its text so far; returns the events that send the last piece."""
-    events: Callable[[TurnRequest, TurnReply, Sequence[str]], Iterator[str]]
-    """Called with the pieces already sent; returns the events that complete the turn."""
+    events: Callable[[TurnRequest, str, Sequence[str], TurnReply | None], Iterable[str]]
+    """Called with the turn's name and the pieces of its text; returns the events that send the last piece, or given the whole turn, the
+    events that complete it after these pieces."""
 
 
 def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
@@ -106,9 +100,8 @@ def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
     given = body.get("stop")
     stops = [] if given is None else [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise UserError(
-            f"stop must be a text that is not empty, or a list of up to {MOST_STOPS} such, not {shown(given)}"
-        )
+        some = f"a list of up to {MOST_STOPS} such"
+        raise UserError(f"stop must be a text that is not empty, or {some}, not {shown(given)}")
     if any(len(each) > MOST_STOP_CHARACTERS for each in stops):
         raise UserError(f"a text of stop has at most {MOST_STOP_CHARACTERS} characters")
     name, limit = next(((name, body[name]) for name in LIMITS if body.get(name) is not None), ("", None))
@@ -152,7 +145,7 @@ def reply(text: str, with_tools: bool) -> ChatMessage:
         return {"role": "assistant", "content": text}
     made = [
         {
-            "id": call_id(number),
+            "id": CALL_ID.format(number),
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
@@ -177,24 +170,21 @@ def chat_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     return completion(asked, answered.name, "chat.completion", choice, usage=usage(answered))
 
 
-def chunk_of(asked: TurnRequest, name: str, *choices: Mapping[str, Any], **more: Any) -> str:
-    return event(completion(asked, name, "chat.completion.chunk", *choices, **more))
+def chat_events(asked: TurnRequest, name: str, pieces: Sequence[str], answered: TurnReply | None) -> Iterator[str]:
+    def chunk(*choices: Mapping[str, Any], **more: Any) -> str:
+        return event(completion(asked, name, "chat.completion.chunk", *choices, **more))
 
-
-def chat_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
-    role = {"role": "assistant"} if len(pieces) == 1 else {}
-    yield chunk_of(asked, name, {"delta": {**role, "content": pieces[-1]}})
-
-
-def chat_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    name, rest = answered.name, answered.text[len("".join(pieces)) :]
-    if rest or not pieces:
-        yield from chat_delta(asked, name, [*pieces, rest])
-    for number, call in enumerate(answered.calls):
-        yield chunk_of(asked, name, {"delta": {"tool_calls": [{"index": number, **call}]}})
-    yield chunk_of(asked, name, {"delta": {}, "finish_reason": answered.reason})
+    texts = [*pieces] if answered is None else [*pieces, answered.text[len("".join(pieces)) :]]
+    if answered is None or texts[-1] or not pieces:
+        role = {"role": "assistant"} if len(texts) == 1 else {}
+        yield chunk({"delta": {**role, "content": texts[-1]}})
+    if answered is None:
+        return
+    for number, call in enumerate(answered.message.get("tool_calls", [])):
+        yield chunk({"delta": {"tool_calls": [{"index": number, **call}]}})
+    yield chunk({"delta": {}, "finish_reason": answered.reason})
     if asked.counts:
-        yield chunk_of(asked, name, usage=usage(answered))
+        yield chunk(usage=usage(answered))
     yield DONE
 
 
@@ -211,16 +201,16 @@ def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     return completion(asked, answered.name, "text_completion", choice, usage=usage(answered))
 
 
-def completion_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
-    yield event(completion(asked, name, "text_completion", {"text": pieces[-1], "logprobs": None}))
-
-
-def completion_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    rest = {"text": answered.text[len("".join(pieces)) :], "logprobs": None, "finish_reason": answered.reason}
-    yield event(completion(asked, answered.name, "text_completion", rest))
-    if asked.counts:
-        yield event(completion(asked, answered.name, "text_completion", usage=usage(answered)))
-    yield DONE
+def completion_events(
+    asked: TurnRequest, name: str, pieces: Sequence[str], answered: TurnReply | None
+) -> Iterator[str]:
+    text = pieces[-1] if answered is None else answered.text[len("".join(pieces)) :]
+    choice = {"text": text, "logprobs": None, "finish_reason": None if answered is None else answered.reason}
+    yield event(completion(asked, name, "text_completion", choice))
+    if answered is not None and asked.counts:
+        yield event(completion(asked, name, "text_completion", usage=usage(answered)))
+    if answered is not None:
+        yield DONE
 
 
 def event(data: Mapping[str, Any], kind: str | None = None) -> str:
@@ -228,9 +218,8 @@ def event(data: Mapping[str, Any], kind: str | None = None) -> str:
     return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
 
 
-CHAT = Protocol(read_chat, chat_whole, chat_delta, chat_events)
-COMPLETIONS = Protocol(read_completion, completion_whole, completion_delta, completion_events)
-
+CHAT = Protocol(read_chat, chat_whole, chat_events)
+COMPLETIONS = Protocol(read_completion, completion_whole, completion_events)
 
 TEXTS = ("input_text", "output_text", "text")
 ITEM_TEXTS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}
@@ -284,10 +273,11 @@ def response_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     total = answered.prompt + answered.sampled
     counts = {"input_tokens": answered.prompt, "output_tokens": answered.sampled, "total_tokens": total}
     items: list[dict[str, Any]] = []
-    if answered.text or not answered.calls:
+    calls = answered.message.get("tool_calls", [])
+    if answered.text or not calls:
         own = {"id": f"{answered.name}-text", "type": "message", "role": "assistant", "status": "completed"}
         items.append({**own, "content": [{"type": "output_text", "text": answered.text, "annotations": []}]})
-    for call in answered.calls:
+    for call in calls:
         own = {"id": f"{answered.name}-{call['id']}", "call_id": call["id"], "status": "completed"}
         items.append({"type": "function_call", **own, **call["function"]})
     return {
@@ -298,23 +288,16 @@ def response_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def response_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
-    """Yield the events with the last piece of a text; events that open the response and its message precede the first piece."""
-    if len(pieces) == 1:
-        events = every_event(asked, TurnReply(name, {"content": pieces[0]}, "stop", 0, 0), pieces)
-        yield from events[: OPENING + 1]
-    else:
+def response_events(asked: TurnRequest, name: str, pieces: Sequence[str], answered: TurnReply | None) -> list[str]:
+    """Return numbered events, of each item: added, growing, done. Those that open the response precede the first piece of its text."""
+    if answered is None and len(pieces) == 1:
+        opened = TurnReply(name, {"content": pieces[0]}, "stop", 0, 0)
+        return response_events(asked, name, (), opened)[: OPENING + 1]
+    if answered is None:
+        kind, number = "response.output_text.delta", OPENING + len(pieces) - 1
         place = {"item_id": f"{name}-text", "output_index": 0, "content_index": 0}
-        data = {**place, "delta": pieces[-1], "logprobs": []}
-        yield numbered(OPENING + len(pieces) - 1, "response.output_text.delta", data)
-
-
-def response_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    yield from every_event(asked, answered, pieces)[OPENING + len(pieces) if pieces else 0 :]
-
-
-def every_event(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str]) -> list[str]:
-    """Return a response as numbered events, of each item: added, growing, done. `pieces` are of a message's text, perhaps not all."""
+        data = {"type": kind, "sequence_number": number, **place, "delta": pieces[-1], "logprobs": []}
+        return [event(data, kind)]
     whole = response_whole(asked, answered)
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     found: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun})]
@@ -338,12 +321,11 @@ def every_event(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str]) 
             found.append(("function_call_arguments.done", {**place, "arguments": arguments, "name": item["name"]}))
         found.append(("output_item.done", {"output_index": number, "item": item}))
     found.append((whole["status"], {"response": whole}))
-    return [numbered(number, f"response.{kind}", data) for number, (kind, data) in enumerate(found)]
+    events = [
+        event({"type": f"response.{kind}", "sequence_number": number, **data}, f"response.{kind}")
+        for number, (kind, data) in enumerate(found)
+    ]
+    return events[OPENING + len(pieces) if pieces else 0 :]
 
 
-def numbered(number: int, kind: str, data: Mapping[str, Any]) -> str:
-    """Return an event of a response, with its number."""
-    return event({"type": kind, "sequence_number": number, **data}, kind)
-
-
-RESPONSES = Protocol(read_response, response_whole, response_delta, response_events)
+RESPONSES = Protocol(read_response, response_whole, response_events)

@@ -10,7 +10,6 @@ context ──▶ engine ──▶ sampled tokens ──append──▶ Trajecto
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -199,7 +198,8 @@ class Episodes(Player):
         self, episode: Episode, environment: Environment, prompt: list[int], example: dict[str, Any]
     ) -> None:
         trajectory, tools = episode.trajectory, getattr(environment, "tools", ())
-        template = self.template.with_arguments(example.get(TEMPLATE) or {})
+        own = self.template.template.with_arguments(example.get(TEMPLATE) or {})
+        template = replace(self.template, template=own)
         context = await self.ask(environment.reset, example)
         if context is None and not tools:
             trajectory.append(prompt, opens=True)
@@ -219,15 +219,15 @@ class Episodes(Player):
                     f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
                 )
             sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
-            drawn = trajectory.action_tokens
-            finished = await self.engine.submit(
-                Request(trajectory.uid, ids, sampling, self.purpose, self.stage, first_draw=drawn)
+            request = Request(
+                trajectory.uid, ids, sampling, self.purpose, self.stage, first_draw=trajectory.action_tokens
             )
+            finished = await self.engine.submit(request)
             trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
             episode.turns, episode.finish_reason = episode.turns + 1, finished.finish_reason
             if finished.finish_reason is FinishReason.ABORT:
                 return
-            observation = await self.ask(environment.step, template.text(trajectory.last_turn, tools))
+            observation = await self.ask(environment.step, template.text(finished.tokens.tolist(), tools))
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")
             self.limits.check(episode.score + observation.reward)
@@ -269,8 +269,3 @@ def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Co
     score = torch.tensor([e.score for e in episodes], dtype=torch.float32)
     correct = [e.score >= limits.correct_score if e.correct is None else e.correct for e in episodes]
     return {**columns, "score": score, "correct": torch.tensor(correct, dtype=torch.float32), "reward": score.clone()}
-
-
-def failure_counts(episodes: Sequence[Episode]) -> Counter[str]:
-    """Count trajectories with failed environments by reason."""
-    return Counter(episode.failure for episode in episodes if episode.failure is not None)

@@ -1,11 +1,12 @@
 """The run's proxies of a user's environments and agents in the sandbox.
 
-EnvironmentHost ──one end of a socket for each trajectory──▶ host: has imported the environment
+EnvironmentHosts ──one end of a socket for each trajectory──▶ host: has imported the environment
 SandboxedEnvironment ──requests over the other end──▶ the trajectory's own process, a copy of the host
 
 An answer that is not plain data of the right form is a failure of the environment, which ends only its own trajectory.
 """
 
+import json
 import shlex
 import socket
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from braidrl.agents.environments import AGENT, Environment, agent_of, environments, in_thread, is_agent
+from braidrl.agents.environments import AGENT, AGENTS, Environment, environments, in_thread
 from braidrl.agents.turns import EnvironmentFailed, Observation
 from braidrl.config import EnvironmentConfig
 from braidrl.errors import UserError
@@ -27,7 +28,7 @@ ANSWER_BYTES = 1 << 20
 
 async def answer_of(talk: Talk, method: str, argument: Any) -> Message:
     """Return the answer to a request. Raises EnvironmentFailed if there is none."""
-    found = await talk.ask(method, argument)
+    found = await talk.answer_to(json.dumps({method: argument}).encode() + b"\n")
     if "failure" in found:
         raise EnvironmentFailed(found["failure"], str(found.get("detail")), killed=found.get("again") is True)
     return found
@@ -72,105 +73,83 @@ def observation_of(found: Message) -> Observation:
         raise EnvironmentFailed("result", f"its process gave an answer that is none: {error}") from error
 
 
-class EnvironmentHost:
-    """A process that has imported an environment or agent; each trajectory gets a forked copy in a sandbox."""
-
-    def __init__(self, name: str, settings: EnvironmentConfig) -> None:
-        """Start the process. Raises UserError if it cannot import the environment or agent."""
-        self.agent = is_agent(name)
-        prefix = AGENT if name.startswith(AGENT) else ""
-        self.name = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
-        self._talks: set[Talk] = set()
-        # The code is that of `module:name`, of `file.py:name`, or the first file in a server's command.
-        scheme, _, command = self.name.partition(":")
-        words = (
-            [Path(word).resolve() for word in shlex.split(command) if Path(word).is_file()] if scheme == "mcp" else []
-        )
-        file = source_of(self.name.removeprefix(prefix)) if scheme != "mcp" else next(iter(words), None)
-        answers = 1 if self.agent else settings.max_turns + len(("make", "reset", "close"))
-        self.host = CodeHost(
-            "environment", "braidrl.agents.environments:answerer", {"name": self.name, "params": settings.params}, "rollout.environment",
-            settings, settings.variables, settings.python, settings.timeout_s, answers, ANSWER_BYTES,
-            file=file, agent=self.agent,
-        )  # fmt: skip
-        self._load()
-
-    def _load(self) -> None:
-        """Start the process if it does not run, and make it import the environment or agent."""
-        found = self.host.load(None)
-        if found:
-            self.host.kill()
-            reason = f"{found['failure']}: {found['detail']}"
-            raise UserError(
-                f"rollout.environment: {self.name} cannot be imported in its sandbox ({reason}); name variables that it needs "
-                "in rollout.environment.variables, or write rollout.environment.sandbox=none"
-            )
-
-    async def talk(self) -> Talk:
-        await in_thread(self._load)
-        made = self.host.talk(self._talks.discard)
-        self._talks.add(made)
-        return made
-
-    def listener(self) -> socket.socket | None:
-        """Return the socket on which an endpoint must serve; None if agents reach all of this machine."""
-        self._load()
-        return self.host.listener()
-
-    async def make(self) -> Environment:
-        """Return an environment for one trajectory. Raises EnvironmentFailed if it cannot be made."""
-        talk = await self.talk()
-        try:
-            return SandboxedEnvironment(talk, await answer_of(talk, "make", None))
-        except BaseException:
-            talk.close()
-            raise
-
-    async def act(self, url: str, example: dict[str, Any]) -> Observation:
-        """Run an agent against the endpoint at `url`, and return its score. Raises EnvironmentFailed if it fails."""
-        talk = await self.talk()
-        try:
-            return observation_of(await answer_of(talk, "act", [url, example]))
-        finally:
-            talk.close()
-
-    def close(self) -> None:
-        """End the process and all trajectories."""
-        for talk in list(self._talks):
-            talk.close()
-        self.host.close()
-
-
 class EnvironmentHosts:
-    """The environments and agents of a run by name, each with its own host process if sandboxed."""
+    """The environments and agents of a run by name. If sandboxed, a process of its own imports each, and each trajectory gets a copy."""
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
-        self._hosts: dict[str, EnvironmentHost] = {}
+        self._hosts: dict[str, CodeHost] = {}
+        self._talks: set[Talk] = set()
         self._lock = threading.Lock()
 
     def find(self, name: str) -> Callable[..., Any]:
         """Return a factory of environments, or an agent: a function of the endpoint's address and the example.
 
-        Raises UserError if there is none of this name.
+        Either raises EnvironmentFailed if the trajectory's process fails. Raises UserError if there is none of this name.
         """
-        agent, params = is_agent(name), self.settings.params
         if self.settings.sandbox == "none":
-            return agent_of(name, params) if agent else environments(name, params)
-        return self._host(name).act if agent else self._host(name).make
+            return environments(name, self.settings.params)
+        self._host(name)
+
+        async def make() -> Environment:
+            talk = await self._talk(name)
+            try:
+                return SandboxedEnvironment(talk, await answer_of(talk, "make", None))
+            except BaseException:
+                talk.close()
+                raise
+
+        async def act(url: str, example: dict[str, Any]) -> Observation:
+            talk = await self._talk(name)
+            try:
+                return observation_of(await answer_of(talk, "act", [url, example]))
+            finally:
+                talk.close()
+
+        return act if name.startswith(AGENTS) else make
 
     def listener(self, name: str) -> socket.socket | None:
         """Return the socket on which an agent must be served; None if any will do."""
         return None if self.settings.sandbox == "none" else self._host(name).listener()
 
-    def _host(self, name: str) -> EnvironmentHost:
+    def _host(self, name: str) -> CodeHost:
+        """Return the process that has imported an environment or agent; start it if it does not run."""
+        settings, agent = self.settings, name.startswith(AGENTS)
+        prefix = AGENT if name.startswith(AGENT) else ""
+        own = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
         with self._lock:
             if name not in self._hosts:
-                self._hosts[name] = EnvironmentHost(name, self.settings)
-            return self._hosts[name]
+                # The code is that of `module:name`, of `file.py:name`, or the first file in a server's command.
+                if own.startswith("mcp:"):
+                    words = map(Path, shlex.split(own.removeprefix("mcp:")))
+                    file = next((word.resolve() for word in words if word.is_file()), None)
+                else:
+                    file = source_of(own.removeprefix(prefix))
+                answers = 1 if agent else settings.max_turns + len(("make", "reset", "close"))
+                self._hosts[name] = CodeHost(
+                    "environment", "braidrl.agents.environments:answerer", {"name": own, "params": settings.params}, "rollout.environment",
+                    settings, settings.variables, settings.python, settings.timeout_s, answers, ANSWER_BYTES, file=file, agent=agent,
+                )  # fmt: skip
+            host = self._hosts[name]
+        if found := host.load(None):
+            host.kill()
+            reason = f"{found['failure']}: {found['detail']}"
+            raise UserError(
+                f"rollout.environment: {own} cannot be imported in its sandbox ({reason}); name variables that it needs "
+                "in rollout.environment.variables, or write rollout.environment.sandbox=none"
+            )
+        return host
+
+    async def _talk(self, name: str) -> Talk:
+        """Return a talk with the copy of a new trajectory."""
+        host = await in_thread(lambda: self._host(name))
+        talk = host.talk(self._talks.discard)
+        self._talks.add(talk)
+        return talk
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes and trajectories."""
+        for talk in list(self._talks):
+            talk.close()
         for host in self._hosts.values():
             host.close()
-        self._hosts.clear()

@@ -17,6 +17,8 @@ from typing import Any
 from braidrl.data.chat import Tools
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+CALL_ID = "call{:05d}"
+"""The id of a turn's call by its number; some chat templates need one, Mistral's one of nine characters."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,6 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
             else:
                 calls.append(ToolCall(call["name"], call.get("arguments", {})))
     return calls
-
-
-def call_id(number: int) -> str:
-    return f"call{number:05d}"
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,6 @@ class Trajectory:
         """Return the number of tokens sampled so far, which equals the number of the row's random numbers used."""
         return sum(len(turn) for turn in self.log_probs)
 
-    @property
-    def last_turn(self) -> list[int]:
-        """Return the last sampled tokens, if nothing was appended after them."""
-        return self.tokens[len(self.tokens) - len(self.log_probs[-1]) :]
-
     def append(
         self, tokens: Sequence[int], *, log_probs: Tensor | None = None, versions: Tensor | None = None,
         opens: bool = False,

@@ -41,7 +41,7 @@ def exact_over_turns(template: PromptTemplate, first: First, follow: Follow) -> 
             marked = {**messages[turn], "content": MARK}
             rendered = template.apply([*messages[:turn], marked, *messages[turn + 1 : following]], tools, opens=True)
             calls, _, between = rendered.partition(MARK)[2].partition(closing)
-            sampled, expected = template.encode_bare([f"{messages[turn]['content']}{calls}{closing}", between])
+            sampled, expected = template.encode_texts([f"{messages[turn]['content']}{calls}{closing}", between])
             if follow(ids, sampled, messages[turn + 1 : following], tools) != expected:
                 return False
             ids = [*ids, *sampled, *expected]

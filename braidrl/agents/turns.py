@@ -10,8 +10,9 @@ after the mark follows a turn. So it does not matter how the template changes ea
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.tool_calls import FORMATS, call_text, format_of, tagged
@@ -39,10 +40,6 @@ class TurnTemplate:
         """Tokenise a whole context. Raises UserError for malformed tool calls, or if the chat template refuses it."""
         return self.template.encode(context if isinstance(context, str) else [*map(normal_message, context)], tools)
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> "TurnTemplate":
-        """Return a copy with further arguments of the chat template, such as a row's."""
-        return replace(self, template=self.template.with_arguments(arguments))
-
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
         """Return the token ids between a sampled turn, given its last token, and the beginning of the next turn.
 
@@ -50,66 +47,66 @@ class TurnTemplate:
         """
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [*map(normal_message, said)]
         if not self.template.is_chat:
-            return self.template.encode_bare(["\n\n".join(message["content"] for message in messages)])[0]
+            return self.template.encode_texts(["\n\n".join(message["content"] for message in messages)])[0]
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
         after = self.template.apply([*turn, *messages], tools, opens=True).partition(MARK)[2]
         if MARK in after:
             raise UserError(f"an environment says {MARK!r}, which stands for the assistant's turn; say something else")
-        return self._continued(after, last_token)
+        return self.plain(after, last_token)
 
     def plain(self, text: str, last_token: int | None) -> list[int]:
-        """Tokenise a text that is not a chat; it opens a sequence, or continues after a sampled turn, given its last token."""
-        return self.template.encode_plain([text])[0] if last_token is None else self._continued(text, last_token)
+        """Tokenise text that opens a sequence, or that continues after a sampled turn, given its last token.
 
-    def _continued(self, text: str, last_token: int) -> list[int]:
-        """Tokenise a text after a turn, without special tokens before it, and without the turn's end, if that was sampled."""
+        Text after a turn gets no special tokens before it, and not the turn's end, if that was sampled.
+        """
+        if last_token is None:
+            return self.template.encode_texts([text], begins=True)[0]
         if last_token in self.template.tokenizer.all_special_ids:
             text = text.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
-        return self.template.encode_bare([text])[0]
+        return self.template.encode_texts([text])[0]
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
         """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in Hermes' format."""
-        plain = self._decoded(tokens, special=False)
-        rewritten = self._calls(tokens, plain, tools) if tools else None
-        if rewritten is None:
+        tokenizer, ids = self.template.tokenizer, list(tokens)
+        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        plain: str = decode(ids, skip_special_tokens=True)
+        if not tools:
             return plain
-        said, calls = rewritten
-        for special in self.template.tokenizer.all_special_tokens:
+        from braidrl.agents.turn_readers import calls_by, proven_reader
+
+        if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
+            before, found = calls_by(reader, ids, self.template.encode("-", tools), tools)
+            # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
+            said = decode(ids[:before], skip_special_tokens=False).replace("<tool_call>", "<tool call>")
+            calls = tagged(found)
+        elif re.search(r"<tool_call>\s*\{", plain):
+            return plain  # most models write calls in Hermes' format; these stay unchanged
+        else:
+            while ids and ids[-1] in tokenizer.all_special_ids:
+                ids.pop()
+            rewritten = self._rewritten(decode(ids, skip_special_tokens=False), tools)
+            if rewritten is None:
+                return plain
+            said, calls = rewritten
+        for special in tokenizer.all_special_tokens:
             said = said.replace(special, "")
         return said + calls
 
-    def _decoded(self, tokens: Sequence[int], special: bool) -> str:
-        decode = self.template.tokenizer.decode
-        return decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-
-    def _calls(self, tokens: Sequence[int], plain: str, tools: Tools) -> tuple[str, str] | None:
-        """Return the text before a turn's calls, and the calls in Hermes' format; None if there are none, or all of it stays as it is."""
-        from braidrl.agents.turn_readers import calls_by, proven_reader
-
-        tokenizer, ends = self.template.tokenizer, len(tokens)
-        if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
-            before, calls = calls_by(reader, tokens, self.template.encode("-", tools), tools)
-            # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
-            return self._decoded(tokens[:before], special=True).replace("<tool_call>", "<tool call>"), tagged(calls)
-        # Most models write calls in Hermes' format; these stay unchanged.
-        if re.search(r"<tool_call>\s*\{", plain):
-            return None
-        while ends and tokens[ends - 1] in tokenizer.all_special_ids:
-            ends -= 1
-        text = self._decoded(tokens[:ends], special=True)
+    def _rewritten(self, text: str, tools: Tools) -> tuple[str, str] | None:
+        """Return the text before a turn's calls, and the calls in Hermes' format; None if there are none."""
+        tokenizer = self.template.tokenizer
         if self.tool_format is not None:
             return FORMATS[self.tool_format].rewritten(text, tools)
-        if getattr(tokenizer, "response_template", None) is not None:
-            prompt = self.template.render("-", tools)
-            try:
-                message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
-            except Exception as error:  # of whatever kind: the model has written what its own format does not allow
-                return "", f"<tool_call>{type(error).__name__}: {error}</tool_call>"
-            made = [call["function"] for call in message.get("tool_calls") or []]
-            calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in made]
-            said = message.get("content") or ""
-            return (said, tagged(calls)) if calls else None
-        return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
+        if getattr(tokenizer, "response_template", None) is None:
+            return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
+        prompt = self.template.render("-", tools)
+        try:
+            message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
+        except Exception as error:  # of whatever kind: the model has written what its own format does not allow
+            return "", tagged([f"{type(error).__name__}: {error}"])
+        made = [call["function"] for call in message.get("tool_calls") or []]
+        calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in made]
+        return (message.get("content") or "", tagged(calls)) if calls else None
 
 
 @dataclass(frozen=True)

@@ -35,25 +35,19 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
     for call in calls:
         if not isinstance(call, Mapping):
             raise UserError(f"a call of a tool is an object with `function`, not {call!r}")
-        function = call.get("function")
-        if isinstance(function, Mapping):
-            normal["tool_calls"].append({**call, "function": with_arguments(function)})
-        else:
-            normal["tool_calls"].append(with_arguments(call))
+        is_nested = isinstance(call.get("function"), Mapping)
+        function = call["function"] if is_nested else call
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments) if arguments.strip() else {}
+            except ValueError:
+                name = function.get("name")
+                fault = f"the arguments of a call of {name!r} are not JSON: {arguments[:80]!r}; write an object"
+                raise UserError(fault) from None
+        function = {**function, "arguments": {} if arguments is None else arguments}
+        normal["tool_calls"].append({**call, "function": function} if is_nested else function)
     return normal
-
-
-def with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's function with its arguments as an object. Raises UserError for text that is not JSON."""
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return {**function, "arguments": arguments if arguments is not None else {}}
-    try:
-        return {**function, "arguments": parse_json(arguments) if arguments.strip() else {}}
-    except ValueError:
-        raise UserError(
-            f"the arguments of a call of {function.get('name')!r} are not JSON: {arguments[:80]!r}; write an object"
-        ) from None
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:

@@ -95,9 +95,18 @@ def aime(record: Record) -> Record | str:
     return {"prompt": prompt, "answer": str(answer)}
 
 
+TURN = re.compile(r"\n\n(Human|Assistant):")
+ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
 def hh(record: Record) -> Record | str:
     """Convert HH-RLHF: two conversations, text with `Human:` and `Assistant:`, that differ in the last answer; for preferences."""
-    return as_pair(dialogue(record["chosen"]), dialogue(record["rejected"]))
+    conversations = []
+    for text in (record["chosen"], record["rejected"]):
+        _, *parts = TURN.split(text)
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        conversations.append([{"role": ROLES[speaker], "content": content.strip()} for speaker, content in turns])
+    return as_pair(*conversations)
 
 
 def ultrafeedback(record: Record) -> Record | str:
@@ -118,17 +127,6 @@ def as_pair(chosen: list[Record], rejected: list[Record]) -> Record | str:
     if answers[0] == answers[1]:
         return "both responses are the same"
     return {"prompt": chosen[:-1], "chosen": answers[0], "rejected": answers[1]}
-
-
-TURN = re.compile(r"\n\n(Human|Assistant):")
-ROLES = {"Human": "user", "Assistant": "assistant"}
-
-
-def dialogue(text: str) -> list[Record]:
-    """Return the chat messages of a text of turns that begin with `Human:` or `Assistant:` after an empty line."""
-    _, *parts = TURN.split(text)
-    turns = zip(parts[::2], parts[1::2], strict=True)
-    return [{"role": ROLES[speaker], "content": content.strip()} for speaker, content in turns]
 
 
 def as_integer(text: str) -> int | None:

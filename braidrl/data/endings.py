@@ -1,7 +1,7 @@
-"""End tokens of a response: one set for engines, evaluation, `finish_reason`, given responses and displayed text."""
+"""End tokens of a response: one set for engines, evaluation, `finish_reason`, given responses and verified text."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,3 @@ def turn_end_id(tokenizer: Any) -> int | None:
         return None
     ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
-
-
-def hidden_ids(tokenizer: Any, ends: Collection[int]) -> frozenset[int]:
-    """Return the tokens that are never part of a response's text: end tokens and padding."""
-    padding = getattr(tokenizer, "pad_token_id", None)
-    return frozenset({*ends, *(() if padding is None else (padding,))})
-
-
-def visible_text(tokenizer: Any, tokens: Sequence[int], hidden: Collection[int], skip_special_tokens: bool) -> str:
-    """Decode a response without hidden tokens, and with `skip_special_tokens` without any special token."""
-    shown = [token for token in tokens if token not in hidden]
-    return tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)

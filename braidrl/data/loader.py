@@ -2,7 +2,7 @@
 
 Each admitted prompt becomes a group of rows, one per sample; no later stage creates rows.
 
-number n ──WeightedDraw──▶ source s, and how many before n came from s ──permutation of (seed, s, epoch)──▶ example
+number n ──weighted_draw──▶ source s, and how many before n came from s ──permutation of (seed, s, epoch)──▶ example
 
 A prompt is a function of its admission number. `peek` works for any number without the earlier ones, so that each rank of a
 distributed run draws only its slice under one global shuffle, and a resumed run continues exactly.
@@ -64,15 +64,10 @@ class Admissions:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
         if not sizes or not all(sizes):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
-        self.sizes, self.weights = list(sizes), list(weights)
-        self.seed, self.shuffle = seed, shuffle
-        self.admitted = 0
-        self._identity = {"seed": seed, "shuffle": shuffle, "prompts": self.sizes, "weights": self.weights}
-
-    @property
-    def epoch_size(self) -> int:
-        """Return the number of prompts of all sources, which is one epoch if weights are proportional to sizes."""
-        return sum(self.sizes)
+        self.seed, self.shuffle, self.admitted = seed, shuffle, 0
+        self.epoch_size = sum(sizes)
+        """Number of prompts of all sources, which is one epoch if weights are proportional to sizes."""
+        self._identity = {"seed": seed, "shuffle": shuffle, "prompts": list(sizes), "weights": list(weights)}
 
     def advance(self, count: int) -> range:
         """Advance by `count` prompts, and return their admission numbers."""
@@ -104,9 +99,8 @@ class PromptLoader(Admissions):
 
     def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
-        super().__init__([len(source) for source in sources], [source.weight for source in sources], seed, shuffle)
-        self.sources = list(sources)
-        self._draw = WeightedDraw(self.weights, seed)
+        self.sources, self.weights = list(sources), [source.weight for source in sources]
+        super().__init__([len(source) for source in sources], self.weights, seed, shuffle)
 
     def take(self, count: int) -> list[Admitted]:
         """Return the next `count` prompts."""
@@ -116,7 +110,7 @@ class PromptLoader(Admissions):
         """Return the prompts with these admission numbers, past or future, without advancing."""
         found = []
         for number in numbers:
-            position, place = self._draw.locate(number)
+            position, place = weighted_draw(number, self.weights, self.seed)
             source = self.sources[position]
             epoch, index = divmod(place, len(source))
             if self.shuffle:
@@ -179,28 +173,22 @@ def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows
     return rows.with_columns({"ptx_tokens": joined, "ptx_length": joined.lengths})
 
 
-class WeightedDraw:
-    """Assignment of numbers 0, 1, 2, ... to sources in proportion to `weights`.
+def weighted_draw(number: int, weights: Sequence[float], seed: int) -> tuple[int, int]:
+    """Return the source of a number 0, 1, 2, ..., and the count of earlier numbers of that source, in proportion to `weights`.
 
     Of the first n numbers, source 0 has floor((n * share + phase) / UNIT), and the others share the rest in the same way. The spread is
     even, closer to the weights than independent draws, and can be counted without iteration. The seed sets the phases.
     """
-
-    def __init__(self, weights: Sequence[float], seed: int) -> None:
-        if not weights or min(weights) <= 0:
-            raise ValueError(f"weights must be positive and at least one, got {list(weights)}")
-        rest = [sum(weights[i:]) for i in range(len(weights))]
-        self.shares = [min(UNIT - 1, max(1, round(UNIT * w / r))) for w, r in zip(weights[:-1], rest, strict=False)]
-        self.phases = [seeded_key(seed, "source", i) % UNIT for i in range(len(self.shares))]
-
-    def locate(self, number: int) -> tuple[int, int]:
-        """Return the source of a number, and the count of earlier numbers of that source."""
-        for source, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
-            before = (number * share + phase) // UNIT
-            if ((number + 1) * share + phase) // UNIT > before:
-                return source, before
-            number -= before
-        return len(self.shares), number
+    if not weights or min(weights) <= 0:
+        raise ValueError(f"weights must be positive and at least one, got {list(weights)}")
+    for source, weight in enumerate(weights[:-1]):
+        share = min(UNIT - 1, max(1, round(UNIT * weight / sum(weights[source:]))))
+        phase = seeded_key(seed, "source", source) % UNIT
+        before = (number * share + phase) // UNIT
+        if ((number + 1) * share + phase) // UNIT > before:
+            return source, before
+        number -= before
+    return len(weights) - 1, number
 
 
 def shuffled(seed: int, source: int, epoch: int, size: int, index: int) -> int:

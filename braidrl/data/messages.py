@@ -13,7 +13,7 @@ Several frames are packed into one contiguous buffer, for shared memory and file
 
 import struct
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -37,11 +37,6 @@ def unpack_message(message: Frame, type: Any = Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-@cache
-def _decoder(type: Any) -> "msgspec.msgpack.Decoder[Any]":
-    return msgspec.msgpack.Decoder(type, dec_hook=_tensor)
-
-
 def _plain(value: Any) -> tuple[str, bytes]:
     """Return a tensor's dtype and bytes."""
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
@@ -61,6 +56,9 @@ def _tensor(type: Any, value: Any) -> Any:
         raise ValueError(f"a tensor of dtype {dtype} was expected")
     return torch.from_numpy(np.frombuffer(content, dtype=dtype).copy())
 
+
+_decoder = cache(partial(msgspec.msgpack.Decoder, dec_hook=_tensor))
+"""The decoder of a type."""
 
 MARK, ALIGNMENT = b"braidfrm", 64
 FIXED = struct.Struct("<8sQQ")

@@ -21,9 +21,6 @@ from typing import Any, Literal
 
 from braidrl.errors import UserError
 
-# A part is (minus its cost, its first item, its items): sorted, the fullest comes first and ties go to the lowest item.
-Subset = tuple[float, int, list[int]]
-
 
 def balanced_partition(
     costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
@@ -100,6 +97,7 @@ def _fill_equally(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
+    # A part is (minus its cost, its first item, its items): sorted, the fullest comes first and ties go to the lowest item.
     divisions = [(-cost, item, [(-cost, item, [item])]) for item, cost in enumerate(costs)]
     heapq.heapify(divisions)
     while len(divisions) > 1:

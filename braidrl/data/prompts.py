@@ -336,7 +336,7 @@ def rows_of(
         for example in batch:
             with located(path, example):
                 texts.append(template.with_arguments(example.arguments).render(example.prompt, example.tools))
-        prompts = template.encode_text(texts)
+        prompts = template.encode_texts(texts, begins=not template.is_chat)
         for example, ids in zip(batch, prompts, strict=True):
             if not ids:
                 where = place(path, example.line)

@@ -169,17 +169,14 @@ def line_of_memory(line: Connection) -> None:
 class RenderingWatch:
     """A thread that raises Overdue in threads whose rendering takes too long."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._until: dict[int, float] = {}
-        self._ended: set[int] = set()
-        self._process = 0
+    _process = 0
 
     def begin(self, seconds: float) -> None:
         """Watch the calling thread from now on."""
         # A fork has no threads of its parent, and its lock may be held by one of these.
         if self._process != os.getpid():
-            self._lock, self._until, self._ended, self._process = threading.Lock(), {}, set(), os.getpid()
+            self._lock, self._process = threading.Lock(), os.getpid()
+            self._until, self._ended = dict[int, float](), set[int]()
             threading.Thread(target=self._look, daemon=True, name="rendering watch").start()
         with self._lock:
             self._until[threading.get_ident()] = time.thread_time() + seconds

@@ -159,23 +159,19 @@ def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
     for positions, rows in segments:
         for name, column in rows.items():
             by_name.setdefault(name, []).append((positions, column))
-    columns = {name: merged_column(size, found) for name, found in by_name.items()}
-    return Rows({name: column for name, column in columns.items() if column is not None})
-
-
-def merged_column(size: int, segments: Sequence[tuple[Tensor, Column]]) -> Column | None:
-    """Merge segments (positions, column) into one column of `size` rows, or return None if a row is in no segment."""
-    if len(segments) == 1 and torch.equal(segments[0][0], torch.arange(size)):
-        # One segment with all rows in order, the usual case, needs no copy.
-        return segments[0][1]
-    place, start = torch.full((size,), -1), 0
-    for positions, column in segments:
-        place[positions] = torch.arange(start, start + len(column))
-        start += len(column)
-    if bool((place < 0).any()):
-        return None
-    whole: Column = Rows.cat([Rows({"": column}) for _, column in segments])[""]
-    return Rows({"": whole}).take(place)[""]
+    merged: dict[str, Column] = {}
+    for name, found in by_name.items():
+        if len(found) == 1 and torch.equal(found[0][0], torch.arange(size)):
+            # One segment with all rows in order, the usual case, needs no copy.
+            merged[name] = found[0][1]
+            continue
+        place, start = torch.full((size,), -1), 0
+        for positions, column in found:
+            place[positions] = torch.arange(start, start + len(column))
+            start += len(column)
+        if not bool((place < 0).any()):
+            merged[name] = Rows.cat([Rows({name: column}) for _, column in found]).take(place)[name]
+    return Rows(merged)
 
 
 def named_rows(uids: Sequence[tuple[int, int, int]]) -> str:

@@ -172,31 +172,25 @@ def make_example(source: SourceConfig, record: Record, line: int, responses: boo
 
 
 def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response]:
-    """Return the prompt and the response to train on: two fields, or the parts of a conversation in one."""
+    """Return the prompt and the response to train on: two fields, or the parts of a conversation in one.
+
+    A conversation is split before the turns to train on, `all` of the assistant or the `last`, and ends with one of these. Raises
+    UserError if there is no such turn, or no message before it.
+    """
     found = find_required(where, "response", field, record)
     if isinstance(found, list) and found and not is_answer(found[0]) and isinstance(found[0], dict):
-        messages = check_messages(where, field, found)
-        return split_conversation(messages, source.train_on, f"{where}: {field!r}")
-    prompt = prompt_of(source, record, where)
-    response = check_response(where, field, found)
-    if isinstance(response, str):
-        return prompt, response
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return split_conversation([*before, *response], source.train_on, f"{where}: {field!r}", len(before))
-
-
-def split_conversation(
-    messages: list[ChatMessage], train_on: str, where: str, least: int = 0
-) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    """Split a conversation before the turns to train on, `all` of the assistant or the `last`; the second part ends with one of these.
-
-    At least `least` messages come before these turns. Raises UserError if there is no such turn, or no message before it.
-    """
+        messages, least = check_messages(where, field, found), 0
+    else:
+        prompt = prompt_of(source, record, where)
+        response = check_response(where, field, found)
+        if isinstance(response, str):
+            return prompt, response
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages, least = [*before, *response], len(before)
     answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
-    if not answers or not (start := answers[-1] if train_on == "last" else answers[0]):
-        raise UserError(
-            f"{where} has no assistant's turn behind a prompt; write at least a user's message and an answer"
-        )
+    if not answers or not (start := answers[-1] if source.train_on == "last" else answers[0]):
+        lacks = "has no assistant's turn behind a prompt; write at least a user's message and an answer"
+        raise UserError(f"{where}: {field!r} {lacks}")
     return messages[:start], messages[start : answers[-1] + 1]
 
 

@@ -106,45 +106,39 @@ class PromptTemplate:
         """Apply the chat template to messages; with `opens` it opens the assistant's turn. Raises UserError as `render`."""
         return render_chat(self.tokenizer, messages, tools, opens, self.arguments)
 
-    def encode_text(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise rendered prompts. A chat template has written its special tokens into the text already."""
-        return self.encode_bare(texts) if self.is_chat else self.encode_plain(texts)
+    def encode_texts(self, texts: Sequence[str], begins: bool = False) -> list[list[int]]:
+        """Tokenise texts, without tokens that the tokenizer appends.
 
-    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise texts that begin a sequence: with one beginning of sequence, and without tokens that the tokenizer appends."""
+        Texts that begin a sequence get one beginning of sequence. Texts in its middle get none, and rendered chats have their own.
+        """
+        if not texts:
+            return []
+        # verbose=False avoids warnings about long prompts, which the length filter drops later.
+        settings = {"add_special_tokens": begins, "return_attention_mask": False, "verbose": False}
+        encoded: list[list[int]] = self.tokenizer(list(map(whole_text, texts)), **settings)["input_ids"]
         found, bos = [], self.tokenizer.bos_token_id
-        for ids in self.encode_bare(texts, special=True):
+        for ids in encoded if begins else ():
             ids = ids[: len(ids) - self._appended]
             while bos is not None and ids[:2] == [bos, bos]:
                 ids = ids[1:]
             found.append(ids)
-        return found
+        return found if begins else encoded
 
     @cached_property
     def _appended(self) -> int:
         """Return the number of special tokens that the tokenizer appends to a text."""
-        plain, whole = (self.encode_bare(["a"], special)[0] for special in (False, True))
+        plain, whole = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
         ends = [end for end in range(len(plain), len(whole) + 1) if whole[end - len(plain) : end] == plain]
         return len(whole) - ends[-1] if ends else 0
 
-    def encode_bare(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        """Tokenise texts in the middle of a sequence, without special tokens; with `special`, with all that the tokenizer adds."""
-        if not texts:
-            return []
-        # verbose=False avoids warnings about long prompts, which the length filter drops later.
-        encoded = self.tokenizer(
-            list(map(whole_text, texts)), add_special_tokens=special, return_attention_mask=False, verbose=False
-        )
-        return encoded["input_ids"]
-
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Tokenise one prompt. Raises UserError if the chat template refuses the messages."""
-        return self.encode_text([self.render(prompt, tools)])[0]
+        return self.encode_texts([self.render(prompt, tools)], begins=not self.is_chat)[0]
 
     def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
         """Tokenise given responses, each with one end of sequence. Raises UserError if the tokenizer has none."""
         end = self.end_id
-        encoded = self.encode_bare(responses)
+        encoded = self.encode_texts(responses)
         return [ids if ids and ids[-1] in (end, self.tokenizer.eos_token_id) else [*ids, end] for ids in encoded]
 
     def encode_given(self, example: Example, responses: Sequence[Response]) -> list[Given]:
@@ -161,7 +155,7 @@ class PromptTemplate:
                 given, end = Given([], []), self.end_id
                 turns = self._turns(example, response)
                 for number, (said, between) in enumerate(turns):
-                    turn, after = self.encode_bare([said, between])
+                    turn, after = self.encode_texts([said, between])
                     # If the template closes turns with a special token, that token is in the text between turns.
                     closes = bool(after) and after[0] == end
                     ended = [*turn, end] if closes or number == len(turns) - 1 else turn
@@ -234,7 +228,7 @@ class Retokenizer:
             ids = rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()
             text = self.generating.decode(ids, skip_special_tokens=True)
             ends = bool(ids) and ids[-1] == self.generating.eos_token_id
-            answer = (template.encode_responses if ends else template.encode_bare)([text])[0]
+            answer = (template.encode_responses if ends else template.encode_texts)([text])[0]
             texts.append(prompt + answer)
             mask.append([False] * len(prompt) + [True] * len(answer))
         tokens = Ragged.from_rows(texts, torch.int64)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from braidrl.rewards.verifiers import Score
 
 Relation = Literal["at least", "less than"]
+WORD = re.compile(r"\w+")
 
 
 def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction: bool = False) -> Score:
@@ -45,21 +46,13 @@ def compared(count: int, relation: Relation, wanted: int) -> bool:
     return count >= wanted if relation == "at least" else count < wanted
 
 
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text)
-
-
-def paragraphs(text: str, separator: str) -> list[str]:
-    return [part for part in re.split(separator, text) if part.strip()]
-
-
 def begins(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Return whether one of exactly `num_paragraphs` paragraphs begins with a word."""
-    found = paragraphs(response, r"\n\n")
-    if len(found) != num_paragraphs or nth_paragraph > num_paragraphs:
+    paragraphs = [part for part in response.split("\n\n") if part.strip()]
+    if len(paragraphs) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
-    first = words(found[nth_paragraph - 1])
-    return bool(first) and first[0].lower() == first_word.lower()
+    first = WORD.search(paragraphs[nth_paragraph - 1])
+    return first is not None and first[0].lower() == first_word.lower()
 
 
 def is_json(response: str) -> bool:
@@ -82,13 +75,13 @@ RULES: dict[str, Callable[..., bool]] = {
         response.lower().count(letter.lower()), let_relation, let_frequency
     ),
     "length_constraints:number_words": lambda response, num_words, relation="at least": compared(
-        len(words(response)), relation, num_words
+        len(WORD.findall(response)), relation, num_words
     ),
     "length_constraints:number_sentences": lambda response, num_sentences, relation="at least": compared(
-        sum(bool(words(part)) for part in re.split(r"(?<=[.!?])[\"')\]]*\s+", response)), relation, num_sentences
+        sum(bool(WORD.search(part)) for part in re.split(r"(?<=[.!?])[\"')\]]*\s+", response)), relation, num_sentences
     ),
     "length_constraints:number_paragraphs": lambda response, num_paragraphs: (
-        len(paragraphs(response, r"\s?\*\*\*\s?")) == num_paragraphs
+        sum(bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", response)) == num_paragraphs
     ),
     "length_constraints:nth_paragraph_first_word": begins,
     "detectable_content:number_placeholders": lambda response, num_placeholders: (
@@ -122,7 +115,7 @@ RULES: dict[str, Callable[..., bool]] = {
     ),
     "startend:quotation": lambda response: len(text := response.strip()) > 1 and text[0] == text[-1] == '"',
     "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation="at least": compared(
-        sum(map(str.isupper, words(response))), capital_relation, capital_frequency
+        sum(map(str.isupper, WORD.findall(response))), capital_relation, capital_frequency
     ),
     "change_case:english_capital": str.isupper,
     "change_case:english_lowercase": str.islower,

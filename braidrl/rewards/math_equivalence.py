@@ -2,7 +2,7 @@
 
 import logging
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from math_verify import parse, verify
 
@@ -28,32 +28,21 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
         raise ValueError(f"the reference answer {text[:80]!r} cannot be read as mathematics")
     if boxed and "\\boxed" not in response:
         return False
-    boxes = boxes_of(response)
-    if len(boxes) < 2:
-        return equals(gold, response)
-    joined = 1
-    while joined < len(boxes) and JOINED.fullmatch(response[boxes[-joined - 1].end : boxes[-joined].start]):
-        joined += 1
-    members = len(gold[0].args) if type(gold[0]).__name__ == "FiniteSet" else joined
-    last = (" and ".join(f"\\boxed{{{box.content}}}" for box in boxes[-count:]) for count in {joined, members})
-    return any(equals(gold, text) for text in last)
+    boxes, given = boxes_of(response), [response]
+    if len(boxes) > 1:
+        joined = 1
+        while joined < len(boxes):
+            (_, _, end), (_, start, _) = boxes[-joined - 1], boxes[-joined]
+            if not JOINED.fullmatch(response[end:start]):
+                break
+            joined += 1
+        members = len(gold[0].args) if type(gold[0]).__name__ == "FiniteSet" else joined
+        given = [" and ".join(f"\\boxed{{{box}}}" for box, _, _ in boxes[-count:]) for count in {joined, members}]
+    return any(verify(gold, parse(one, parsing_timeout=None), timeout_seconds=None) for one in given)
 
 
-def equals(gold: Any, response: str) -> bool:
-    """Return whether the expressions that math-verify finds in a response equal the answer's."""
-    return bool(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
-
-
-class BoxedAnswer(NamedTuple):
-    """A box in a text, with its start and end."""
-
-    content: str
-    start: int
-    end: int
-
-
-def boxes_of(text: str) -> list[BoxedAnswer]:
-    r"""Return every complete `\boxed{...}` of a text, nested braces included, and of `\boxed 5`."""
+def boxes_of(text: str) -> list[tuple[str, int, int]]:
+    r"""Return the content, start and end of every complete `\boxed{...}` of a text, nested braces included, and of `\boxed 5`."""
     found = []
     for match in BOX.finditer(text):
         depth, end = int(match[1] == "{"), match.end()
@@ -62,5 +51,5 @@ def boxes_of(text: str) -> list[BoxedAnswer]:
             depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
             end += 1
         if not depth:
-            found.append(BoxedAnswer(text[match.end() : end - 1] if match[1] == "{" else match[1], match.start(), end))
+            found.append((text[match.end() : end - 1] if match[1] == "{" else match[1], match.start(), end))
     return found

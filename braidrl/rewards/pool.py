@@ -9,6 +9,7 @@ submit ──▶ event loop in a thread ──▶ sandbox: a host for each verif
 import asyncio
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 import threading
@@ -16,13 +17,17 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from braidrl.cluster.process import END_LIMIT_S
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
-from braidrl.rewards.verifier import Completion, Verifier, call_here
+from braidrl.importing import source_of
+from braidrl.rewards.verifier import Completion, Verifier, call
+from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.answers import Message, bounded_numbers, shown
+from braidrl.sandbox.host import awaited
 from braidrl.sandbox.hosts import CodeHost, Talk, check_walls
 
 ENTRY = "braidrl.rewards.verifier:checks"
@@ -50,31 +55,20 @@ class CallOutcome:
     def of(message: Message, max_abs: float) -> "CallOutcome":
         """Validate an untrusted answer; a score with an absolute value above `max_abs` is a failure."""
         score, correct, failure = (message.get(name) for name in ("score", "correct", "failure"))
+        metrics = bounded_numbers(message.get("metrics", {}), MOST_METRICS)
         if failure is not None:
             reason = failure if failure in REASONS else "result"
             return CallOutcome(failure=reason, detail=shown(str(message.get("detail"))[:600]))
         if correct not in (None, True, False) or isinstance(score, bool) or not isinstance(score, int | float | None):
-            return CallOutcome(failure="result", detail="its process gave an answer that is none")
-        if score is not None and not abs(score) <= max_abs:
-            return CallOutcome(
-                failure="result", detail=f"returned {str(score)[:20]}, and reward.max_abs is {max_abs:g}"
-            )
-        metrics = bounded_numbers(message.get("metrics", {}), MOST_METRICS)
-        if metrics is None or not all(abs(number) <= max_abs for number in metrics.values()):
-            return CallOutcome(
-                failure="result",
-                detail=f"its metrics are not at most {MOST_METRICS} numbers up to {max_abs:g}, by names of letters, digits and ._-/",
-            )
-        return CallOutcome(score, correct, metrics=metrics)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A submitted check."""
-
-    verifier: Verifier
-    request: bytes
-    future: Future[CallOutcome] = field(default_factory=Future)
+            fault = "its process gave an answer that is none"
+        elif score is not None and not abs(score) <= max_abs:
+            fault = f"returned {str(score)[:20]}, and reward.max_abs is {max_abs:g}"
+        elif metrics is None or not all(abs(number) <= max_abs for number in metrics.values()):
+            limits = f"at most {MOST_METRICS} numbers up to {max_abs:g}"
+            fault = f"its metrics are not {limits}, by names of letters, digits and ._-/"
+        else:
+            return CallOutcome(score, correct, metrics=metrics)
+        return CallOutcome(failure="result", detail=fault)
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
@@ -83,6 +77,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings
         places = settings.processes or 1
+        self._host = partial(
+            CodeHost, "verifier", ENTRY, {}, "reward", settings, settings.environment, seconds=settings.timeout_s
+        )
         self._one_by_one = [self._host(trusted=True) for _ in range(places)]
         self._idle = list(self._one_by_one)
         self._places = asyncio.Semaphore(places)
@@ -90,7 +87,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._together: dict[str, asyncio.Semaphore] = {}
         self._talks: dict[CodeHost, Talk] = {}
         self._checked = set[str]()
-        self._under_way: dict[asyncio.Task[None], Check] = {}
         self._closed = False
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -103,77 +99,75 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
         Raises TypeError if the completion is not JSON, RuntimeError after `close`, and UserError as `check_requirements`.
         """
+        settings, key = self.settings, verifier.key
         with self._lock:
-            if verifier.key not in self._checked:
-                check_requirements(verifier.name, verifier.settings, self.settings)
-                self._prepare(verifier)
-                self._checked.add(verifier.key)
+            if key not in self._checked:
+                check_requirements(verifier.name, verifier.settings, settings)
+                is_built_in = verifier.name in VERIFIERS
+                # Of Braid's own verifiers only `code` runs foreign code.
+                walled = settings.sandbox != "none" and (not is_built_in or verifier.name == "code")
+                if walled or verifier.asynchronous:  # it needs a host of its own, with the code as it is now
+                    file = None if is_built_in else source_of(verifier.name)
+                    self._hosts[key] = self._host(file=file, trusted=not walled, together=True)
+                    self._together[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
+                self._checked.add(key)
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            argument = {"key": verifier.key, "completion": vars(completion), "limit_s": self.settings.timeout_s}
-            check = Check(verifier, json.dumps({"check": argument}).encode() + b"\n")
-            check.future.set_running_or_notify_cancel()
-            if self.settings.processes or verifier.asynchronous:
-                self._loop.call_soon_threadsafe(self._begin, check)
-                return check.future
-        check.future.set_result(CallOutcome.of(call_here(verifier, argument), self.settings.max_abs))
-        return check.future
+            argument = {"key": key, "completion": vars(completion), "limit_s": settings.timeout_s}
+            request = json.dumps({"check": argument}).encode() + b"\n"
+            future: Future[CallOutcome] = Future()
+            future.set_running_or_notify_cancel()
+            if settings.processes or verifier.asynchronous:
+                asyncio.run_coroutine_threadsafe(self._serve(key, request, future), self._loop)
+                return future
+        found = call(verifier, argument)
+        if inspect.isawaitable(found):
+            # Imported here: it imports torch, and most verifiers need no event loop.
+            from braidrl.cluster.event_loop import Runner
 
-    def _host(self, **properties: Any) -> CodeHost:
-        settings = self.settings
-        return CodeHost(
-            "verifier", ENTRY, {}, "reward", settings, settings.environment, seconds=settings.timeout_s, **properties
-        )
+            with Runner() as runner:
+                found = runner.run(awaited(found))
+        future.set_result(CallOutcome.of(found, settings.max_abs))
+        return future
 
-    def _prepare(self, verifier: Verifier) -> None:
-        """Make the verifier's own host, if it needs one, with the code as it is now."""
-        walled = self.settings.sandbox != "none" and not verifier.trusted
-        if walled or verifier.asynchronous:
-            self._hosts[verifier.key] = self._host(file=verifier.file, trusted=not walled, together=True)
-            self._together[verifier.key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
-
-    def _begin(self, check: Check) -> None:
-        task = self._loop.create_task(self._serve(check))
-        self._under_way[task] = check
-        task.add_done_callback(lambda ended: self._under_way.pop(ended, None))
-
-    async def _serve(self, check: Check) -> None:
-        own = self._hosts.get(check.verifier.key)
+    async def _serve(self, key: str, request: bytes, future: Future[CallOutcome]) -> None:
+        """Make a call, and set its future."""
+        own = self._hosts.get(key)
         # A call whose process was killed from outside is repeated once. One that shared a process with a call that blocked or ended it
         # is repeated alone.
         tries = [own, own] if own and own.policy.walls else [own, None, None] if own else [None, None]
         try:
             for host in tries:
                 if host:
-                    async with self._together[check.verifier.key]:
-                        found = await self._asked(host, check)
+                    async with self._together[key]:
+                        found = await self._asked(host, key, request)
                 else:  # in a process without other calls
                     async with self._places:
                         host = self._idle.pop()
                         try:
-                            found = await self._asked(host, check)
+                            found = await self._asked(host, key, request)
                         finally:
                             self._idle.append(host)
                 if not found.get("again"):
                     break
         except asyncio.CancelledError:
-            check.future.set_exception(CancelledError(ABANDONED))
+            future.set_exception(CancelledError(ABANDONED))
         except Exception as error:  # an error of the pool, not of the verifier: the caller gets it
-            check.future.set_exception(error)
+            future.set_exception(error)
         else:
-            check.future.set_result(CallOutcome.of(found, self.settings.max_abs))
+            future.set_result(CallOutcome.of(found, self.settings.max_abs))
 
-    async def _asked(self, host: CodeHost, check: Check) -> Message:
+    async def _asked(self, host: CodeHost, key: str, request: bytes) -> Message:
         """Return a host's answer, after it has imported the verifier."""
-        if not host.has_loaded(check.verifier.key):
+        if not host.has_loaded(key):
             if talk := self._talks.pop(host, None):
                 talk.close()
-            if failed := await self._loop.run_in_executor(None, host.load, check.verifier.key):
+            if failed := await self._loop.run_in_executor(None, host.load, key):
                 return failed
         # Successive calls in one process use the same talk.
         talk = self._talks.pop(host, None) or host.talk()
         try:
-            return await talk.answer_to(check.request)
+            return await talk.answer_to(request)
         finally:
             if host in self._one_by_one and talk.ready:
                 self._talks[host] = talk
@@ -186,9 +180,16 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             if self._closed:
                 return
             self._closed = True
-        hosts = (*self._one_by_one, *self._hosts.values())
+
+        async def abandon_checks() -> None:
+            pending = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(END_LIMIT_S)
+            asyncio.run_coroutine_threadsafe(abandon_checks(), self._loop).result(END_LIMIT_S)
+        hosts = (*self._one_by_one, *self._hosts.values())
         for act in (CodeHost.hang_up, CodeHost.close):
             for host in hosts:
                 act(host)
@@ -196,12 +197,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._thread.join(END_LIMIT_S)
         if not self._thread.is_alive():
             self._loop.close()
-
-    async def _cancel_all(self) -> None:
-        for task in list(self._under_way):
-            task.cancel()
-        while self._under_way:
-            await asyncio.wait(list(self._under_way))
 
     def __exit__(self, *_: object) -> None:
         self.close()

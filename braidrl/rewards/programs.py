@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -214,15 +214,16 @@ def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
         os.close(requests)
         os.close(answers)
         with open(ours, "w") as asked, open(theirs, "rb") as answered:
-            calls = ProgramCalls(running, asked, answered)
             try:
-                calls.send(json.dumps(program))
+                print(json.dumps(program), file=asked, flush=True)
                 tree = ast.parse(asserts, "tests.py")
                 # Tests may use standard modules, as in `math.isclose`, even if the program has not imported them.
                 used = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
                 named = {node.id for node in used if isinstance(node, ast.Name)}
                 modules = {name: importlib.import_module(name) for name in named & sys.stdlib_module_names}
-                exec(compile(tree, "tests.py", "exec"), Names(calls, modules))
+                names = Names(modules, __name__="tests", __builtins__=dict(vars(builtins)))
+                names.calls = ProgramCalls(running, asked, answered)
+                exec(compile(tree, "tests.py", "exec"), names)
                 return True
             except (ProgramEnded, MemoryError):
                 raise
@@ -234,12 +235,9 @@ def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
 
 
 class Names(dict[str, Any]):
-    """The names in a test: its own, Python's, and the program's."""
+    """The names in a test: its own, Python's, and the program's, which `calls` reaches."""
 
-    def __init__(self, calls: "ProgramCalls", modules: Mapping[str, Any]) -> None:
-        """`calls` reaches the program; `modules` are defined from the start."""
-        super().__init__(modules, __name__="tests", __builtins__=dict(vars(builtins)))
-        self.calls = calls
+    calls: "ProgramCalls"
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
@@ -250,37 +248,20 @@ class Names(dict[str, Any]):
             raise NameError(f"name {name!r} is not defined") from None
 
 
+@dataclass
 class ProgramCalls:
-    """A connection to a program's process: requests and plain answers, one at a time."""
+    """A connection to a program's process: requests and plain answers, one at a time, over this process's ends of its pipes."""
 
-    def __init__(self, running: "Running", asked: Any, answered: Any) -> None:
-        """`asked` and `answered` are this process's ends of its pipes."""
-        self.running, self.asked, self.answered, self.unread = running, asked, answered, b""
-
-    def send(self, line: str) -> None:
-        """Write a request."""
-        self.asked.write(line + "\n")
-        self.asked.flush()
+    running: "Running"
+    asked: Any
+    answered: Any
+    unread: bytes = b""
 
     def ask(self, verb: str, on: int | None, name: str, *positional: Any, **named: Any) -> Any:
         """Return a request's plain result, or a `Kept` that stands for a value that is not plain; raise the program's exception."""
-        sent = (
-            [encoded(one, number_of) for one in positional],
-            {key: encoded(one, number_of) for key, one in named.items()},
-        )
-        self.send(json.dumps([verb, on, name, *sent]))
-        said = self._answer()
-        if "error" in said:
-            kind = getattr(builtins, str(said["error"]), None)
-            text = str(said.get("text"))[:200]
-            if isinstance(kind, type) and issubclass(kind, (OSError, MemoryError)):
-                raise ProgramEnded(shown(f"{kind.__name__}: {text}"))
-            raise (kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else WrongProgram(text))
-        for mine, changed in zip(positional, said.get("given") or (), strict=False):
-            replace_contents(mine, self._value(changed))
-        return self._value(said.get("value"))
-
-    def _answer(self) -> dict[str, Any]:
+        by_name = {key: encoded(one, number_of) for key, one in named.items()}
+        request = [verb, on, name, [encoded(one, number_of) for one in positional], by_name]
+        print(json.dumps(request), file=self.asked, flush=True)
         while b"\n" not in self.unread:
             piece = os.read(self.answered.fileno(), 1 << 16)
             if not piece or len(self.unread) > OUTPUT_BYTES:
@@ -289,18 +270,23 @@ class ProgramCalls:
             self.unread += piece
         line, _, self.unread = self.unread.partition(b"\n")
         try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise WrongProgram("its answer is not plain data")
-        return found
-
-    def _value(self, sent: Any) -> Any:
-        try:
-            return decoded(sent, partial(Kept, self))
-        except (KeyError, TypeError, ValueError):
+            said = json.loads(line)
+            value = decoded(said.get("value"), partial(Kept, self))
+            given = [decoded(one, partial(Kept, self)) for one in said.get("given") or ()]
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             raise WrongProgram("its answer is not plain data") from None
+        if "error" in said:
+            kind, text = getattr(builtins, str(said["error"]), None), str(said.get("text"))[:200]
+            if isinstance(kind, type) and issubclass(kind, (OSError, MemoryError)):
+                raise ProgramEnded(shown(f"{kind.__name__}: {text}"))
+            raise (kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else WrongProgram(text))
+        for mine, changed in zip(positional, given, strict=False):
+            if isinstance(mine, list) and isinstance(changed, list):
+                mine[:] = changed
+            elif isinstance(mine, dict | set) and type(mine) is type(changed):
+                mine.clear()
+                mine.update(changed)
+        return value
 
 
 def number_of(value: Any) -> int:
@@ -308,17 +294,6 @@ def number_of(value: Any) -> int:
     if not isinstance(value, Kept):
         raise TypeError(f"a test gives the program plain values; a {type(value).__name__} cannot cross to its process")
     return int(object.__getattribute__(value, "_number"))
-
-
-def replace_contents(mine: Any, changed: Any) -> None:
-    """Update a list, dictionary or set of the test with the contents that the program left in it."""
-    if type(mine) is not type(changed) or mine is changed:
-        return
-    if isinstance(mine, list):
-        mine[:] = changed
-    elif isinstance(mine, dict | set):
-        mine.clear()
-        mine.update(changed)
 
 
 class Kept:
@@ -373,12 +348,14 @@ class Kept:
                 return
 
 
+@dataclass
 class Running:
-    """A running program, with its output in files of this call's own folder."""
+    """A running program with `seconds` of processor time, and its output in files of this call's own folder."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", out: Any, err: Any, seconds: int) -> None:
-        """Limit the program to `seconds` of processor time."""
-        self.process, self.out, self.err, self.seconds = process, out, err, seconds
+    process: "subprocess.Popen[bytes]"
+    out: Any
+    err: Any
+    seconds: int
 
     def output(self) -> str | None:
         """Wait for the program's end, and return its output; None if the program failed by itself.

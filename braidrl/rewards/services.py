@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,9 +41,8 @@ class Refused(Exception):
     """A service's refusal that repeating the request would not change."""
 
 
-Gates = dict[str, asyncio.Semaphore]
-_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, Gates] = WeakKeyDictionary()
-_batches: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Batches]]" = WeakKeyDictionary()
+_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
+_batches: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], Batches]]" = WeakKeyDictionary()
 
 
 async def judge(
@@ -59,7 +59,8 @@ async def judge(
     """
     question = filled(template or TEMPLATE, {"prompt": shown(prompt), "response": response, "answer": shown(answer)})
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0.0, **(settings or {})}
-    kept = Path(cache).expanduser() / f"{digest([url, body])}.json" if cache else None
+    digest = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
+    kept = Path(cache).expanduser() / f"{digest}.json" if cache else None
     tries = 0
     if kept is not None and kept.is_file():
         reply = json.loads(kept.read_text())
@@ -99,7 +100,7 @@ async def remote(
     item = {"prompt": prompt, "response": response, "answer": answer, "metadata": dict(metadata), "source": source}
     batches = _batches.setdefault(asyncio.get_running_loop(), {})
     settings = (url, batch, key, retries, wait_s)
-    result = await batches.setdefault(digest(settings), Batches(*settings)).ask(item)
+    result = await batches.setdefault(settings, Batches(*settings)).ask(item)
     if isinstance(result, dict):
         if "error" in result:
             raise Refused(f"{url}: {result['error']}")
@@ -107,13 +108,17 @@ async def remote(
     return result
 
 
+@dataclass
 class Batches:
     """A batcher that joins rows requested at about the same time into requests to one server."""
 
-    def __init__(self, url: str, size: int, key: str | None, retries: int, wait_s: float) -> None:
-        self.url, self.size, self.key, self.retries, self.wait_s = url, size, key, retries, wait_s
-        self.waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
-        self.sent = set[asyncio.Task[None]]()
+    url: str
+    size: int
+    key: str | None
+    retries: int
+    wait_s: float
+    waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = field(default_factory=list)
+    sent: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def ask(self, item: dict[str, Any]) -> Any:
         """Return the server's result for a row."""
@@ -129,24 +134,26 @@ class Batches:
     def send(self) -> None:
         """Send a request for all waiting rows."""
         rows, self.waiting = self.waiting, []
+
+        async def request() -> None:
+            try:
+                items = [item for item, _ in rows]
+                reply, _ = await asked(self.url, {"items": items}, self.key, self.retries, self.wait_s)
+                results = reply.get("results")
+                if not isinstance(results, list) or len(results) != len(rows):
+                    raise Refused(f"{self.url}: `results` is no list of {len(rows)}")
+                for (_, future), result in zip(rows, results, strict=True):
+                    if not future.done():  # a row's time limit may have passed
+                        future.set_result(result)
+            except Exception as error:
+                for _, future in rows:
+                    if not future.done():
+                        future.set_exception(error)
+
         if rows:
-            task = asyncio.get_running_loop().create_task(self._send(rows))
+            task = asyncio.get_running_loop().create_task(request())
             self.sent.add(task)
             task.add_done_callback(self.sent.discard)
-
-    async def _send(self, rows: list[tuple[dict[str, Any], asyncio.Future[Any]]]) -> None:
-        try:
-            reply, _ = await asked(self.url, {"items": [item for item, _ in rows]}, self.key, self.retries, self.wait_s)
-            results = reply.get("results")
-            if not isinstance(results, list) or len(results) != len(rows):
-                raise Refused(f"{self.url}: `results` is no list of {len(rows)}")
-            for (_, future), result in zip(rows, results, strict=True):
-                if not future.done():  # a row's time limit may have passed
-                    future.set_result(result)
-        except Exception as error:
-            for _, future in rows:
-                if not future.done():
-                    future.set_exception(error)
 
 
 async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: float) -> tuple[dict[str, Any], int]:
@@ -192,7 +199,3 @@ def shown(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(one, dict) and "content" in one for one in value):
         return "\n\n".join(f"{one.get('role', 'user')}: {one['content']}" for one in value)
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -13,12 +13,11 @@ import re
 import reprlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from braidrl.errors import UserError, suggest
-from braidrl.importing import relative_to, source_of
+from braidrl.importing import relative_to
 from braidrl.rewards.verifiers import VERIFIERS, Score
 from braidrl.sandbox.answers import Answerer, Message
 from braidrl.sandbox.host import failure_of, raised
@@ -45,29 +44,13 @@ class Verifier:
 
     name: str
     settings: Mapping[str, Any]
+    key: str
+    """The name and settings as JSON, from which another process makes the same verifier."""
+    label: str
+    """The short name in metrics and columns: `judge` of `file.py:judge`."""
     function: Callable[..., Any]
     reads: tuple[str, ...]
     asynchronous: bool
-
-    @cached_property
-    def key(self) -> str:
-        """Return the name and settings as JSON, from which another process makes the same verifier."""
-        return json.dumps([relative_to(Path.cwd(), self.name), self.settings], sort_keys=True)
-
-    @property
-    def trusted(self) -> bool:
-        """Return whether it may run outside a sandbox: it belongs to Braid and runs no foreign code."""
-        return self.name in VERIFIERS and self.name != "code"
-
-    @property
-    def file(self) -> Path | None:
-        """Return the file of a user's function."""
-        return None if self.name in VERIFIERS else source_of(self.name)
-
-    @property
-    def label(self) -> str:
-        """Return the short name in metrics and columns: `judge` of `file.py:judge`."""
-        return self.name.rpartition(":")[2]
 
     def __call__(self, completion: Mapping[str, Any]) -> Any:
         """Call the function with a completion's fields, and return its result; an awaitable if it is `async`."""
@@ -90,17 +73,13 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
             raise UserError(f"verifier {name!r}: {parameter} cannot be given by name; write plain named parameters")
     reads = tuple(p for p in KNOWN_PARAMETERS if p in parameters)
     _check_settings(name, settings, {n: p for n, p in parameters.items() if n not in reads})
-    if name in VERIFIERS and (pattern := settings.get("pattern")) is not None:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise UserError(f"verifier {name!r}: `pattern` {pattern!r} is no regular expression: {error}") from None
+    key = json.dumps([relative_to(Path.cwd(), name), settings], sort_keys=True)
     asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-    return Verifier(name, settings, function, reads, asynchronous)
+    return Verifier(name, settings, key, name.rpartition(":")[2], function, reads, asynchronous)
 
 
 def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Raise UserError for a setting without a parameter, or a parameter without a value."""
+    """Raise UserError for a setting without a parameter, a parameter without a value, or a value that does not fit."""
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     for setting in settings:
@@ -117,6 +96,11 @@ def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[
         json.dumps(settings)
     except TypeError as error:
         raise UserError(f"verifier {name!r}: `params` must be plain YAML values ({error})") from None
+    if name in VERIFIERS and (pattern := settings.get("pattern")) is not None:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise UserError(f"verifier {name!r}: `pattern` {pattern!r} is no regular expression: {error}") from None
 
 
 def checks() -> Answerer:
@@ -147,20 +131,6 @@ def call(verifier: Verifier, argument: Mapping[str, Any]) -> Message | Awaitable
         return failed(error)
 
 
-def call_here(verifier: Verifier, argument: Mapping[str, Any]) -> Message:
-    """Call a verifier that is not declared `async` in this process and thread."""
-    found = call(verifier, argument)
-    if not inspect.isawaitable(found):
-        return found
-    from braidrl.cluster.event_loop import Runner  # only here: most verifiers need no event loop
-
-    async def wait() -> Message:
-        return await found
-
-    with Runner() as runner:
-        return runner.run(wait())
-
-
 async def finished(value: Awaitable[Any], limit_s: float) -> Message:
     """Await a verifier's result within its limit."""
     import asyncio
@@ -184,22 +154,15 @@ def failed(error: BaseException) -> Message:
 
 def judgement(value: Any) -> Message:
     """Normalise a verifier's result to `score` and `correct`, None if not given; anything else is a failure."""
-    metrics: Mapping[str, float] = {}
-    if isinstance(value, Score):
-        score, correct, metrics = plain_number(value.score), value.correct, value.metrics
-    else:
-        score, correct = plain_number(value), None
+    given = value if isinstance(value, Score) else Score(value)
+    found: list[Any] = [given.score, *given.metrics.values()]
+    # NumPy's and torch's scalars become Python's numbers.
+    score, *numbers = [one.item() if callable(getattr(one, "item", None)) else one for one in found]
     if isinstance(score, bool):
         return {"score": None, "correct": score}
-    if isinstance(score, int | float) and math.isfinite(score):
-        more = {"metrics": {name: plain_number(one) for name, one in metrics.items()}} if metrics else {}
-        return {"score": float(score), "correct": None if correct is None else bool(correct), **more}
-    return {
-        "failure": "result",
-        "detail": f"returned {reprlib.repr(value)}; a verifier returns a bool, a finite number or Score",
-    }
-
-
-def plain_number(value: Any) -> Any:
-    """Convert a NumPy or torch scalar to a Python number; return other values as they are."""
-    return value.item() if callable(getattr(value, "item", None)) else value
+    if not isinstance(score, int | float) or not math.isfinite(score):
+        detail = f"returned {reprlib.repr(value)}; a verifier returns a bool, a finite number or Score"
+        return {"failure": "result", "detail": detail}
+    correct = None if given.correct is None else bool(given.correct)
+    metrics = dict(zip(given.metrics, numbers, strict=True))
+    return {"score": float(score), "correct": correct, **({"metrics": metrics} if metrics else {})}

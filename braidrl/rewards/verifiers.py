@@ -69,27 +69,22 @@ def f1(response: str, answer: Any, *, correct_from: float = 1.0) -> Score:
 
     As in SQuAD's script, lower-case words are compared without punctuation and articles. The response is right from `correct_from` on.
     """
-    score = max(word_overlap(response, str(one)) for one in (answer if isinstance(answer, list) else [answer]))
-    return Score(score, correct=score >= correct_from)
-
-
-def word_overlap(response: str, answer: str) -> float:
-    """Return the F1 of two texts' words; 1 if neither has words, 0 if only one has."""
-    given, wanted = map(squad_words, (response, answer))
-    common = sum((Counter(given) & Counter(wanted)).values())
-    if not given or not wanted or not common:
-        return float(given == wanted)
-    precision, recall = common / len(given), common / len(wanted)
-    return 2 * precision * recall / (precision + recall)
-
-
-def squad_words(text: str) -> list[str]:
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return re.sub(r"\b(?:a|an|the)\b", " ", bare).split()
+    texts = [response, *map(str, answer if isinstance(answer, list) else [answer])]
+    bare = (text.lower().translate(str.maketrans("", "", string.punctuation)) for text in texts)
+    given, *references = (re.sub(r"\b(?:a|an|the)\b", " ", text).split() for text in bare)
+    scores = []
+    for wanted in references:
+        common = sum((Counter(given) & Counter(wanted)).values())
+        if common:
+            precision, recall = common / len(given), common / len(wanted)
+            scores.append(2 * precision * recall / (precision + recall))
+        else:  # also 1 if neither has words
+            scores.append(float(given == wanted))
+    return Score(max(scores), correct=max(scores) >= correct_from)
 
 
 # A minus after a digit is subtraction. Digits in a fraction, power, ratio or version are not numbers by themselves.
-_NUMBER = re.compile(
+NUMBER = re.compile(
     r"(?P<sign>(?<![0-9)])[-−]\s?)?\$?\s?(?P<inner>(?<=\$)-)?(?<![0-9.,/^:])"
     r"(?P<digits>(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]{1,3})?+)(?!\s?[/^:]\s?[0-9])"
 )
@@ -102,29 +97,23 @@ def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
     wrong; with `flexible` its last number counts. Raises ValueError if the reference holds no number.
     """
     reference = str(answer)
-    expected = final_number(reference) if "####" in reference else last_number(reference)
+    expected = final_number(reference, marked="####" in reference)
     if expected is None:
         raise ValueError(f"the reference answer {reference[-80:]!r} holds no number")
     given = final_number(response)
     if given is None and flexible:
-        given = last_number(response)
+        given = final_number(response, marked=False)
     return given == expected
 
 
-def final_number(text: str) -> Decimal | None:
-    """Return the first number on the line after the last `####`, or None."""
-    _, mark, rest = text.rpartition("####")
-    lines = rest.strip().splitlines()
-    found = _NUMBER.search(lines[0]) if mark and lines else None
-    return _value(found) if found else None
-
-
-def last_number(text: str) -> Decimal | None:
-    """Return the last number in the text, or None."""
-    found = list(_NUMBER.finditer(text))
-    return _value(found[-1]) if found else None
-
-
-def _value(number: re.Match[str]) -> Decimal:
+def final_number(text: str, marked: bool = True) -> Decimal | None:
+    """Return the first number on the line after the last `####`, or with `marked=False` the last number in the text; None without one."""
+    if marked:
+        _, mark, rest = text.rpartition("####")
+        text = next(iter(rest.strip().splitlines()), "") if mark else ""
+    numbers = list(NUMBER.finditer(text))
+    if not numbers:
+        return None
+    number = numbers[0 if marked else -1]
     magnitude = Decimal(number["digits"].replace(",", ""))
     return -magnitude if number["sign"] or number["inner"] else magnitude

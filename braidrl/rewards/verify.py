@@ -6,25 +6,20 @@ rows ──submit──> one check per row and verifier ──> pool (beside gen
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from braidrl.config import RewardConfig, VerifierConfig
-from braidrl.data.endings import hidden_ids, visible_text
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, Verifier, resolve
 
-
-class Decoder(Protocol):
-    """The part of a tokenizer that this module uses."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -44,30 +39,22 @@ class CheckFailure:
     label: str
     reason: str
     """timeout, exception, died or result."""
-    detail: str
-
-    @property
-    def words(self) -> str:
-        """Return the failure as a message."""
-        return f"verifier {self.label}: {self.reason}: {self.detail}"
+    words: str
+    """The failure as a message."""
 
 
+@dataclass(eq=False)
 class Pending:
     """Checks in flight for some rows, in the rows' order."""
 
-    def __init__(
-        self, rewards: "RuleRewards", checks: list[list[tuple[Weighted, Future[CallOutcome]]]], prefix: str
-    ) -> None:
-        self._rewards = rewards
-        self._checks = checks
-        self._prefix = prefix
-
-    def __len__(self) -> int:
-        return len(self._checks)
+    rewards: "RuleRewards"
+    checks: list[list[tuple[Weighted, Future[CallOutcome]]]]
+    prefix: str
+    """Precedes the names of the columns."""
 
     def done(self) -> bool:
         """Return whether `result` will return without waiting."""
-        return all(future.done() for row in self._checks for _, future in row)
+        return all(future.done() for row in self.checks for _, future in row)
 
     def result(self) -> dict[str, Tensor]:
         """Wait, and return the columns `score`, `correct`, `reward`, (B,) float32 each, and `score_<name>` for several verifiers.
@@ -75,43 +62,40 @@ class Pending:
         `score` and, before reward shaping, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1, is the first
         verifier's verdict. `score_<name>` is NaN in rows whose source does not have that verifier.
         """
-        rows = [[(weighted, self._rewards.judge(future.result())) for weighted, future in row] for row in self._checks]
+        rows = [[(weighted, self.rewards.judge(future.result())) for weighted, future in row] for row in self.checks]
         total = torch.tensor([sum(w.weight * score for w, (score, _) in row) for row in rows], dtype=torch.float32)
         correct = torch.tensor([float(row[0][1][1]) for row in rows], dtype=torch.float32)
         columns = {"score": total, "correct": correct, "reward": total.clone()}
-        if len(self._rewards.labels) > 1:
+        if len(self.rewards.labels) > 1:
             scores = [{weighted.label: score for weighted, (score, _) in row} for row in rows]
-            for label in self._rewards.labels:
+            for label in self.rewards.labels:
                 values = [row.get(label, float("nan")) for row in scores]
                 columns[f"score_{label}"] = torch.tensor(values, dtype=torch.float32)
-        return {self._prefix + name: column for name, column in columns.items()}
+        return {self.prefix + name: column for name, column in columns.items()}
 
     def failures(self) -> list[CheckFailure]:
         """Wait, and return the checks that raised, hung, died or returned no score."""
-        return [
-            CheckFailure(number, weighted.label, outcome.failure, outcome.detail)
-            for number, row in enumerate(self._checks)
-            for weighted, outcome in ((w, future.result()) for w, future in row)
-            if outcome.failure is not None
-        ]
+        failed = []
+        for number, row in enumerate(self.checks):
+            for weighted, future in row:
+                if (reason := future.result().failure) is not None:
+                    words = f"verifier {weighted.label}: {reason}: {future.result().detail}"
+                    failed.append(CheckFailure(number, weighted.label, reason, words))
+        return failed
 
     def metrics(self) -> Iterator[tuple[str, float]]:
         """Wait, and yield the score of each check, `checks/NAME/score_mean`, and a verifier's own numbers, `reward/NAME/number`."""
-        for weighted, outcome in ((w, future.result()) for row in self._checks for w, future in row):
-            yield f"checks/{weighted.label}/score_mean", self._rewards.judge(outcome)[0]
-            yield from ((f"reward/{weighted.label}/{name}", value) for name, value in outcome.metrics.items())
-
-    def failure_counts(self) -> Counter[str]:
-        """Wait, and count the failed checks by `name/reason`."""
-        return Counter(f"{failure.label}/{failure.reason}" for failure in self.failures())
+        for weighted, future in (check for row in self.checks for check in row):
+            yield f"checks/{weighted.label}/score_mean", self.rewards.judge(future.result())[0]
+            yield from ((f"reward/{weighted.label}/{name}", value) for name, value in future.result().metrics.items())
 
 
-class RuleRewards(AbstractContextManager["RuleRewards"]):
-    """The verifiers of a run and their processes. Use it as a context, or call `close`."""
+class RuleRewards:
+    """The verifiers of a run and their processes, until `close`."""
 
     def __init__(
         self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]], correct_score: float,
-        wrong_score: float, tokenizer: Decoder, source_names: Mapping[int, str] | None = None,
+        wrong_score: float, tokenizer: "PreTrainedTokenizerBase", source_names: Mapping[int, str] | None = None,
         ends: Collection[int] = (),
     ) -> None:  # fmt: skip
         """Resolve the verifiers. Raises UserError for one that cannot be called.
@@ -127,7 +111,7 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
         """
         self.correct_score = correct_score if config.correct_score is None else config.correct_score
         self.wrong_score = wrong_score if config.wrong_score is None else config.wrong_score
-        self._tokenizer, self._hidden = tokenizer, hidden_ids(tokenizer, ends)
+        self._tokenizer, self._ends = tokenizer, ends
         self._skips_special = config.skip_special_tokens
         self._source_names = source_names or {}
         self._default = weighted_verifiers(config.verify)
@@ -139,7 +123,7 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
     def submit(self, rows: Rows, of: str | None = None) -> Pending:
         """Start checking rows, and return at once; `of` is the namespace of the tokens."""
         prefix = f"{of}." if of else ""
-        texts = responses(rows, self._tokenizer, self._hidden, self._skips_special, prefix)
+        texts = responses(rows, self._tokenizer, self._ends, self._skips_special, prefix)
         checks = []
         for row, source in enumerate(rows["source"].tolist()):
             metadata = rows["metadata"][row]
@@ -161,9 +145,6 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
     def close(self) -> None:
         self._pool.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
     """Resolve verifiers under unique labels: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
@@ -180,9 +161,10 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
 
 
 def responses(
-    rows: Rows, tokenizer: Decoder, hidden: Collection[int], skip_special_tokens: bool, prefix: str = ""
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", ends: Collection[int], skip_special_tokens: bool, prefix: str = ""
 ) -> list[str]:
-    """Return each row's sampled text; see `visible_text`."""
+    """Return each row's sampled text without end tokens and padding, and with `skip_special_tokens` without any special token."""
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
-    sampled = tokens.where(mask.values.bool()).tolist()
-    return [visible_text(tokenizer, ids, hidden, skip_special_tokens) for ids in sampled]
+    hidden = {*ends, getattr(tokenizer, "pad_token_id", None)}
+    sampled = ([token for token in ids if token not in hidden] for ids in tokens.where(mask.values.bool()).tolist())
+    return [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sampled]

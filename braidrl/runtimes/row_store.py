@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
 from braidrl.data.codec import pack_rows, unpack_rows
-from braidrl.data.endings import end_ids_of, hidden_ids
+from braidrl.data.endings import end_ids_of
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.packing import equal_share
 from braidrl.data.prompts import LoadedSource
@@ -112,7 +112,7 @@ class RowStore:
         eval_sources: Mapping[str, LoadedSource], texts: LoadedSource | None = None,
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.eval_sources = config, tokenizer, eval_sources
-        self.hidden = hidden_ids(tokenizer, end_ids_of(config.model.expanduser(), tokenizer))
+        self.ends = end_ids_of(config.model.expanduser(), tokenizer)
         self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
@@ -147,7 +147,7 @@ class RowStore:
         known = {one: self.tokenizer.decode(list(one)) for one in known}
         prompts = [known[tuple(one)] for one in ids]
         skips = self.config.reward.skip_special_tokens
-        said = responses(rows, self.tokenizer, self.hidden, skips) if "tokens" in rows else [""] * len(rows)
+        said = responses(rows, self.tokenizer, self.ends, skips) if "tokens" in rows else [""] * len(rows)
         return [RowText(*texts) for texts in zip(prompts, said, strict=True)]
 
     def record(self, path: Path, rows: Rows) -> None:

@@ -23,7 +23,7 @@ def plain(line: bytes | bytearray) -> Any:
     or values nested more than `MOST_DEPTH` deep.
     """
     try:
-        found = json.loads(line, parse_constant=_finite, parse_float=_finite, parse_int=_bounded)
+        found = json.loads(line, parse_int=_bounded)
     except RecursionError:
         raise ValueError(f"it is nested more than {MOST_DEPTH} deep") from None
     waiting = [(found, 0)]
@@ -33,6 +33,8 @@ def plain(line: bytes | bytearray) -> Any:
             raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
         if isinstance(value, str):
             value.encode()  # a surrogate raises UnicodeEncodeError, which is a ValueError
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{value} is not a finite number")
         elif isinstance(value, dict):
             waiting += [(part, depth + 1) for pair in value.items() for part in pair]
         elif isinstance(value, list):
@@ -52,12 +54,6 @@ def bounded_numbers(found: Any, most: int) -> dict[str, float] | None:
     if not all(NAME.fullmatch(name) and isinstance(value, int | float) for name, value in found.items()):
         return None
     return {name: float(value) for name, value in found.items()}
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text[:20]} is not a finite number")
-    return value
 
 
 def _bounded(text: str) -> int:

@@ -58,6 +58,15 @@ REASON = b"\0"
 NOT_WAITED_FOR: Message = {"failure": "died", "detail": "its answer is not waited for"}
 
 
+def socket_buffers() -> int:
+    """Return the size of a socket's buffers, of which no namespace but the machine's knows the setting."""
+    try:
+        with open("/proc/sys/net/core/rmem_default") as received, open("/proc/sys/net/core/wmem_default") as sent:
+            return int(received.read()) + int(sent.read())
+    except OSError:
+        return 2 * 212_992
+
+
 @dataclass(frozen=True)
 class SandboxLimits:
     """The limits of untrusted code, and its own folders."""
@@ -76,7 +85,7 @@ class SandboxLimits:
     """Folders of which each call has its own; without any there are no namespaces, and so no sandbox."""
     kept: tuple[str, ...] = ()
     """Paths below them that stay visible."""
-    socket_bytes: int = field(default_factory=lambda: socket_buffers())
+    socket_bytes: int = field(default_factory=socket_buffers)
     """Size of a socket's buffers, which count as memory."""
     network: bool = True
     """Whether it shares its host's network; otherwise it has its own with only loopback."""
@@ -121,11 +130,6 @@ class SandboxedCopies:
         self.poll.register(run, select.POLLIN)
         self._watch(self.confined.fileno(), select.POLLIN, self._on_confined)
 
-    def watch_until_asked(self) -> None:
-        """Watch the copies until the run asks for something, or is gone."""
-        while self.run.fileno() not in self._watch_once():
-            continue
-
     def end_all(self) -> None:
         """Kill the copies, and wait until they have ended."""
         self.poll.unregister(self.run)
@@ -133,7 +137,7 @@ class SandboxedCopies:
             self._kill(copy, NOT_WAITED_FOR)
         deadline = time.monotonic() + ENDING_S
         while self.copies and time.monotonic() < deadline:
-            self._watch_once(LOOK_EVERY_S)
+            self.watch_once(LOOK_EVERY_S)
 
     def _watch(self, descriptor: int, events: int, act: Callable[[int], None]) -> None:
         self.actions[descriptor] = act
@@ -143,7 +147,7 @@ class SandboxedCopies:
         if self.actions.pop(descriptor, None):
             self.poll.unregister(descriptor)
 
-    def _watch_once(self, most_s: float | None = None) -> set[int]:
+    def watch_once(self, most_s: float | None = None) -> set[int]:
         """Wait for an event or a due look, handle all that are there, and return their descriptors."""
         running = [copy for copy in self.copies.values() if copy.confined and not copy.failure]
         for copy in running:
@@ -162,8 +166,13 @@ class SandboxedCopies:
 
     def start(self, talk: socket.socket) -> None:
         """Start a copy that serves a talk."""
-        if self.imported is None:
-            self.imported = {number for number in open_files() if number != self.namespace}
+        if self.imported is None:  # the files that the code opened at import, without sockets and pipes
+            self.imported = set[int]()
+            for number in set(map(int, os.listdir("/proc/self/fd"))) - {self.namespace}:
+                with contextlib.suppress(OSError):  # the descriptor of the list itself
+                    mode = os.fstat(number).st_mode
+                    if not stat.S_ISSOCK(mode) and not stat.S_ISFIFO(mode):
+                        self.imported.add(number)
         self.number += 1
         printed = os.memfd_create("printed")
         if self.isolated:
@@ -184,7 +193,10 @@ class SandboxedCopies:
         self._watch(talk.fileno(), select.POLLRDHUP, lambda _: self._kill(copy, NOT_WAITED_FOR))
 
     def _confine(self, talk: socket.socket, printed: int) -> None:
-        """Drop this copy's access to everything but its talk and the files that its code opened at import, and set its limits."""
+        """Drop this copy's access to everything but its talk and the files that its code opened at import, and set its limits.
+
+        The limits and the lack of privileges hold for what it starts too.
+        """
         os.setsid()
         for stream in (1, 2):
             os.dup2(printed, stream)
@@ -195,7 +207,16 @@ class SandboxedCopies:
                 os.close(number)
         if self.isolated:
             enter_namespaces(self.limits)
-        limit_resources(self.limits)
+        checked(LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+        checked(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+        checked(LIBC.prctl(PR_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))  # its host may be killed
+        for kind, most in (
+            (resource.RLIMIT_AS, self.limits.memory_bytes), (resource.RLIMIT_FSIZE, FILE_BYTES), (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CPU, int(self.limits.cpu_seconds) + 1),
+        ):  # fmt: skip
+            hard = resource.getrlimit(kind)[1]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (most, most))
         listeners = hold_back_starts() if self.isolated else []
         socket.send_fds(self.sender, [b"%d" % self.number], listeners)
         for number in (self.sender.fileno(), *listeners):
@@ -228,7 +249,9 @@ class SandboxedCopies:
         copy.failure = copy.failure or failure
         self._forget(copy.talk.fileno())
         # First: a process whose start is refused must not see the error, and answer with it.
-        kill(copy.process)
+        for send in (os.kill, os.killpg):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                send(copy.process, signal.SIGKILL)
         while copy.listeners:
             self._forget(copy.listeners[-1])
             os.close(copy.listeners.pop())
@@ -238,8 +261,15 @@ class SandboxedCopies:
         copy = self.copies.pop(number)
         self._kill(copy, {})
         _, status, usage = os.wait4(copy.process, 0)
-        show(copy.printed)
-        failure = copy.failure or exit_failure(status, usage.ru_utime + usage.ru_stime, self.limits)
+        if text := os.pread(copy.printed, PRINTED_BYTES, 0).decode(errors="replace"):
+            os.write(2, shown(text, keep="\n\t").encode(errors="replace"))
+        code, failure = os.waitstatus_to_exitcode(status), copy.failure
+        if not failure and code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime >= self.limits.cpu_seconds:
+            failure = {"failure": "timeout", "detail": f"it took over {self.limits.cpu_seconds:g} s of a processor"}
+        elif not failure:
+            how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+            outside = code in (-signal.SIGKILL, -signal.SIGTERM)
+            failure = {"failure": "died", "detail": f"its process died: {how}", "again": outside}
         with contextlib.suppress(OSError):
             copy.talk.send(REASON + json.dumps(failure).encode() + b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         self._forget(copy.handle)
@@ -282,34 +312,6 @@ class SandboxedCopies:
         return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
 
 
-def open_files() -> set[int]:
-    """Return this process's open descriptors other than sockets and pipes."""
-    found = set[int]()
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            mode = os.fstat(number).st_mode
-            if not stat.S_ISSOCK(mode) and not stat.S_ISFIFO(mode):
-                found.add(number)
-    return found
-
-
-def kill(process: int) -> None:
-    """Kill a process and its group."""
-    for send in (os.kill, os.killpg):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(process, signal.SIGKILL)
-
-
-def exit_failure(status: int, cpu_seconds: float, limits: SandboxLimits) -> Message:
-    """Return the failure of a process that ended without an answer, by itself or from outside."""
-    code = os.waitstatus_to_exitcode(status)
-    if code == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds:
-        return {"failure": "timeout", "detail": f"it took over {limits.cpu_seconds:g} s of a processor"}
-    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-    outside = code in (-signal.SIGKILL, -signal.SIGTERM)
-    return {"failure": "died", "detail": f"its process died: {how}", "again": outside}
-
-
 def enter_namespaces(limits: SandboxLimits) -> None:
     """Enter this copy's own namespaces, mount its own empty folders and processes there, and drop all capabilities."""
     checked(LIBC.unshare(NEW_MOUNTS | NEW_IPC | (0 if limits.network else NEW_NETWORK)))
@@ -336,21 +338,6 @@ def enter_namespaces(limits: SandboxLimits) -> None:
     checked(LIBC.mount(b"proc", b"/proc", b"proc", MS_RESTRICTED | MS_NO_PROGRAMS | MS_READ_ONLY, None))
     # Version 3, this process; all three sets of 64 bits empty.
     checked(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()))
-
-
-def limit_resources(limits: SandboxLimits) -> None:
-    """Set this process's limits; they and the lack of privileges hold for what it starts too."""
-    checked(LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
-    checked(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
-    checked(LIBC.prctl(PR_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))  # its host may be killed
-    seconds = int(limits.cpu_seconds) + 1
-    for kind, most in (
-        (resource.RLIMIT_AS, limits.memory_bytes), (resource.RLIMIT_FSIZE, FILE_BYTES), (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CPU, seconds),
-    ):  # fmt: skip
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
 
 
 def shared_memory(maps: list[str]) -> int | None:
@@ -387,21 +374,6 @@ def sockets(processes: list[str]) -> int:
             listening = {line[7] for line in table if line[6] in found and len(line) > 7}
             waiting = sum(line[5] == WAITING and line[7] in listening for line in table if len(line) > 7)
     return len(found) + waiting
-
-
-def socket_buffers() -> int:
-    """Return the size of a socket's buffers, of which no namespace but the machine's knows the setting."""
-    try:
-        with open("/proc/sys/net/core/rmem_default") as received, open("/proc/sys/net/core/wmem_default") as sent:
-            return int(received.read()) + int(sent.read())
-    except OSError:
-        return 2 * 212_992
-
-
-def show(printed: int) -> None:
-    """Print the beginning of the code's output, without control characters."""
-    if text := os.pread(printed, PRINTED_BYTES, 0).decode(errors="replace"):
-        os.write(2, shown(text, keep="\n\t").encode(errors="replace"))
 
 
 def checked(result: int) -> None:

@@ -10,7 +10,6 @@ default size, by which the host counts them, and a message of a UNIX socket that
 import ctypes
 import errno
 import fcntl
-import functools
 import platform
 import struct
 from dataclasses import dataclass
@@ -68,12 +67,17 @@ class Start:
     is_thread: bool
 
 
-@functools.cache
-def filter_of(kind: Architecture) -> bytes:
-    """Return the filter's program.
+def hold_back_starts() -> list[int]:
+    """Make the kernel ask before this process or its children start anything; return the descriptor of these requests.
+
+    The list is empty if the kernel does not support this (before Linux 5.5, or on a processor not listed here). It cannot be undone.
+    The descriptor must not stay here: its owner can allow starts.
 
     `clone3` is blocked: its flags lie in memory, where another thread may change them. Every C library then calls `clone`.
     """
+    kind = ARCHITECTURES.get(platform.machine())
+    if kind is None:
+        return []
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, kind.audited), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     absent = (CLONE3, *ABSENT_EVERYWHERE, *kind.absent)
     for code, value, action in (
@@ -88,21 +92,9 @@ def filter_of(kind: Architecture) -> bytes:
     steps += [(EQUAL, 1, 0, SO_SNDBUF), (EQUAL, 0, 1, SO_RCVBUF), (RETURN, 0, 0, IGNORE), (RETURN, 0, 0, ALLOW)]
     steps += [(EQUAL, 1, 0, kind.clone), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, 16)]
     steps += [(ANY_BIT, 0, 1, CLONE_NAMESPACES), (RETURN, 0, 0, ABSENT), (RETURN, 0, 0, ASK)]
-    return b"".join(struct.pack("=HBBI", *step) for step in steps)
-
-
-def hold_back_starts() -> list[int]:
-    """Make the kernel ask before this process or its children start anything; return the descriptor of these requests.
-
-    The list is empty if the kernel does not support this (before Linux 5.5, or on a processor not listed here). It cannot be undone.
-    The descriptor must not stay here: its owner can allow starts.
-    """
-    kind = ARCHITECTURES.get(platform.machine())
-    if kind is None:
-        return []
-    program = filter_of(kind)
+    program = b"".join(struct.pack("=HBBI", *step) for step in steps)
     text = ctypes.create_string_buffer(program, len(program))
-    described = struct.pack("@HP", len(program) // 8, ctypes.addressof(text))
+    described = struct.pack("@HP", len(steps), ctypes.addressof(text))
     listener = LIBC.syscall(kind.seccomp, SET_FILTER, NEW_LISTENER, described)
     return [listener] if listener >= 0 else []
 

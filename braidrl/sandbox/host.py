@@ -47,7 +47,9 @@ def main(descriptor: int) -> None:
         module, _, function = asked["entry"].partition(":")
         answer: Answerer = getattr(importlib.import_module(module), function)(**asked["arguments"])
         if asked["together"]:
-            serve_together(run, answer, asked["seconds"])
+            import asyncio  # here: most functions do not need it, and it takes long to load
+
+            asyncio.run(serve_together(run, answer, asked["seconds"]))
         else:
             serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
     os.killpg(0, signal.SIGKILL)
@@ -57,8 +59,8 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
     """Execute the run's requests, one after the other, except that copies work on their own."""
     copies = SandboxedCopies(run, lambda end: answer_all(answer, end), limits) if limits else None
     while True:
-        if copies:
-            copies.watch_until_asked()
+        while copies and run.fileno() not in copies.watch_once():
+            continue  # until the run asks for something, or is gone
         asked, ends, _, _ = socket.recv_fds(run, 1, 1)
         if asked == LISTEN:
             with socket.create_server(("127.0.0.1", 0)) as server:
@@ -83,11 +85,11 @@ def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = Non
         for line in lines:
             ((method, argument),) = json.loads(line).items()
             if seconds is not None:
-                end_after(LOAD_LIMIT_S if method == "load" else seconds)
+                signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S if method == "load" else seconds)
             try:
                 found = answer(method, argument)
                 if inspect.isawaitable(found):
-                    import asyncio  # here: most functions do not need it, and it takes long to load
+                    import asyncio
 
                     runner = runner or asyncio.Runner()
                     found = runner.run(awaited(found))
@@ -95,7 +97,7 @@ def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = Non
             except raised() as error:
                 found = failure_of(error)
             if seconds is not None:
-                end_after(0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
             end.sendall(json.dumps(found).encode() + b"\n")
 
 
@@ -119,64 +121,57 @@ def failure_of(error: BaseException) -> Message:
     return {"failure": type(error).__name__, "detail": str(error)[:500], "where": where}
 
 
-def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None:
-    """Answer one request of each socket, all concurrently on an event loop.
+async def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None:
+    """Answer one request of each socket, all concurrently on this event loop, until the run is gone.
 
     The kernel ends this process if its event loop is blocked for longer than the limit of an answer, `seconds`, or of an import. Normally
     the run kills it earlier, but the run may be gone.
     """
     import asyncio
 
-    async def talk(end: int) -> None:
-        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=end), limit=1 << 30)
-        try:
-            ((method, argument),) = json.loads(await reader.readline()).items()
-            gone = asyncio.ensure_future(reader.read(1))
-            made = asyncio.ensure_future(answered(method, argument))
-            await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
-            if made.done():
-                writer.write(json.dumps(made.result()).encode() + b"\n")
-                await writer.drain()
-            made.cancel()
-            gone.cancel()
-        except ConnectionError:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    tasks = set[asyncio.Task[None]]()
+
+    def on_asked() -> None:
+        asked, ends, _, _ = socket.recv_fds(run, 1, 1)
+        if not asked:
+            ended.set()
             return
-        finally:
-            writer.close()
+        task = loop.create_task(answer_one(answer, ends[0], seconds + ORPHAN_GRACE_S))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    loop.add_reader(run.fileno(), on_asked)
+    while not ended.is_set():
+        signal.setitimer(signal.ITIMER_REAL, seconds + ORPHAN_GRACE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), HEARTBEAT_S)
+
+
+async def answer_one(answer: Answerer, end: int, seconds: float) -> None:
+    """Answer the request of a socket, unless its other end closes before; the kernel ends this process if that blocks for `seconds`."""
+    import asyncio
 
     async def answered(method: str, argument: object) -> Message:
-        end_after(LOAD_LIMIT_S if method == "load" else seconds + ORPHAN_GRACE_S)
+        signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S if method == "load" else seconds)
         try:
             found = answer(method, argument)
             return await found if inspect.isawaitable(found) else found
         except raised() as error:
             return failure_of(error)
 
-    async def serve_all() -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        tasks = set[asyncio.Task[None]]()
-
-        def on_asked() -> None:
-            asked, ends, _, _ = socket.recv_fds(run, 1, 1)
-            if not asked:
-                ended.set()
-                return
-            task = loop.create_task(talk(ends[0]))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-        async def beat() -> None:
-            while True:
-                end_after(seconds + ORPHAN_GRACE_S)
-                await asyncio.sleep(HEARTBEAT_S)
-
-        tasks.add(loop.create_task(beat()))
-        loop.add_reader(run.fileno(), on_asked)
-        await ended.wait()
-
-    asyncio.run(serve_all())
-
-
-def end_after(seconds: float) -> None:
-    """Make the kernel end this process after so many seconds; the next call replaces this one."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=end), limit=1 << 30)
+    try:
+        ((method, argument),) = json.loads(await reader.readline()).items()
+        gone = asyncio.ensure_future(reader.read(1))
+        made = asyncio.ensure_future(answered(method, argument))
+        await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
+        if made.done():
+            writer.write(json.dumps(made.result()).encode() + b"\n")
+            await writer.drain()
+        made.cancel()
+        gone.cancel()
+    except ConnectionError:
+        return
+    finally:
+        writer.close()

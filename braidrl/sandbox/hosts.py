@@ -62,12 +62,11 @@ class Talk:
         self._host, self._process, self._end, self._closed = host, host.process, end, closed
         self._unread, self.ready = bytearray(), True
 
-    async def ask(self, method: str, argument: Any) -> Message:
-        """Return the answer, or a failure, after which no request may follow."""
-        return await self.answer_to(json.dumps({method: argument}).encode() + b"\n")
-
     async def answer_to(self, request: bytes) -> Message:
-        """Return the answer to an encoded request, or a failure; `again` says that other code or a kill from outside was the cause."""
+        """Return the answer to a request, or a failure, after which no request may follow.
+
+        In a failure `again` says that other code, or a kill from outside, was the cause.
+        """
         assert self.ready, "the last request has no answer"
         self.ready = False
         try:
@@ -79,6 +78,7 @@ class Talk:
         return found
 
     async def _next(self, request: bytes = b"") -> Message:
+        """Send a request, and return the next answer, or the failure of a call whose answer is too long or whose host has ended."""
         loop, most = asyncio.get_running_loop(), self._host.limits.answer_bytes
         with contextlib.suppress(ConnectionError):  # a failure may have been sent
             await loop.sock_sendall(self._end, request)
@@ -94,8 +94,15 @@ class Talk:
             except ConnectionError:
                 piece = b""
             if not piece:
-                return await self._describe_end()
+                break
             self._unread += piece
+        process = self._process
+        assert process is not None, "the host was started"
+        await loop.run_in_executor(None, process.wait, SETTLE_S)
+        if process.alive:
+            return {"failure": "died", "detail": "its process closed the connection", "again": True}
+        how = process.describe_end()
+        return {"failure": "died", "detail": f"its process died: {how}", "again": how in KILLED or self._host.together}
 
     async def _end_late(self) -> Message:
         """Return a call's answer or failure after its limit, which it exceeds unless the answer is already there."""
@@ -109,16 +116,6 @@ class Talk:
         # Either the host is stuck, or this call blocks it; or, where calls share an event loop, one of them.
         await asyncio.get_running_loop().run_in_executor(None, self._host.kill, self._process)
         return late | {"again": self._host.policy.walls or self._host.together}
-
-    async def _describe_end(self) -> Message:
-        """Return the failure of a call whose host has ended."""
-        process = self._process
-        assert process is not None, "the host was started"
-        await asyncio.get_running_loop().run_in_executor(None, process.wait, SETTLE_S)
-        if process.alive:
-            return {"failure": "died", "detail": "its process closed the connection", "again": True}
-        how = process.describe_end()
-        return {"failure": "died", "detail": f"its process died: {how}", "again": how in KILLED or self._host.together}
 
     def close(self) -> None:
         """End the process."""
@@ -134,17 +131,16 @@ def checked_answer(line: bytes | bytearray) -> Message:
     except ValueError as error:
         found = str(error)[:100]
     if not isinstance(found, dict):
-        return {
-            "failure": "result",
-            "detail": f"its process gave an answer that is not plain data: {shown(str(found)[:100])}",
-        }
-    if "failure" in found:
-        reason, where = found["failure"], str(found.get("where", ""))
-        named = isinstance(reason, str) and bool(NAME.fullmatch(reason))
-        detail = shown(str(found.get("detail"))[:DETAIL_LENGTH])
-        failure = {"failure": reason if named else "result", "detail": detail, "where": shown(where[:100])}
-        return failure | ({"again": True} if found.get("again") is True else {})
-    return found
+        detail = f"its process gave an answer that is not plain data: {shown(str(found)[:100])}"
+        return {"failure": "result", "detail": detail}
+    if "failure" not in found:
+        return found
+    reason, where = found["failure"], str(found.get("where", ""))
+    failure = {
+        "failure": reason if isinstance(reason, str) and NAME.fullmatch(reason) else "result",
+        "detail": shown(str(found.get("detail"))[:DETAIL_LENGTH]), "where": shown(where[:100]),
+    }  # fmt: skip
+    return failure | ({"again": True} if found.get("again") is True else {})
 
 
 class CodeHost:

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,15 +84,6 @@ QUESTIONS = {
 }
 
 
-def table() -> str:
-    """Return the table of the security page."""
-    lines = ["| code in the sandbox | " + " | ".join(f"`{mode}`" for mode in POLICIES) + " |", "|---|---|---|---|"]
-    for name, question in QUESTIONS.items():
-        cells = ("yes" if getattr(policy, name) else "no" for policy in POLICIES.values())
-        lines.append(f"| {question} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 @dataclass(frozen=True)
 class CodeFiles:
     """The folder of a user's code, and its files' contents at the start of the run."""
@@ -152,11 +142,8 @@ class View:
 
 def view(policy: Policy, python: str, code: CodeFiles) -> View:
     """Return the file system of a process under `policy` with the interpreter `python`."""
-    bwrap = bubblewrap()
-    assert bwrap is not None, "walls_missing was called"
-    home = Path.home().resolve()
     fresh = [Path(place).resolve() for place in FRESH if os.path.isdir(place)]
-    fresh += [] if policy.home else [home]
+    fresh += [] if policy.home else [Path.home().resolve()]
     hidden = {*fresh, *map(Path, HIDDEN)}
     needed = python_places(python) | ({code.folder} if code.folder else set())
     if policy.reads:
@@ -168,23 +155,7 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     files = set(code.descriptors)
     places = sorted(place for place in shown if not policy.reads or any(place.is_relative_to(one) for one in hidden))
     descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
-    command = [sys.executable, "-I", "-c", START, bwrap]
-    for kind in ("user", "pid", "ipc", "uts", *(() if policy.network else ("net",))):
-        command.append(f"--unshare-{kind}")
-    for name in CAPABILITIES:
-        command += ["--cap-add", name]
-    if policy.reads:
-        command += ["--ro-bind", "/", "/"]
-        names = os.path.realpath("/etc/resolv.conf")
-        for folder in HIDDEN:
-            command += ["--tmpfs", folder]
-        if names.startswith(HIDDEN):
-            command += ["--ro-bind-try", names, names]
-    else:
-        command += list(_system())
-    command += ["--dev", "/dev", "--proc", "/proc"]
-    for device in GPUS if policy.reads else ():
-        command += ["--dev-bind-try", device, device]
+    command = _machine(policy)
     for place in fresh:
         if place == TEMPORARY:
             command += ["--size", str(IMPORT_BYTES)]
@@ -201,21 +172,39 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     for locked in ["/dev", *map(str, [*fresh, *removed]), *(HIDDEN if policy.reads else ("/",))]:
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
-    if not policy.reads:
-        command += ["--chdir", "/"]
+    command += [] if policy.reads else ["--chdir", "/"]
     kept = [p for p in sorted({*places, *files}) if any(p.is_relative_to(one) for one in fresh)]
     kept = [p for p in kept if not any(p != other and p.is_relative_to(other) for other in kept)]
     return View(tuple(command), tuple(map(str, fresh)), tuple(map(str, kept)), tuple(descriptors))
 
 
-def _system() -> Iterator[str]:
-    for place in SYSTEM:
-        if os.path.islink(place):
-            yield from ("--symlink", os.readlink(place), place)
-        elif os.path.isdir(place):
-            yield from ("--ro-bind", place, place)
-    for name in ETC:
-        yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
+def _machine(policy: Policy) -> list[str]:
+    """Return the beginning of the command, which shows what a policy shows of this machine, whatever the code is."""
+    bwrap = bubblewrap()
+    assert bwrap is not None, "walls_missing was called"
+    command = [sys.executable, "-I", "-c", START, bwrap]
+    command += [f"--unshare-{kind}" for kind in ("user", "pid", "ipc", "uts", *(() if policy.network else ("net",)))]
+    for name in CAPABILITIES:
+        command += ["--cap-add", name]
+    if policy.reads:
+        command += ["--ro-bind", "/", "/"]
+        names = os.path.realpath("/etc/resolv.conf")
+        for folder in HIDDEN:
+            command += ["--tmpfs", folder]
+        if names.startswith(HIDDEN):
+            command += ["--ro-bind-try", names, names]
+    else:
+        for place in SYSTEM:
+            if os.path.islink(place):
+                command += ["--symlink", os.readlink(place), place]
+            elif os.path.isdir(place):
+                command += ["--ro-bind", place, place]
+        for name in ETC:
+            command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    command += ["--dev", "/dev", "--proc", "/proc"]
+    for device in GPUS if policy.reads else ():
+        command += ["--dev-bind-try", device, device]
+    return command
 
 
 @functools.cache

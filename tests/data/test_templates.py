@@ -41,7 +41,7 @@ def test_without_a_template_prompts_are_plain_text(chat_tokenizer: Any, plain_to
 def test_prompts_encoded_together_are_those_encoded_alone(chat_tokenizer: Any) -> None:
     template = PromptTemplate(chat_tokenizer)
     prompts = ["a", "longer than that", "ü"]
-    together = template.encode_text([template.render(prompt) for prompt in prompts])
+    together = template.encode_texts([template.render(prompt) for prompt in prompts], begins=not template.is_chat)
     assert together == [template.encode(prompt) for prompt in prompts]
 
 

@@ -5,36 +5,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.data.loader import WeightedDraw, permutation
+from braidrl.data.loader import permutation, weighted_draw
 
 weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 
 
 @given(weights, st.integers(0, 2**31), st.integers(1, 300))
 def test_each_source_is_dealt_0_1_2(weights: list[float], seed: int, numbers: int) -> None:
-    draw = WeightedDraw(weights, seed)
     dealt = [0] * len(weights)
     for number in range(numbers):
-        source, place = draw.locate(number)
+        source, place = weighted_draw(number, weights, seed)
         assert place == dealt[source]
         dealt[source] += 1
 
 
 @given(weights, st.integers(0, 2**31), st.integers(0, 10**9))
 def test_sources_follow_the_weights_at_any_number(weights: list[float], seed: int, number: int) -> None:
-    source, before = WeightedDraw(weights, seed).locate(number)
+    source, before = weighted_draw(number, weights, seed)
     # Each split is within one of its share, and shares are rounded to 2 ** -32.
     assert abs(before - number * weights[source] / sum(weights)) <= len(weights) + number * 1e-8
 
 
 def test_the_seed_changes_the_deal() -> None:
-    deals = {tuple(WeightedDraw([1.0, 2.0, 4.0], seed).locate(number)[0] for number in range(50)) for seed in range(5)}
+    deals = {tuple(weighted_draw(number, [1.0, 2.0, 4.0], seed)[0] for number in range(50)) for seed in range(5)}
     assert len(deals) > 1
 
 
 def test_weights_that_are_not_positive_are_refused() -> None:
     with pytest.raises(ValueError, match="weights must be positive"):
-        WeightedDraw([1.0, 0.0], 0)
+        weighted_draw(0, [1.0, 0.0], 0)
 
 
 @given(st.integers(0, 2**40), st.integers(0, 3), st.integers(0, 100), st.integers(1, 200))

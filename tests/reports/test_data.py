@@ -16,18 +16,22 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from braidrl.agents.turns import TurnTemplate
+from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.endings import end_ids_of, hidden_ids, visible_text
+from braidrl.data.endings import end_ids_of
 from braidrl.data.loader import PromptLoader, as_rows
 from braidrl.data.prompts import LoadedSource, load_source, load_train
+from braidrl.data.rows import Rows
 from braidrl.data.sources import Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import rollout_path
 from braidrl.rewards.math_equivalence import equivalent
+from braidrl.rewards.verify import responses
 from tests.agents.chat import STYLES
 from tests.reports.cases import FOLDER, byte_tokenizer, llama, needs_cases, qwen
 from tests.reports.cases import PLAIN as PLAIN_TEMPLATE
@@ -360,7 +364,9 @@ def test_verifiers_see_special_tokens_but_never_ends_and_padding(skips: bool, ex
     tokenizer = byte_tokenizer(None, "<eos>", pad_token="<pad>")
     ids = tokenizer("<think>a</think>b<eos><pad><pad><|eot|>")["input_ids"]
     ends = (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot|>"))
-    assert visible_text(tokenizer, ids, hidden_ids(tokenizer, ends), skips) == expected
+    tokens = Ragged.from_rows([ids], torch.int64)
+    rows = Rows({"tokens": tokens, "action_mask": tokens.with_values(torch.ones(len(ids), dtype=torch.bool))})
+    assert responses(rows, tokenizer, ends, skips) == [expected]
 
 
 # Number 13: tables are cached only if all code that they depend on is known.

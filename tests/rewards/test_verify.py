@@ -1,5 +1,7 @@
 """Reward columns from rows: decoding, weights, sources and failures, without blocking."""
 
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,7 @@ def rows_of(tokenizer, responses, answers, sources=None, prefix=""):
 def rewards_of(tokenizer, verify, per_source=None, correct=1.0, wrong=0.0, **settings):
     config = RewardConfig(**{"verify": verify, "timeout_s": 5.0, **settings})
     ends = {tokenizer.token_to_id("<end>")}
-    return RuleRewards(config, per_source or {}, correct, wrong, tokenizer, ends=ends)
+    return closing(RuleRewards(config, per_source or {}, correct, wrong, tokenizer, ends=ends))
 
 
 def test_right_and_wrong_get_the_recipes_scores_unless_configured(tokenizer):
@@ -106,7 +108,8 @@ def test_failed_checks_are_wrong_and_counted_by_reason(tokenizer):
         columns = pending.result()
     assert columns["score_by_word"].tolist() == [1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
     assert columns["correct"].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert pending.failure_counts() == {"by_word/exception": 2, "by_word/timeout": 1, "by_word/died": 1}
+    failures = Counter((failure.label, failure.reason) for failure in pending.failures())
+    assert failures == {("by_word", "exception"): 2, ("by_word", "timeout"): 1, ("by_word", "died"): 1}
     assert [failure.row for failure in pending.failures()] == [1, 2, 3, 4]
 
 

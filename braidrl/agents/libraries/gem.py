@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -28,18 +29,19 @@ def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "GemEnvi
     return partial(GemEnvironment, name, dict(settings))
 
 
+@dataclass
 class GemEnvironment:
     """A gem environment with its own random state, independent of others in the process."""
 
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        self._name, self._settings = name, settings
-        self._random: tuple[Any, Any] | None = None
-        self._environment: Any = None
+    name: str
+    settings: Mapping[str, Any]
+    _random: tuple[Any, Any] | None = None
+    _environment: Any = None
 
     def reset(self, example: dict[str, Any]) -> str:
         """Start with the example's seed, and return the instructions."""
         with self._own_random_numbers():
-            self._environment = load_gem().make(self._name, **self._settings)
+            self._environment = load_gem().make(self.name, **self.settings)
             instructions, info = self._environment.reset(seed=example["seed"])
         return with_suffix(instructions, info)
 

@@ -7,15 +7,16 @@ trained weights ──publish──▶ engines
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.agents.environments import in_thread, is_agent
+from braidrl.agents.environments import AGENTS, in_thread
 from braidrl.agents.listening import key_of
-from braidrl.agents.player import Agents, Episode, Episodes, Limits, episode_columns, failure_counts
+from braidrl.agents.player import Agents, Episode, Episodes, Limits, episode_columns
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import response_columns
 from braidrl.agents.turns import TurnTemplate
@@ -192,7 +193,7 @@ class Generation:
         template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
         sampling = sampling_of(stage, self.config)
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
-        if is_agent(stage.params["environment"]):
+        if stage.params["environment"].startswith(AGENTS):
             # Imported here: only agents need aiohttp, which is optional.
             from braidrl.agents.endpoint import Endpoint
 
@@ -212,7 +213,7 @@ class Generation:
         is shown.
         """
         sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
-        failures = failure_counts(played)
+        failures = Counter(episode.failure for episode in played if episode.failure is not None)
         sums.add("environment/failed_fraction", sum(failures.values()), len(played))
         for reason, count in failures.items():
             first = next(episode for episode in played if episode.failure == reason)

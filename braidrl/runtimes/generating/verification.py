@@ -63,11 +63,11 @@ class Checks:
                     found = pending.result()
                 parts.append(part.only(IDENTITY).with_columns(found))
                 bar.update(len(part))
-                for name, count in pending.failure_counts().items():
-                    sums.add(f"reward/failures/{name}", count)
+                failures = pending.failures()
+                for (label, reason), count in Counter((failure.label, failure.reason) for failure in failures).items():
+                    sums.add(f"reward/failures/{label}/{reason}", count)
                 for name, value in pending.metrics():
                     sums.add(name, value)
-                failures = pending.failures()
                 sums.add("reward/failed_fraction", len({failure.row for failure in failures}), len(part))
                 for words, count in Counter(failure.words for failure in failures).most_common(NOTED):
                     sums.note_failure(words, count)
