@@ -20,7 +20,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from braidrl.training.compute.attention import Forward, PackedSequences, Scores, attention_weights, parameters_of
+from braidrl.training.compute.attention import (
+    AttentionContext,
+    Forward,
+    PackedSequences,
+    Scores,
+    attention_weights,
+    parameters_of,
+)
 
 READ_MULTIPLE = 32
 """Reads are rounded up to a multiple of this many positions, so that few shapes occur."""
@@ -110,7 +117,7 @@ class SlotCache:
             yield from states.values()
 
 
-class SlotStep:
+class SlotStep(AttentionContext):
     """The context of one decode step of the first B slots at `positions` (B,), at most `longest - 1`."""
 
     def __init__(self, cache: SlotCache, positions: Tensor, longest: int) -> None:
@@ -173,7 +180,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: Sco
     return torch.matmul(attention_weights(products, rule, mask, sinks), values.to(dtype)).to(query.dtype)
 
 
-class PrefillSequences:
+class PrefillSequences(AttentionContext):
     """The context of packed prompts that records their prefixes."""
 
     def __init__(self, sequences: PackedSequences) -> None:

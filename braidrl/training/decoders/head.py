@@ -30,10 +30,6 @@ class Head:
     is_own: bool = False
     """Whether the model's own forward must compute logits."""
 
-    @property
-    def is_plain(self) -> bool:
-        return self == Head()
-
     def shape(self, product: Tensor) -> Tensor:
         """Return logits from hidden Wᵀ."""
         scaled = product if self.scale == 1.0 else product * self.scale

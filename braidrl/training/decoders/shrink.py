@@ -9,7 +9,7 @@ proof's sequences; scale factors are unchanged.
 import copy
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -120,11 +120,14 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
     return found
 
 
-class _Sizes:
+class _Sizes(NamedTuple):
     """The widths of a model before and after shrinking."""
 
-    def __init__(self, width: int, small: int, heads: int, keys: int, head_width: int) -> None:
-        self.original, self.small, self.heads, self.keys, self.head_width = width, small, heads, keys, head_width
+    original: int
+    small: int
+    heads: int
+    keys: int
+    head_width: int
 
     @staticmethod
     def of(settings: dict[str, Any], head_width: int) -> "_Sizes":

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from braidrl.config import LoraConfig
 from braidrl.config.layout import ParallelLayout
-from braidrl.training.compute.attention import ATTENTION, Forward, Scores
+from braidrl.training.compute.attention import ATTENTION, AttentionContext, Forward, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
 from braidrl.training.compute.slots import MixerCache, cache_name
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body, use_plan
@@ -229,7 +229,7 @@ CACHED: dict[str, tuple[int, int]] = {}
 """The elements that an engine caches per token and per row, by configuration."""
 
 
-class CachedNumbers:
+class CachedNumbers(AttentionContext):
     """An attention context that counts the elements which layers and mixers would cache for one token."""
 
     per_token = per_row = 0
@@ -313,16 +313,16 @@ def kept_bytes(model: Any, tokens: int) -> int:
 def divide_tokens(model: Any, ranks: int) -> None:
     """Make a model scatter and gather tokens as one of `ranks` tensor-parallel ranks does, with this rank's tokens for all others'."""
 
-    def scattered(_: nn.Module, __: Any, states: Tensor) -> Tensor:
-        return states[:, : states.shape[1] // ranks].clone()
-
     def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if given:
-            return (given[0].repeat(1, ranks, 1), *given[1:]), named
-        return given, {**named, "hidden_states": named["hidden_states"].repeat(1, ranks, 1)}
+        states = (given[0] if given else named["hidden_states"]).repeat(1, ranks, 1)
+        return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
 
-    def own_tokens(output: Any) -> Any:
-        return scattered(model, None, output) if isinstance(output, Tensor) and output.dim() == 3 else output
+    def own_tokens(states: Any) -> Any:
+        is_states = isinstance(states, Tensor) and states.dim() == 3
+        return states[:, : states.shape[1] // ranks].clone() if is_states else states
+
+    def scattered(_: nn.Module, __: Any, output: Any) -> Any:
+        return tree_map(own_tokens, output)
 
     def whole(_: nn.Module, __: Any, found: Any) -> Any:
         found["last_hidden_state"] = found.last_hidden_state.repeat(1, ranks, 1)
@@ -335,21 +335,18 @@ def divide_tokens(model: Any, ranks: int) -> None:
             for name, scatter in block.gathers.items():
                 layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
                 if scatter:
-                    layer.get_submodule(name).register_forward_hook(lambda *call: tree_map(own_tokens, call[-1]))
+                    layer.get_submodule(name).register_forward_hook(scattered)
             for name, style in block.products.items():
                 if style in ROWS:
                     layer.get_submodule(name).register_forward_hook(scattered)
     body.decoder.register_forward_hook(whole)
 
 
-class FusedAttention:
+class FusedAttention(AttentionContext):
     """An attention context for the meta device that saves what a fused kernel saves for the backward pass: no scores."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         return _Shapes.apply(query, key, value)
-
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return forward(*given, **named)
 
 
 class _Shapes(torch.autograd.Function):

@@ -137,7 +137,7 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
                 setattr(model, RECEIVED, [kind])
     tied = is_tied(model)
     if rank < ranks - 1:
-        body.norm = PassThrough()
+        setattr(body.decoder, body.norm_name, PassThrough())
         for name, child in list(model.named_children()):
             if child is not model.base_model:
                 setattr(model, name, PassThrough())
@@ -148,7 +148,7 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
             if name != body.embedding_name and any(True for _ in child.parameters()):
                 setattr(body.decoder, name, Nothing())
     if rank > 0 and not (tied and rank == ranks - 1):
-        body.embedding = PassThrough()
+        setattr(body.decoder, body.embedding_name, PassThrough())
 
 
 def is_tied(model: Any) -> bool:

@@ -46,7 +46,7 @@ class TokenMoves(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class UlyssesAttention:
+class UlyssesAttention(AttentionContext):
     """Attention over sequences whose tokens are sharded equally over the S ranks of `group`, n tokens on each."""
 
     sequences: AttentionContext

@@ -78,13 +78,8 @@ class Sharded(DataParallel):
         if self.layout.sequence > 1:
             predict = sequence_parallel(predict, self.sequence_group, self.has_predictions)
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
-        of_tokens, divisor = predict, self.layout.sequence * self.layout.tensor
-
-        def of_padded(packed: Packed, *objective: Any) -> dict[str, Tensor]:
-            return of_tokens(packed.padded(-(-len(packed.input_ids) // divisor) * divisor), *objective)
-
         if plan:
-            predict = of_padded
+            predict = partial(_predict_padded, predict, self.layout.sequence * self.layout.tensor)
         # With several nodes, each has all shards.
         nodes = ("node",) if self.layout.nodes > 1 else ()
         rows_mesh = tokens_mesh = self.mesh[(*nodes, "shard")]
@@ -218,6 +213,11 @@ class Sharded(DataParallel):
         with self.meeting("the norm of gradients"):
             dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
+
+
+def _predict_padded(predict: Predict, divisor: int, packed: Packed, *objective: Any) -> dict[str, Tensor]:
+    """Call `predict` on tokens padded to a multiple of `divisor`."""
+    return predict(packed.padded(-(-len(packed.input_ids) // divisor) * divisor), *objective)
 
 
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
