@@ -111,14 +111,9 @@ def predicted_log_probs(
     cap = None if head.cap is None else head.cap / temperature
     # some decoders (Mamba) end in float32
     return linear_log_probs(
-        hidden.to(output.weight.dtype),
-        output.weight,
-        targets,
-        temperature / head.scale,
-        with_entropy_grad,
-        compiled=compiled,
-        cap=cap,
-    )
+        hidden.to(output.weight.dtype), output.weight, targets, temperature / head.scale, with_entropy_grad,
+        compiled=compiled, cap=cap,
+    )  # fmt: skip
 
 
 def own_logits(model: Any, hidden: Tensor) -> Tensor:

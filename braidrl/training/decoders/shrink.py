@@ -15,31 +15,24 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 LEFT_OUT = {
-    "quantization_config",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "model_type",
-}
+    "quantization_config", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type",
+}  # fmt: skip
 VOCABULARY = 96
 HEAD_WIDTH = 16
 WINDOW = 6
 MOST_LAYERS = 8
 LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "num_decoder_layers",
-    "num_blocks",
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "num_blocks",
+)  # fmt: skip
 HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
     "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
 )  # fmt: skip
+HEAD_WIDTHS = (
+    "head_dim", "d_head", "dim_head", "d_kv", "attention_head_size", "kv_channels", "hidden_size_per_head",
+)  # fmt: skip
+OTHER_WIDTHS = ("qk_", "v_", "index", "linear", "mamba", "attention_head")
+"""Beginnings of head widths that other rules shrink."""
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -169,23 +162,13 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
             found[name] = [sizes.heads] * len(value)
         if not isinstance(value, int) or isinstance(value, bool):
             continue
-        if name in (
-            "head_dim",
-            "d_head",
-            "dim_head",
-            "d_kv",
-            "attention_head_size",
-            "kv_channels",
-            "hidden_size_per_head",
-        ):
+        if name in HEAD_WIDTHS:
             found[name] = sizes.head_width
         elif name.endswith("num_attention_heads") and name not in HEADS:
             found[name] = sizes.heads
         elif name.endswith(("num_key_value_heads", "num_global_key_value_heads")) and name not in KEY_HEADS:
             found[name] = min(value, sizes.keys)
-        elif name.endswith("head_dim") and not name.startswith(
-            ("qk_", "v_", "index", "linear", "mamba", "attention_head")
-        ):
+        elif name.endswith("head_dim") and not name.startswith(OTHER_WIDTHS):
             # head widths of other layers keep their ratio
             base = given.get("head_dim") or sizes.head_width
             found[name] = max(8, sizes.head_width * value // base)
@@ -291,12 +274,8 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
             found[key] = len(kept)
     if not kinds and total > len(kept):
         for key, value in given.items():
-            if (
-                isinstance(value, list)
-                and value
-                and all(isinstance(v, int) and v < total for v in value)
-                and "layer" in key
-            ):
+            is_list = isinstance(value, list) and value and all(isinstance(v, int) and v < total for v in value)
+            if is_list and "layer" in key:
                 found[key] = sorted({len(kept) - 1 if v else 0 for v in value[:2]})
     for key in ("encoder_layers", "num_encoder_layers", "num_global_layers", "depth", "num_layers_per_stack"):
         if isinstance(given.get(key), int):
@@ -365,9 +344,8 @@ def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
         elif name in ("index_topk", "index_topk_blocks"):
             found[name] = min(value, 4)
         elif name == "index_n_heads":
-            found[name] = min(
-                value, 16
-            )  # fewer would give many keys a score of 0, and the choice among equals is arbitrary
+            # fewer would give many keys a score of 0, and the choice among equals is arbitrary
+            found[name] = min(value, 16)
         elif name == "o_groups":
             found[name] = min(value, 2)
         elif name == "compress_rates" and value:

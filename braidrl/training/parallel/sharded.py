@@ -247,19 +247,12 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
     replica = subgroup(pools)
     assert replica is not None
     return Sharded(
-        world.group,
-        world.supervisor,
+        world.group, world.supervisor,
         # The first rank of the replica's last pipeline stage.
         is_reporting_rank=replica.rank() == layout.ranks_per_replica - layout.ranks_per_replica // layout.pipeline,
         forward_is_collective=True,
         has_predictions=pipeline is None or pipeline.group.rank() == layout.pipeline - 1,
         is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None,
-        layout=layout,
-        world=world,
-        mesh=mesh,
-        token_mesh=tokens,
-        replica_group=replica,
-        sequence_group=subgroup(sequence_group),
-        pipeline=pipeline,
-        uses_fsdp=layout.shard != "none",
-    )
+        layout=layout, world=world, mesh=mesh, token_mesh=tokens, replica_group=replica,
+        sequence_group=subgroup(sequence_group), pipeline=pipeline, uses_fsdp=layout.shard != "none",
+    )  # fmt: skip
