@@ -48,6 +48,14 @@ WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ss
 KEPT = re.compile(r"(max_position|n_positions|n_ctx|^vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
 
 
+MOST = {
+    "index_topk": 4, "index_topk_blocks": 4, "indexer_budget": 4, "indexer_compress_ratio": 2, "o_groups": 2,
+    # fewer heads would give many keys a score of 0, and the choice among equals is arbitrary
+    "index_n_heads": 16, "num_embeddings": 64, "num_position_embeddings": 64,
+}  # fmt: skip
+"""Upper limits of further settings."""
+
+
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     """Return a configuration of the same class and structure with some ten thousand parameters."""
     return type(config)(**_shrunk(_own_settings(config.to_dict()), head_width))
@@ -187,20 +195,16 @@ def _latent_attention(found: dict[str, Any], given: dict[str, Any], sizes: _Size
     # the widths that vLLM's kernels take, where wider heads are asked for
     rope, rank, own, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
     found |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
-    if isinstance(given.get("qk_nope_head_dim"), int):
-        found["qk_nope_head_dim"] = own
-    if isinstance(given.get("v_head_dim"), int):
-        found["v_head_dim"] = value
-    if isinstance(given.get("q_lora_rank"), int):
-        found["q_lora_rank"] = 24
+    for name, small in (("qk_nope_head_dim", own), ("v_head_dim", value), ("q_lora_rank", 24)):
+        if isinstance(given.get(name), int):
+            found[name] = small
     if isinstance(given.get("head_dim"), int):
         found["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
     found.pop("qk_head_dim", None)
 
 
 def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    _set(found, ("mamba_d_state", "state_size", "ssm_state_size"), 8)
-    _set(found, ("time_step_rank", "mamba_dt_rank"), 8)
+    _set(found, ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_dt_rank"), 8)
     for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
         if name in given:
             found[name] = min(given[name], 2)
@@ -341,22 +345,13 @@ def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
         if re.search(r"soft_?cap", name) and isinstance(value, int | float) and value > 0:
             # as small as the tiny model's scores, so that the cap takes effect
             found[name] = 1.0
-        elif name in ("index_topk", "index_topk_blocks"):
-            found[name] = min(value, 4)
-        elif name == "index_n_heads":
-            # fewer would give many keys a score of 0, and the choice among equals is arbitrary
-            found[name] = min(value, 16)
-        elif name == "o_groups":
-            found[name] = min(value, 2)
+        elif name in MOST:
+            found[name] = min(value, MOST[name])
         elif name == "compress_rates" and value:
             found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
         elif name in ("index_head_dim", "indexer_head_dim"):
             found[name] = sizes.head_width
-        elif name in ("indexer_budget", "indexer_compress_ratio"):
-            found[name] = min(value, 4 if name == "indexer_budget" else 2)
         elif name == "hidden_size_global":
             found[name] = sizes.small
-        elif name in ("num_embeddings", "num_position_embeddings"):
-            found[name] = min(value, 64)
     if isinstance(given.get("dim_model_base"), int):
         found["dim_model_base"] = max(8, sizes.small * given["dim_model_base"] // sizes.original)
