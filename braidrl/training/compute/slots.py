@@ -180,18 +180,18 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: Sco
     return torch.matmul(attention_weights(products, rule, mask, sinks), values.to(dtype)).to(query.dtype)
 
 
+@dataclass(eq=False)
 class PrefillSequences(AttentionContext):
     """The context of packed prompts that records their prefixes."""
 
-    def __init__(self, sequences: PackedSequences) -> None:
-        self._sequences = sequences
-        self._keys_values: list[tuple[Tensor, Tensor]] = []
-        self._states: list[dict[int, dict[str, Tensor]]] = []
+    sequences: PackedSequences
+    _keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
+    _states: list[dict[int, dict[str, Tensor]]] = field(default_factory=list, init=False)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend as PackedSequences does, recording the layer's keys and values."""
         self._keys_values.append((key[0], value[0]))
-        return self._sequences.attend(module, query, key, value, scores)
+        return self.sequences.attend(module, query, key, value, scores)
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer as PackedSequences does, recording the state after each sequence."""
@@ -204,7 +204,7 @@ class PrefillSequences(AttentionContext):
             kept.update({number: (carried, place) for place, number in enumerate(numbers)})
             return {name: carried}
 
-        found = self._sequences.mix_each(forward, given, named, with_cache)
+        found = self.sequences.mix_each(forward, given, named, with_cache)
         self._states.append(
             {
                 number: {name: state[place].clone() for name, state in carried.states().items()}
@@ -215,7 +215,7 @@ class PrefillSequences(AttentionContext):
 
     def prefixes(self, count: int) -> list[Prefix]:
         """Return the prefixes of the first `count` sequences."""
-        lengths = list(self._sequences.lengths)
+        lengths = list(self.sequences.lengths)
         parts = [(keys.split(lengths, 1), values.split(lengths, 1)) for keys, values in self._keys_values]
         return [
             Prefix([(keys[n], values[n]) for keys, values in parts], [states[n] for states in self._states])

@@ -60,10 +60,10 @@ class ModelSizes(NamedTuple):
         """Return the sizes of a transformers configuration."""
         text = config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        heads = setting(text, HEADS)
+        heads, width = setting(text, HEADS), setting(text, WIDTHS)
+        head_width = int(own_setting(text, "head_dim") or width // heads)
         return ModelSizes(
-            setting(text, LAYERS), setting(text, WIDTHS), text.vocab_size, heads, setting(text, KEY_HEADS, heads),
-            head_width(text), tied,
+            setting(text, LAYERS), width, text.vocab_size, heads, setting(text, KEY_HEADS, heads), head_width, tied,
         )  # fmt: skip
 
 
@@ -245,10 +245,6 @@ class CachedNumbers(AttentionContext):
         return found
 
 
-def head_width(config: Any) -> int:
-    return int(own_setting(config, "head_dim") or setting(config, WIDTHS) // setting(config, HEADS))
-
-
 def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
     """Return the bytes of simultaneous logits: one chunk, with its copy in at least float32 or its gradient."""
     logits = tokens * shape.sizes.vocab_size // layout.tensor
@@ -279,7 +275,7 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
     """Count the bytes that autograd saves in a forward pass of `layers` layers on one of `tensor` ranks, without parameters."""
     config = deepcopy(shape.config)
-    config.head_dim = head_width(config)
+    config.head_dim = ModelSizes.of(config).head_dim
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(config, name, getattr(config, name) // tensor)
     config.num_hidden_layers = layers
