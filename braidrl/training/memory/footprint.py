@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from braidrl.config import LoraConfig
@@ -36,7 +35,7 @@ from braidrl.training.loading import read_model_config
 from braidrl.training.lora import NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.pipeline import RUN
-from braidrl.training.parallel.tensor import ROWS, blocks_of, plan_of
+from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
@@ -309,32 +308,23 @@ def kept_bytes(model: Any, tokens: int) -> int:
 def divide_tokens(model: Any, ranks: int) -> None:
     """Make a model scatter and gather tokens as one of `ranks` tensor-parallel ranks does, with this rank's tokens for all others'."""
 
-    def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        states = (given[0] if given else named["hidden_states"]).repeat(1, ranks, 1)
-        return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
-
-    def own_tokens(states: Any) -> Any:
-        is_states = isinstance(states, Tensor) and states.dim() == 3
-        return states[:, : states.shape[1] // ranks].clone() if is_states else states
-
-    def scattered(_: nn.Module, __: Any, output: Any) -> Any:
-        return tree_map(own_tokens, output)
+    def own(states: Tensor) -> Tensor:
+        return states[:, : states.shape[1] // ranks].clone()
 
     def whole(_: nn.Module, __: Any, found: Any) -> Any:
         found["last_hidden_state"] = found.last_hidden_state.repeat(1, ranks, 1)
         return found
 
     body, plan = body_of(model), plan_of(model)
-    body.embedding.register_forward_hook(scattered)
+    scattering = [body.embedding]
     for layer in body.layers:
         for block in blocks_of(layer, plan, plan_of_model(model).mixers):
             for name, scatter in block.gathers.items():
-                layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
-                if scatter:
-                    layer.get_submodule(name).register_forward_hook(scattered)
-            for name, style in block.products.items():
-                if style in ROWS:
-                    layer.get_submodule(name).register_forward_hook(scattered)
+                module = layer.get_submodule(name)
+                gather_tokens(module, lambda states: states.repeat(1, ranks, 1), own if scatter else None)
+            scattering += [layer.get_submodule(name) for name, style in block.products.items() if style in ROWS]
+    for module in scattering:
+        module.register_forward_hook(lambda _, __, states: own(states))
     body.decoder.register_forward_hook(whole)
 
 

@@ -182,7 +182,11 @@ def parallelize_layer(
             for matrix in matrices:
                 shard_product(layer.get_submodule(matrix), mesh, style)
         for name, scatter in block.gathers.items():
-            gather_tokens(layer.get_submodule(name), mesh, scatter)
+            gather_tokens(
+                layer.get_submodule(name),
+                lambda own: replicate(DTensor.from_local(own, mesh, [TOKENS], run_check=False)),
+                (lambda whole: local_chunk(whole, mesh, 1)) if scatter else None,
+            )
         for part in module.modules() if block.products else ():
             if hasattr(part, LAYER_NUMBER):
                 setattr(part, HEADS_RANK, mesh.get_local_rank())
@@ -193,19 +197,18 @@ def parallelize_layer(
             shard(module)
 
 
-def gather_tokens(block: nn.Module, mesh: DeviceMesh, scatter: bool) -> None:
-    """Gather the tokens of a block's first argument; with `scatter`, return this rank's tokens of its output."""
+def gather_tokens(block: nn.Module, gather: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor] | None) -> None:
+    """Gather the tokens of a block's first argument; with `own`, return this rank's tokens of all hidden states in its output."""
 
     def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        own = given[0] if given else named["hidden_states"]
-        whole = replicate(DTensor.from_local(own, mesh, [TOKENS], run_check=False))
-        return ((whole, *given[1:]), named) if given else (given, {**named, "hidden_states": whole})
+        states = gather(given[0] if given else named["hidden_states"])
+        return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
 
     def own_tokens(output: Any) -> Any:
-        return local_chunk(output, mesh, 1) if isinstance(output, Tensor) and output.dim() == 3 else output
+        return own(output) if own is not None and isinstance(output, Tensor) and output.dim() == 3 else output
 
     block.register_forward_pre_hook(gathered, with_kwargs=True)
-    if scatter:
+    if own is not None:
         block.register_forward_hook(lambda _, __, output: tree_map(own_tokens, output))
 
 
