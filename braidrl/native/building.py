@@ -49,6 +49,7 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
 }
 """The C functions of each source, each with the types of its result and of its arguments."""
 logger = logging.getLogger(__name__)
+_say_once = cache(logger.warning)
 
 
 def build(source: Path, **constants: int) -> ctypes.CDLL | None:
@@ -99,11 +100,6 @@ def library(name: str, dtype: torch.dtype) -> Any:
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
-
-
-@cache
-def _say_once(line: str) -> None:
-    logger.warning(line)
 
 
 def cache_folder() -> Path:

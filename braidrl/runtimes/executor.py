@@ -35,7 +35,7 @@ from braidrl.training.objective import Objective, UpdateCounts, with_group_token
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import inference_layouts, own_tokenizer, with_layout
 from braidrl.training.roles.checkpoint import Write, saving_tasks
-from braidrl.training.roles.copies import InferenceCopy, RoleCopy
+from braidrl.training.roles.copies import RoleCopy
 from braidrl.training.roles.make import make_worker, torch_worker
 
 Totals = Mapping[str, Tensor]
@@ -60,7 +60,7 @@ class StageExecutor:
         self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
         self.role_copies: dict[tuple[str, str], RoleCopy] = {}
-        self.copies: dict[str, InferenceCopy] = {}  # roles that infer in another layout than they train in
+        self.copies: dict[str, RoleCopy] = {}  # roles that infer in another layout than they train in
         self.tokenizer = tokenizer
         self.retokenizers: dict[str, Retokenizer] = {}  # roles that score with their own tokenizer
         self.methods: dict[tuple[str, Any], Any] = {}
@@ -79,7 +79,7 @@ class StageExecutor:
             if training and role in inferring:
                 settings = with_layout(role, config, inferring[role])
                 frozen = torch_worker(make_worker(role, settings, flow, ranks, training=False))
-                self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
+                self.copies[role] = RoleCopy(frozen, torch_worker(worker))
             self.residency.add(worker, self.engines.get(role), frozen)
         for role in generating:
             if role not in roles:
@@ -117,7 +117,7 @@ class StageExecutor:
             if role in self.retokenizers and len(rows):
                 read = self.retokenizers[role].rows(given)
             if role in self.copies:
-                worker = self.copies[role].frozen
+                worker = self.copies[role].worker
                 self.generation.moves.note(role, self.copies[role].refresh())
             with self.progress.stage(stage.name, len(read)) as bar, self.usage.computing(stage, worker, sums, read):
                 found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
@@ -143,7 +143,7 @@ class StageExecutor:
             return stage.scope is Scope.BATCH
         copy = self.copies.get(stage.role)
         return self.workers[stage.role].ranks.forward_is_collective or (
-            copy is not None and copy.frozen.ranks.forward_is_collective
+            copy is not None and copy.worker.ranks.forward_is_collective
         )
 
     def train(

@@ -39,17 +39,8 @@ Advance = Callable[[int, int], None]
 
 
 FEATURES = (
-    "tensor",
-    "pipeline",
-    "sequence",
-    "shard",
-    "streaming",
-    "offload",
-    "lora",
-    "copies",
-    "optimizers",
-    "checkpoint_async",
-)
+    "tensor", "pipeline", "sequence", "shard", "streaming", "offload", "lora", "copies", "optimizers", "checkpoint_async",
+)  # fmt: skip
 """Features of the built-in backend, each of which another may declare in `supports`. `streaming`, `offload` and `copies` need `weights`."""
 BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.training.roles.make:torch_backend"})
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""

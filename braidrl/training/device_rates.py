@@ -35,10 +35,6 @@ class DeviceRates:
     bandwidth: float
     """Bytes per second read from memory."""
 
-    def times(self, share: float) -> "DeviceRates":
-        """Return the rates of `share` devices, which may be a fraction."""
-        return DeviceRates({name: rate * share for name, rate in self.operations.items()}, self.bandwidth * share)
-
 
 def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
     """Return the peak rates of this process; None for an unknown CUDA device, and for a CPU without a measurement.
@@ -51,8 +47,10 @@ def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
         name = torch.cuda.get_device_name()
         kind = next((kind for kind in known_kinds().values() if name in kind.names), None)
         return None if kind is None else DeviceRates(kind.peak, kind.bandwidth)
-    kept = kept_rates()
-    return None if kept is None else kept.times(min(1.0, threads / usable_cores()))
+    if (kept := kept_rates()) is None:
+        return None
+    share = min(1.0, threads / usable_cores())
+    return DeviceRates({name: rate * share for name, rate in kept.operations.items()}, kept.bandwidth * share)
 
 
 def kept_rates() -> DeviceRates | None:

@@ -55,7 +55,8 @@ def test_a_process_has_its_share_of_the_measured_rates(kept: Path) -> None:
     assert own_rates(CPU, 1) is None, "the machine was not measured"
     keep_rates(MEASURED)
     assert kept_rates() == MEASURED == own_rates(CPU, usable_cores()) == own_rates(CPU, 1000)
-    assert own_rates(CPU, 1) == MEASURED.times(1 / usable_cores())
+    share = 1 / usable_cores()
+    assert own_rates(CPU, 1) == DeviceRates({"float32": 8e11 * share, "bfloat16": 9e11 * share}, 4e10 * share)
     assert [path.name for path in kept.parent.iterdir()] == ["rates.json"]
 
 

@@ -20,7 +20,7 @@ from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.lora import ADAPTER, adapter_config
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
+from braidrl.training.roles.checkpoint import full_state_dict
 from braidrl.training.roles.copies import RoleCopy, local_weight_parts
 from braidrl.training.roles.make import DecoderWorker, ScalarWorker
 from braidrl.weights.collective import Incoming, WeightOffer
@@ -60,7 +60,7 @@ def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
 ) -> None:
     """Check dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged weights."""
     worker = started(adapted(tiny_models[name]))
-    save_worker(worker, tmp_path / "merged")
+    worker.export(tmp_path / "merged")
     plain = DecoderWorker("actor", config_of(str(tmp_path / "merged")), train=True)
     of_weights, of_adapters = gradients(plain), gradients(worker)
     tensors, scaling = dict(worker.model.named_parameters()), LORA["alpha"] / LORA["rank"]
@@ -84,7 +84,7 @@ def test_export_is_an_equal_plain_model_and_peft_loads_the_adapters(
 
     config, rows = adapted(tiny_models["qwen2"]), make_rows()
     worker = started(config, steps=2)
-    save_worker(worker, tmp_path)
+    worker.export(tmp_path)
     source = AutoModelForCausalLM.from_pretrained(tiny_models["qwen2"], dtype=torch.float64)
     merged = DecoderWorker("reference", config_of(str(tmp_path)), train=False)
     assert merged.model.state_dict().keys() == source.state_dict().keys()
@@ -138,9 +138,9 @@ def test_checkpoints_of_other_kinds_are_refused_before_anything_changes(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = tiny_models["qwen3"]
-    save_worker(started(adapted(model)), tmp_path / "adapted")
+    started(adapted(model)).export(tmp_path / "adapted")
     whole = DecoderWorker("actor", config_of(str(model)), train=True)
-    save_worker(whole, tmp_path / "whole")
+    whole.export(tmp_path / "whole")
     cases = [
         (whole, "adapted", "was trained with trainer.lora"),
         (started(adapted(model), steps=0), "whole", "was trained without trainer.lora"),
@@ -149,7 +149,7 @@ def test_checkpoints_of_other_kinds_are_refused_before_anything_changes(
     for worker, folder, message in cases:
         before = [p.detach().clone() for p in worker.model.parameters()]
         with pytest.raises(UserError, match=message) as caught:
-            load_worker(worker, tmp_path / folder)
+            worker.load(tmp_path / folder)
         assert "\n" not in str(caught.value)
         assert all(torch.equal(p, q) for p, q in zip(worker.model.parameters(), before, strict=True))
 
@@ -162,8 +162,8 @@ def test_a_critics_head_is_trained_beside_its_adapters(tiny_models: dict[str, Pa
     assert any(p is head for p in worker.optimizer.parameters) and not worker.model.base_model.norm.weight.requires_grad
     with torch.no_grad():
         head.fill_(0.5)
-    save_worker(worker, tmp_path)
-    load_worker(again, tmp_path)
+    worker.export(tmp_path)
+    again.load(tmp_path)
     assert torch.equal(again.model.score.weight, head)
     scorer = ScalarWorker("reward", config_of(str(tmp_path)), train=False)
     torch.testing.assert_close(
@@ -225,7 +225,7 @@ def test_ranks_that_shard_the_model_train_the_same_adapters(
     name: str, ranks: int, layouts: list[dict[str, Any]], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = tiny_models[name]
-    save_worker(started(adapted(model)), tmp_path / "alone")
+    started(adapted(model)).export(tmp_path / "alone")
     task = {"model": str(model), "layouts": layouts, "folder": str(tmp_path)}
     found = run_ranks("tests.training.parallel.laid_out:with_adapters", task, ranks, 200.0)
     assert found == {str(layout): [] for layout in layouts}

@@ -205,9 +205,9 @@ def _connect(model: Any, pipeline: PipelineRanks) -> None:
         if not isinstance(embedding, PassThrough):
             # The output layer's weight, under the name that it has on the first rank.
             received.weight = embedding.weight
-        body.embedding = received
+        setattr(body.decoder, body.embedding_name, received)
     if not pipeline.is_last:
-        body.norm = SendHidden(pipeline, model.dtype)
+        setattr(body.decoder, body.norm_name, SendHidden(pipeline, model.dtype))
 
 
 def check_heads(settings: Mapping[str, Any], ranks: int) -> None:

@@ -12,6 +12,7 @@ interface: linear attention, convolutions, state-space layers.
 Shapes: N tokens packed, S sequences of equal length L, H query heads, K key/value heads, D head width (of values: E).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,14 +64,16 @@ class Scores:
 Forward = Callable[..., Any]
 
 
-class AttentionContext(Protocol):
+class AttentionContext(ABC):
     """An attention context: decides which keys each query sees."""
 
+    @abstractmethod
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with queries (1, H, N, D) to keys (1, K, N, D) and values (1, K, N, E); returns (1, N, H, E)."""
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer's own forward per sequence; argument tensors (1, N, ...) hold the tokens of all sequences."""
+        return forward(*given, **named)
 
 
 running: ContextVar[AttentionContext | None] = ContextVar("running", default=None)
@@ -152,7 +155,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 
 
 @dataclass(frozen=True, eq=False)
-class PackedSequences:
+class PackedSequences(AttentionContext):
     """Causal attention within each of the consecutively packed sequences of `lengths`.
 
     `offsets` (S + 1,) int32, on the model's device, are the starts of the sequences and the end of the last. `keep_scores` is for
@@ -340,7 +343,7 @@ def token_dimension(leaf: Any, tokens: int) -> int | None:
 
 
 @dataclass(frozen=True, eq=False)
-class EqualRows:
+class EqualRows(AttentionContext):
     """The context within a mixer: a batch of S sequences of L tokens."""
 
     shape: tuple[int, int]
@@ -350,10 +353,6 @@ class EqualRows:
         """Attend with queries (S, H, L, D); returns (S, L, H, E)."""
         states = [each.transpose(1, 2) for each in (query, key, value)]
         return attend_equal(states[0], states[1], states[2], scores, self.keep_scores).unflatten(0, self.shape)
-
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run a mixer within a mixer."""
-        return forward(*given, **named)
 
 
 def attend_equal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep_scores: bool = False) -> Tensor:

@@ -115,21 +115,15 @@ def use_kernels(model: PreTrainedModel, kernels: LayerKernels | None = None) -> 
     """Switch the norms, gated activations and attention layers of a model to these kernels, or to this machine's, if it has any."""
     if (kernels := kernels or layer_kernels()) is None:
         return
-    forwards = forwards_by(kernels)
     for module in model.modules():
         kind: Any = type(module)
-        name = kind.__name__
-        if name in NORMS:
-            module.__class__ = derived(kind, forwards["norm"])
-        elif name in GATES and is_silu(module):
-            module.__class__ = derived(kind, forwards["gate"])
-        elif name in ATTENTIONS:
-            module.__class__ = derived(kind, turning(kind, kernels))
+        if kind.__name__ in NORMS | ATTENTIONS or (kind.__name__ in GATES and is_silu(module)):
+            module.__class__ = derived(kind, forward_of(kind, kernels))
 
 
 @cache
-def forwards_by(kernels: LayerKernels) -> dict[str, Any]:
-    """Return the forward methods of norms and gated MLPs."""
+def forward_of(kind: Any, kernels: LayerKernels) -> Any:
+    """Return the forward method of a norm, gated MLP or attention layer of this class by these kernels."""
 
     def norm(module: Any, hidden_states: Tensor) -> Tensor:
         if not fits(kernels, hidden_states, module.weight):
@@ -142,19 +136,15 @@ def forwards_by(kernels: LayerKernels) -> dict[str, Any]:
         multiplied = kernels.gate(gated, up) if fits(kernels, gated, up) else module.act_fn(gated) * up
         return module.down_proj(multiplied)
 
-    return {"norm": norm, "gate": gate}
-
-
-@cache
-def turning(kind: Any, kernels: LayerKernels) -> Any:
-    """Return a copy of an attention layer's forward that uses another rotary function; transformers' own stays unchanged."""
-    plain: Any = inspect.unwrap(kind.forward)
-    theirs = plain.__globals__[ROTARY]
-
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
         turn = kernels.rotate if fits(kernels, query, key) and cos.dtype == query.dtype else theirs
         return turn(query, key, cos, sin)
 
+    if kind.__name__ not in ATTENTIONS:
+        return norm if kind.__name__ in NORMS else gate
+    # A copy of the layer's forward with another rotary function; transformers' own stays unchanged.
+    plain: Any = inspect.unwrap(kind.forward)
+    theirs = plain.__globals__[ROTARY]
     names = {**plain.__globals__, ROTARY: rotate}
     copied = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
     copied.__kwdefaults__ = plain.__kwdefaults__

@@ -203,7 +203,7 @@ def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedPrompts:
+class SharedPrompts(AttentionContext):
     """The attention context of consecutively packed families."""
 
     families: tuple[Family, ...]

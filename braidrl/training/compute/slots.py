@@ -20,7 +20,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from braidrl.training.compute.attention import Forward, PackedSequences, Scores, attention_weights, parameters_of
+from braidrl.training.compute.attention import (
+    AttentionContext,
+    Forward,
+    PackedSequences,
+    Scores,
+    attention_weights,
+    parameters_of,
+)
 
 READ_MULTIPLE = 32
 """Reads are rounded up to a multiple of this many positions, so that few shapes occur."""
@@ -110,7 +117,7 @@ class SlotCache:
             yield from states.values()
 
 
-class SlotStep:
+class SlotStep(AttentionContext):
     """The context of one decode step of the first B slots at `positions` (B,), at most `longest - 1`."""
 
     def __init__(self, cache: SlotCache, positions: Tensor, longest: int) -> None:
@@ -173,18 +180,18 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: Sco
     return torch.matmul(attention_weights(products, rule, mask, sinks), values.to(dtype)).to(query.dtype)
 
 
-class PrefillSequences:
+@dataclass(eq=False)
+class PrefillSequences(AttentionContext):
     """The context of packed prompts that records their prefixes."""
 
-    def __init__(self, sequences: PackedSequences) -> None:
-        self._sequences = sequences
-        self._keys_values: list[tuple[Tensor, Tensor]] = []
-        self._states: list[dict[int, dict[str, Tensor]]] = []
+    sequences: PackedSequences
+    _keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
+    _states: list[dict[int, dict[str, Tensor]]] = field(default_factory=list, init=False)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend as PackedSequences does, recording the layer's keys and values."""
         self._keys_values.append((key[0], value[0]))
-        return self._sequences.attend(module, query, key, value, scores)
+        return self.sequences.attend(module, query, key, value, scores)
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer as PackedSequences does, recording the state after each sequence."""
@@ -197,7 +204,7 @@ class PrefillSequences:
             kept.update({number: (carried, place) for place, number in enumerate(numbers)})
             return {name: carried}
 
-        found = self._sequences.mix_each(forward, given, named, with_cache)
+        found = self.sequences.mix_each(forward, given, named, with_cache)
         self._states.append(
             {
                 number: {name: state[place].clone() for name, state in carried.states().items()}
@@ -208,7 +215,7 @@ class PrefillSequences:
 
     def prefixes(self, count: int) -> list[Prefix]:
         """Return the prefixes of the first `count` sequences."""
-        lengths = list(self._sequences.lengths)
+        lengths = list(self.sequences.lengths)
         parts = [(keys.split(lengths, 1), values.split(lengths, 1)) for keys, values in self._keys_values]
         return [
             Prefix([(keys[n], values[n]) for keys, values in parts], [states[n] for states in self._states])

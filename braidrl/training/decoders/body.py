@@ -71,7 +71,7 @@ PLAN = "forward_plan"
 """Attribute of a model with the plan of `use_plan`."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Body:
     """The parts of one decoder: the module that holds them, and the names of its attributes."""
 
@@ -84,10 +84,6 @@ class Body:
     def embedding(self) -> Any:
         return getattr(self.decoder, self.embedding_name)
 
-    @embedding.setter
-    def embedding(self, module: nn.Module) -> None:
-        setattr(self.decoder, self.embedding_name, module)
-
     @property
     def layers(self) -> Any:
         return getattr(self.decoder, self.layers_name)
@@ -95,10 +91,6 @@ class Body:
     @property
     def norm(self) -> Any:
         return getattr(self.decoder, self.norm_name)
-
-    @norm.setter
-    def norm(self, module: nn.Module) -> None:
-        setattr(self.decoder, self.norm_name, module)
 
 
 BODIES: dict[str, Callable[[Any], Body]] = {}
@@ -169,8 +161,7 @@ def run_body(
     """
     decoder = decoder_of(model)
     inputs = {"input_ids": input_ids, "inputs_embeds": hidden, "position_ids": position_ids, "use_cache": False}
-    given = {name: value for name, value in (inputs | options).items() if name in accepted(decoder)}
-
+    given = {name: value for name, value in (inputs | options).items() if name in parameters_of(type(decoder).forward)}
     if hidden is not None and (received := getattr(model, RECEIVED, None)):
         received[0].hidden = hidden
 
@@ -187,11 +178,6 @@ def run_body(
         return mixed
     with attending(context):
         return forward(**given)
-
-
-def accepted(decoder: Any) -> frozenset[str]:
-    """Return the parameter names of a decoder's forward."""
-    return parameters_of(type(decoder).forward)
 
 
 def still(config: Any) -> list[str]:

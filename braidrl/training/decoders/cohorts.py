@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from braidrl.training.compute.attention import parameters_of
 from braidrl.training.compute.slots import cache_name, round_up
-from braidrl.training.decoders.body import accepted, decoder_of
+from braidrl.training.decoders.body import decoder_of
 
 ROWS = 16
 """Cohorts are padded to a multiple of this many rows."""
@@ -90,7 +91,8 @@ class Cohorts:
         rows = torch.tensor(_padded(list(range(len(ids)))), device=ids.device)
         name = cache_name(decoder)
         inputs = {"input_ids": ids[rows], "position_ids": positions[rows], "use_cache": True, name: cohort.cache}
-        output = decoder(**{key: value for key, value in inputs.items() if key in accepted(decoder)})
+        accepted = parameters_of(type(decoder).forward)
+        output = decoder(**{key: value for key, value in inputs.items() if key in accepted})
         cohort.cache = getattr(output, name)
         last: Tensor = output.last_hidden_state[: len(ids), -1]
         return last

@@ -30,10 +30,6 @@ class Head:
     is_own: bool = False
     """Whether the model's own forward must compute logits."""
 
-    @property
-    def is_plain(self) -> bool:
-        return self == Head()
-
     def shape(self, product: Tensor) -> Tensor:
         """Return logits from hidden Wᵀ."""
         scaled = product if self.scale == 1.0 else product * self.scale
@@ -115,14 +111,9 @@ def predicted_log_probs(
     cap = None if head.cap is None else head.cap / temperature
     # some decoders (Mamba) end in float32
     return linear_log_probs(
-        hidden.to(output.weight.dtype),
-        output.weight,
-        targets,
-        temperature / head.scale,
-        with_entropy_grad,
-        compiled=compiled,
-        cap=cap,
-    )
+        hidden.to(output.weight.dtype), output.weight, targets, temperature / head.scale, with_entropy_grad,
+        compiled=compiled, cap=cap,
+    )  # fmt: skip
 
 
 def own_logits(model: Any, hidden: Tensor) -> Tensor:

@@ -124,13 +124,6 @@ class Twin:
             log_probs.append(found.detach())
         return log_probs, gradients_of(self.own)
 
-    @torch.no_grad()
-    def future(self) -> float:
-        """Return how much a row's first log-probs depend on later tokens."""
-        row = self.rows[1]
-        whole, part = (self.own(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, row[:9]))
-        return float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max())
-
 
 def gradients_of(model: Any) -> dict[str, Tensor]:
     """Return a model's gradients by name."""
@@ -185,12 +178,30 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     """Return the first plan whose findings hold, with the findings. Raises Refusal if there is none."""
     if "shared_kv_states" in parameters_of(type(twin.own).forward):
         raise Refusal("a drafter: it computes with the keys and values of another model")
-    if twin.future() > BOUND:
+    row = twin.rows[1]
+    with torch.no_grad():
+        whole, part = (twin.own(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, row[:9]))
+    if float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > BOUND:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
-    reasons: list[str] = []
-    for plan in _candidates(twin, PACKED, reasons):
-        if plan is not None:
-            return plan, packed_findings(twin, twin.model(plan))
+    # The innermost leaking module is the first candidate for one more mixer, then its parents.
+    reasons, plans = list[str](), [PACKED]
+    while plans:
+        plan = plans.pop()
+        try:
+            model = twin.model(plan)
+            findings = packed_findings(twin, model)
+        except FAILURES as error:
+            reasons.append(first_line(error))
+            continue
+        wrong = [finding for finding in findings if not finding.holds]
+        if not wrong:
+            return plan, findings
+        leaking = leaking_modules(twin, model)
+        name = leaking[0] if leaking else type(decoder_of(model)).__name__
+        reasons.append(f"{name} mixes tokens: {wrong[0].name}: differs by {wrong[0].value:.1g}")
+        if len(plan.mixers) < FOUND:
+            more = [name for name in leaking if name not in plan.mixers]
+            plans += [ForwardPlan((*plan.mixers, name)) for name in reversed(more)]
     rows = ForwardPlan(by_rows=True)
     try:
         findings = packed_findings(twin, twin.model(rows))
@@ -199,26 +210,6 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     if wrong := [finding for finding in findings if not finding.holds]:
         raise Refusal(f"{reasons[0]}; by rows: {wrong[0].name}: differs by {wrong[0].value:.1g}")
     return rows, findings
-
-
-def _candidates(twin: Twin, plan: ForwardPlan, reasons: list[str]) -> Iterator[ForwardPlan | None]:
-    """Yield the plan if its findings hold; else try plans with one more mixer: the innermost leaking module, then its parents."""
-    try:
-        model = twin.model(plan)
-        wrong = [finding for finding in packed_findings(twin, model) if not finding.holds]
-    except FAILURES as error:
-        reasons.append(first_line(error))
-        return
-    if not wrong:
-        yield plan
-        return
-    leaking = leaking_modules(twin, model)
-    name = leaking[0] if leaking else type(decoder_of(model)).__name__
-    reasons.append(f"{name} mixes tokens: {wrong[0].name}: differs by {wrong[0].value:.1g}")
-    if len(plan.mixers) < FOUND:
-        for name in leaking:
-            if name not in plan.mixers:
-                yield from _candidates(twin, ForwardPlan((*plan.mixers, name)), reasons)
 
 
 FAILURES = (Exception,)
@@ -293,9 +284,8 @@ def _calls(model: Any, rows: Sequence[Tensor], packed: bool) -> list[tuple[str, 
 def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
     """Decode the twin's rows token by token, and compare with single rows under transformers."""
     name = "embedded engine equals trainer: prefill and decode"
-    model = twin.model(plan)
     try:
-        found = decoded_by_cohorts(model, twin) if plan.by_rows else decoded_from_slots(model, twin)
+        found = decoded(twin, plan)
     except FAILURES as error:
         return Finding(name, float("inf"), BOUND, first_line(error))
     return Finding(
@@ -303,50 +293,42 @@ def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
     )
 
 
-def decoded_from_slots(model: object, twin: Twin) -> list[Tensor]:
-    """Return the log-probs of each row's response, decoded from slots; rows also move between slots."""
-    cache = SlotCache(SLOTS, torch.float32, twin.device)
-    cache.reserve(max(len(row) for row in twin.rows))
-    long = [n for n, prompt in enumerate(PROMPTS) if prompt > 1]
-    sequences = PackedSequences.of([PROMPTS[n] - 1 for n in long], twin.device)
-    keeping = PrefillSequences(sequences)
-    ids = torch.cat([twin.rows[n][: PROMPTS[n] - 1] for n in long])
-    run_body(model, ids[None], sequences.position_ids(), keeping)
-    prefixes = dict(zip(long, keeping.prefixes(len(long)), strict=True))
-    for number in range(len(twin.rows)):
-        cache.fill(torch.tensor([number + 1], device=twin.device), prefixes.get(number))
-    for number in reversed(range(len(twin.rows))):
-        cache.move(number + 1, number + 4, PROMPTS[number])
+def decoded(twin: Twin, plan: ForwardPlan) -> list[Tensor]:
+    """Return the log-probs of each row's response, decoded one token per step.
 
-    def hidden(current: Tensor, position: Tensor) -> Tensor:
-        context = SlotStep(cache, position, int(position.max()) + 1)
-        return run_body(model, current[:, None], position[:, None], context)[:, 0]
-
-    return _stepped(model, twin, hidden, 4)
-
-
-def decoded_by_cohorts(model: object, twin: Twin) -> list[Tensor]:
-    """Return the log-probs of each row's response, decoded with the model's own cache."""
-    cohorts = Cohorts(model)
-    cohorts.begin({number: row[:prompt] for number, (row, prompt) in enumerate(zip(twin.rows, PROMPTS, strict=True))})
-
-    def hidden(current: Tensor, position: Tensor) -> Tensor:
-        cohorts.end(n for n, row in enumerate(twin.rows) if int(position[n]) >= len(row) - 1)
-        return cohorts.hidden(current, position)
-
-    return _stepped(model, twin, hidden, 0)
-
-
-def _stepped(model: object, twin: Twin, hidden: object, first: int) -> list[Tensor]:
-    """Feed each row's own tokens, one per step; row n is in slot n + `first`. Return the log-probs of responses."""
-    found: list[list[Tensor]] = [[] for _ in twin.rows]
-    for step in range(max(len(row) - prompt for row, prompt in zip(twin.rows, PROMPTS, strict=True))):
+    Rows decode from slots, between which they also move, or by rows with the model's own cache.
+    """
+    model, rows = twin.model(plan), twin.rows
+    cohorts, cache = Cohorts(model), SlotCache(SLOTS, torch.float32, twin.device)
+    if plan.by_rows:
+        first = 0
+        cohorts.begin({number: row[:prompt] for number, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True))})
+    else:
+        first = 4  # row n moves from slot n + 1 to slot n + 4
+        cache.reserve(max(len(row) for row in rows))
+        long = [n for n, prompt in enumerate(PROMPTS) if prompt > 1]
+        sequences = PackedSequences.of([PROMPTS[n] - 1 for n in long], twin.device)
+        keeping = PrefillSequences(sequences)
+        run_body(model, torch.cat([rows[n][: PROMPTS[n] - 1] for n in long])[None], sequences.position_ids(), keeping)
+        prefixes = dict(zip(long, keeping.prefixes(len(long)), strict=True))
+        for number in range(len(rows)):
+            cache.fill(torch.tensor([number + 1], device=twin.device), prefixes.get(number))
+        for number in reversed(range(len(rows))):
+            cache.move(number + 1, number + first, PROMPTS[number])
+    found: list[list[Tensor]] = [[] for _ in rows]
+    for step in range(max(len(row) - prompt for row, prompt in zip(rows, PROMPTS, strict=True))):
         current, position = (torch.zeros(SLOTS, dtype=torch.int64, device=twin.device) for _ in range(2))
-        places = [min(prompt - 1 + step, len(row) - 1) for row, prompt in zip(twin.rows, PROMPTS, strict=True)]
-        for number, (row, place) in enumerate(zip(twin.rows, places, strict=True)):
+        places = [min(prompt - 1 + step, len(row) - 1) for row, prompt in zip(rows, PROMPTS, strict=True)]
+        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
             current[number + first], position[number + first] = row[place], place
-        logits = logits_of(model, hidden(current, position)).float().log_softmax(-1)  # type: ignore[operator]
-        for number, (row, place) in enumerate(zip(twin.rows, places, strict=True)):
+        if plan.by_rows:
+            cohorts.end(n for n, row in enumerate(rows) if places[n] >= len(row) - 1)
+            hidden = cohorts.hidden(current, position)
+        else:
+            context = SlotStep(cache, position, int(position.max()) + 1)
+            hidden = run_body(model, current[:, None], position[:, None], context)[:, 0]
+        logits = logits_of(model, hidden).float().log_softmax(-1)
+        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
             if place + 1 < len(row):
                 found[number].append(logits[number + first, row[place + 1]])
     return [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in found]

@@ -25,19 +25,12 @@ from braidrl.training.decoders.proof import (
     find_plan,
     packed_findings,
     quietly,
-)
+)  # fmt: skip
 
 KNOWN: dict[str, dict[str, Any]] = {}
 UNNAMED = (
-    "_name_or_path",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "_attn_implementation",
-    "num_labels",
-    "id2label",
-    "label2id",
-)
+    "_name_or_path", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "num_labels", "id2label", "label2id",
+)  # fmt: skip
 """Settings that do not affect a model's structure."""
 
 

@@ -9,37 +9,30 @@ proof's sequences; scale factors are unchanged.
 import copy
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 LEFT_OUT = {
-    "quantization_config",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "model_type",
-}
+    "quantization_config", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type",
+}  # fmt: skip
 VOCABULARY = 96
 HEAD_WIDTH = 16
 WINDOW = 6
 MOST_LAYERS = 8
 LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "num_decoder_layers",
-    "num_blocks",
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "num_blocks",
+)  # fmt: skip
 HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
     "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
 )  # fmt: skip
+HEAD_WIDTHS = (
+    "head_dim", "d_head", "dim_head", "d_kv", "attention_head_size", "kv_channels", "hidden_size_per_head",
+)  # fmt: skip
+OTHER_WIDTHS = ("qk_", "v_", "index", "linear", "mamba", "attention_head")
+"""Beginnings of head widths that other rules shrink."""
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -53,6 +46,14 @@ CHUNKS = re.compile(r"^(chunk_size|mamba_chunk_size|block_size|index_block_size|
 WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
 """Names of widths, which keep their ratio to the model's width."""
 KEPT = re.compile(r"(max_position|n_positions|n_ctx|^vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
+
+
+MOST = {
+    "index_topk": 4, "index_topk_blocks": 4, "indexer_budget": 4, "indexer_compress_ratio": 2, "o_groups": 2,
+    # fewer heads would give many keys a score of 0, and the choice among equals is arbitrary
+    "index_n_heads": 16, "num_embeddings": 64, "num_position_embeddings": 64,
+}  # fmt: skip
+"""Upper limits of further settings."""
 
 
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
@@ -120,11 +121,14 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
     return found
 
 
-class _Sizes:
+class _Sizes(NamedTuple):
     """The widths of a model before and after shrinking."""
 
-    def __init__(self, width: int, small: int, heads: int, keys: int, head_width: int) -> None:
-        self.original, self.small, self.heads, self.keys, self.head_width = width, small, heads, keys, head_width
+    original: int
+    small: int
+    heads: int
+    keys: int
+    head_width: int
 
     @staticmethod
     def of(settings: dict[str, Any], head_width: int) -> "_Sizes":
@@ -166,23 +170,13 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
             found[name] = [sizes.heads] * len(value)
         if not isinstance(value, int) or isinstance(value, bool):
             continue
-        if name in (
-            "head_dim",
-            "d_head",
-            "dim_head",
-            "d_kv",
-            "attention_head_size",
-            "kv_channels",
-            "hidden_size_per_head",
-        ):
+        if name in HEAD_WIDTHS:
             found[name] = sizes.head_width
         elif name.endswith("num_attention_heads") and name not in HEADS:
             found[name] = sizes.heads
         elif name.endswith(("num_key_value_heads", "num_global_key_value_heads")) and name not in KEY_HEADS:
             found[name] = min(value, sizes.keys)
-        elif name.endswith("head_dim") and not name.startswith(
-            ("qk_", "v_", "index", "linear", "mamba", "attention_head")
-        ):
+        elif name.endswith("head_dim") and not name.startswith(OTHER_WIDTHS):
             # head widths of other layers keep their ratio
             base = given.get("head_dim") or sizes.head_width
             found[name] = max(8, sizes.head_width * value // base)
@@ -201,20 +195,16 @@ def _latent_attention(found: dict[str, Any], given: dict[str, Any], sizes: _Size
     # the widths that vLLM's kernels take, where wider heads are asked for
     rope, rank, own, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
     found |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
-    if isinstance(given.get("qk_nope_head_dim"), int):
-        found["qk_nope_head_dim"] = own
-    if isinstance(given.get("v_head_dim"), int):
-        found["v_head_dim"] = value
-    if isinstance(given.get("q_lora_rank"), int):
-        found["q_lora_rank"] = 24
+    for name, small in (("qk_nope_head_dim", own), ("v_head_dim", value), ("q_lora_rank", 24)):
+        if isinstance(given.get(name), int):
+            found[name] = small
     if isinstance(given.get("head_dim"), int):
         found["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
     found.pop("qk_head_dim", None)
 
 
 def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    _set(found, ("mamba_d_state", "state_size", "ssm_state_size"), 8)
-    _set(found, ("time_step_rank", "mamba_dt_rank"), 8)
+    _set(found, ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_dt_rank"), 8)
     for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
         if name in given:
             found[name] = min(given[name], 2)
@@ -288,12 +278,8 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
             found[key] = len(kept)
     if not kinds and total > len(kept):
         for key, value in given.items():
-            if (
-                isinstance(value, list)
-                and value
-                and all(isinstance(v, int) and v < total for v in value)
-                and "layer" in key
-            ):
+            is_list = isinstance(value, list) and value and all(isinstance(v, int) and v < total for v in value)
+            if is_list and "layer" in key:
                 found[key] = sorted({len(kept) - 1 if v else 0 for v in value[:2]})
     for key in ("encoder_layers", "num_encoder_layers", "num_global_layers", "depth", "num_layers_per_stack"):
         if isinstance(given.get(key), int):
@@ -359,23 +345,13 @@ def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
         if re.search(r"soft_?cap", name) and isinstance(value, int | float) and value > 0:
             # as small as the tiny model's scores, so that the cap takes effect
             found[name] = 1.0
-        elif name in ("index_topk", "index_topk_blocks"):
-            found[name] = min(value, 4)
-        elif name == "index_n_heads":
-            found[name] = min(
-                value, 16
-            )  # fewer would give many keys a score of 0, and the choice among equals is arbitrary
-        elif name == "o_groups":
-            found[name] = min(value, 2)
+        elif name in MOST:
+            found[name] = min(value, MOST[name])
         elif name == "compress_rates" and value:
             found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
         elif name in ("index_head_dim", "indexer_head_dim"):
             found[name] = sizes.head_width
-        elif name in ("indexer_budget", "indexer_compress_ratio"):
-            found[name] = min(value, 4 if name == "indexer_budget" else 2)
         elif name == "hidden_size_global":
             found[name] = sizes.small
-        elif name in ("num_embeddings", "num_position_embeddings"):
-            found[name] = min(value, 64)
     if isinstance(given.get("dim_model_base"), int):
         found["dim_model_base"] = max(8, sizes.small * given["dim_model_base"] // sizes.original)

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from braidrl.config import LoraConfig
 from braidrl.config.layout import ParallelLayout
-from braidrl.training.compute.attention import ATTENTION, Forward, Scores
+from braidrl.training.compute.attention import ATTENTION, AttentionContext, Forward, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
 from braidrl.training.compute.slots import MixerCache, cache_name
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body, use_plan
@@ -36,7 +35,7 @@ from braidrl.training.loading import read_model_config
 from braidrl.training.lora import NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.pipeline import RUN
-from braidrl.training.parallel.tensor import ROWS, blocks_of, plan_of
+from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
@@ -60,10 +59,10 @@ class ModelSizes(NamedTuple):
         """Return the sizes of a transformers configuration."""
         text = config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        heads = setting(text, HEADS)
+        heads, width = setting(text, HEADS), setting(text, WIDTHS)
+        head_width = int(own_setting(text, "head_dim") or width // heads)
         return ModelSizes(
-            setting(text, LAYERS), setting(text, WIDTHS), text.vocab_size, heads, setting(text, KEY_HEADS, heads),
-            head_width(text), tied,
+            setting(text, LAYERS), width, text.vocab_size, heads, setting(text, KEY_HEADS, heads), head_width, tied,
         )  # fmt: skip
 
 
@@ -229,7 +228,7 @@ CACHED: dict[str, tuple[int, int]] = {}
 """The elements that an engine caches per token and per row, by configuration."""
 
 
-class CachedNumbers:
+class CachedNumbers(AttentionContext):
     """An attention context that counts the elements which layers and mixers would cache for one token."""
 
     per_token = per_row = 0
@@ -243,10 +242,6 @@ class CachedNumbers:
         found = forward(*given, **{**named, cache_name(module): carried})
         self.per_row += sum(state.numel() for state in carried.states().values())
         return found
-
-
-def head_width(config: Any) -> int:
-    return int(own_setting(config, "head_dim") or setting(config, WIDTHS) // setting(config, HEADS))
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
@@ -279,7 +274,7 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
     """Count the bytes that autograd saves in a forward pass of `layers` layers on one of `tensor` ranks, without parameters."""
     config = deepcopy(shape.config)
-    config.head_dim = head_width(config)
+    config.head_dim = ModelSizes.of(config).head_dim
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(config, name, getattr(config, name) // tensor)
     config.num_hidden_layers = layers
@@ -313,43 +308,31 @@ def kept_bytes(model: Any, tokens: int) -> int:
 def divide_tokens(model: Any, ranks: int) -> None:
     """Make a model scatter and gather tokens as one of `ranks` tensor-parallel ranks does, with this rank's tokens for all others'."""
 
-    def scattered(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+    def own(states: Tensor) -> Tensor:
         return states[:, : states.shape[1] // ranks].clone()
-
-    def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if given:
-            return (given[0].repeat(1, ranks, 1), *given[1:]), named
-        return given, {**named, "hidden_states": named["hidden_states"].repeat(1, ranks, 1)}
-
-    def own_tokens(output: Any) -> Any:
-        return scattered(model, None, output) if isinstance(output, Tensor) and output.dim() == 3 else output
 
     def whole(_: nn.Module, __: Any, found: Any) -> Any:
         found["last_hidden_state"] = found.last_hidden_state.repeat(1, ranks, 1)
         return found
 
     body, plan = body_of(model), plan_of(model)
-    body.embedding.register_forward_hook(scattered)
+    scattering = [body.embedding]
     for layer in body.layers:
         for block in blocks_of(layer, plan, plan_of_model(model).mixers):
             for name, scatter in block.gathers.items():
-                layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
-                if scatter:
-                    layer.get_submodule(name).register_forward_hook(lambda *call: tree_map(own_tokens, call[-1]))
-            for name, style in block.products.items():
-                if style in ROWS:
-                    layer.get_submodule(name).register_forward_hook(scattered)
+                module = layer.get_submodule(name)
+                gather_tokens(module, lambda states: states.repeat(1, ranks, 1), own if scatter else None)
+            scattering += [layer.get_submodule(name) for name, style in block.products.items() if style in ROWS]
+    for module in scattering:
+        module.register_forward_hook(lambda _, __, states: own(states))
     body.decoder.register_forward_hook(whole)
 
 
-class FusedAttention:
+class FusedAttention(AttentionContext):
     """An attention context for the meta device that saves what a fused kernel saves for the backward pass: no scores."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         return _Shapes.apply(query, key, value)
-
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return forward(*given, **named)
 
 
 class _Shapes(torch.autograd.Function):

@@ -10,7 +10,7 @@ import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import IO
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -32,7 +32,7 @@ class OffloadableTensors:
         self._tensors = tensors
         # By storage id; the storage is referenced so that its id is not reused.
         self._away: dict[int, tuple[UntypedStorage, int, Restore]] = {}
-        self._file: UnnamedFile | None = None
+        self._file: IO[bytes] | None = None
 
     @property
     def away_bytes(self) -> int:
@@ -46,8 +46,9 @@ class OffloadableTensors:
                 if storage.is_cuda:
                     restore = to_pinned(storage)
                 else:
-                    self._file = self._file or UnnamedFile()
-                    restore = self._file.put(storage)
+                    # In TMPDIR; it disappears with this process however it ends.
+                    self._file = self._file or tempfile.TemporaryFile(prefix="braid-", buffering=0)  # noqa: SIM115
+                    restore = to_file(storage, self._file)
                 self._away[storage._cdata] = storage, size, restore
                 empty(storage)
 
@@ -77,27 +78,17 @@ def to_pinned(storage: UntypedStorage) -> Restore:
     return restore
 
 
-class UnnamedFile:
-    """An unlinked file in TMPDIR, which disappears with this process however it ends."""
-
-    def __init__(self) -> None:
-        self._file: Any = tempfile.TemporaryFile(prefix="braid-", buffering=0)  # noqa: SIM115
-
-    def put(self, storage: UntypedStorage) -> Restore:
-        """Append a storage's bytes. Raises UserError if the disk is full."""
-        number, size = self._file.fileno(), storage.nbytes()
-        place = os.fstat(number).st_size
-        try:
-            transfer(lambda view, at: os.pwrite(number, view, at), storage, place)
-        except OSError as error:
-            raise UserError(
-                f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {size:,} bytes of weights ({error.strerror}); "
-                "set TMPDIR to a folder on a larger disk"
-            ) from error
-        return lambda: self.take(storage, place)
-
-    def take(self, storage: UntypedStorage, place: int) -> None:
-        transfer(lambda view, at: os.preadv(self._file.fileno(), [view], at), storage, place)
+def to_file(storage: UntypedStorage, file: IO[bytes]) -> Restore:
+    """Append a storage's bytes to an unlinked file. Raises UserError if the disk is full."""
+    place = os.fstat(file.fileno()).st_size
+    try:
+        transfer(lambda view, at: os.pwrite(file.fileno(), view, at), storage, place)
+    except OSError as error:
+        raise UserError(
+            f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {storage.nbytes():,} bytes of weights ({error.strerror}); "
+            "set TMPDIR to a folder on a larger disk"
+        ) from error
+    return lambda: transfer(lambda view, at: os.preadv(file.fileno(), [view], at), storage, place)
 
 
 def transfer(move: Callable[[memoryview, int], int], storage: UntypedStorage, place: int) -> None:

@@ -8,8 +8,9 @@ buffers for all micro-batches, so a run has at most `RUN` of them per pipeline r
 `PassThrough` in place of other ranks' layers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from braidrl.cluster.world import Ranks
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import RECEIVED, body_of
 from braidrl.training.parallel.replicated import OnPrediction, Predict
-from braidrl.weights.shards import by_tensor
 
 RUN = 8
 """Most micro-batches per pipeline rank in one run: a trade-off of receive buffers against the pipeline bubble."""
@@ -29,23 +28,17 @@ HIDDEN = "hidden"
 """The key under which all pipeline ranks but the last return hidden states."""
 
 
+@dataclass(frozen=True)
 class Pipeline:
     """The pipeline group of one replica of the model."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, embedding_group: dist.ProcessGroup | None, divisor: int, device: torch.device
-    ) -> None:
-        """Describe the group.
-
-        Args:
-            group: The pipeline ranks.
-            embedding_group: The first and the last rank, which share tied embedding weights; None on the others.
-            divisor: The number of ranks that share the tokens of a micro-batch.
-            device: The device of the model.
-        """
-        self.group, self.embedding_group, self.divisor, self.device = group, embedding_group, divisor, device
-        self.rank, self.size = group.rank(), group.size()
-        self.is_last = self.rank == self.size - 1
+    group: dist.ProcessGroup
+    """The pipeline ranks."""
+    embedding_group: dist.ProcessGroup | None
+    """The first and the last rank, which share tied embedding weights; None on the others."""
+    divisor: int
+    """The number of ranks that share the tokens of a micro-batch."""
+    device: torch.device
 
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
@@ -54,59 +47,33 @@ class Pipeline:
 
         All pipeline ranks call this at the same time with the same micro-batches, at least one per rank.
         """
-        for numbers in runs(len(micro_batches), self.size):
-            self._run(model, compute, micro_batches, on_prediction, numbers)
+        rank, size, train = self.group.rank(), self.group.size(), torch.is_grad_enabled()
 
-    def _run(
-        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction,
-        numbers: Tensor,
-    ) -> None:  # fmt: skip
-        train = torch.is_grad_enabled()
-        longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
-        own = -(-longest // self.divisor)
-
-        def forward(number: int, hidden: Tensor | None) -> Tensor:
-            packed = replace(micro_batches[number].padded(own * self.divisor), hidden=hidden)
-            predicted = compute(packed)
-            if not self.is_last:
+        def forward(tokens: int, number: int, hidden: Tensor | None) -> Tensor:
+            predicted = compute(replace(micro_batches[number].padded(tokens), hidden=hidden))
+            if rank < size - 1:
                 return predicted[HIDDEN]
             loss = on_prediction(number, predicted)
             return torch.zeros(()) if loss is None else loss
 
-        message = torch.empty(1, own, model.config.hidden_size, dtype=model.dtype, device="meta", requires_grad=train)
-        pipeline_stage = PipelineStage(
-            RankModule(forward), self.rank, self.size, self.device,
-            input_args=() if self.rank == 0 else (message,), output_args=(message,), group=self.group,
-        )  # fmt: skip
-        # The last pipeline rank outputs its loss; sums are divided once, at `step`.
-        loss = (lambda output, number: output) if train else None
-        schedule = Schedule1F1B(pipeline_stage, len(numbers), loss, scale_grads=False)
-        try:
-            schedule.step(number=numbers, target=numbers if train else None, return_outputs=False)
-        except RuntimeError as error:
-            # The schedule wraps errors; raise the original, so that lost peers and user errors are recognised.
-            raise error.__cause__ or error from None
-
-    def full_tensors(
-        self, named: Mapping[str, Any], materialize: Callable[[Any], Tensor]
-    ) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. Tied tensors may appear twice."""
-        own = by_tensor(named)
-        about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
-        for rank, described in enumerate(Ranks(self.group).all_gather("tensors", about)):
-            for number, (names, shape, dtype) in enumerate(described):
-                tensor = (
-                    materialize(own[number][1])
-                    if rank == self.rank
-                    else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-                )
-                dist.broadcast(tensor, group_src=rank, group=self.group)
-                yield names, tensor
-
-    def broadcast_predictions(self, values: Tensor) -> Tensor:
-        """Broadcast the last pipeline rank's values; the other ranks pass a buffer of the same shape and dtype."""
-        dist.broadcast(values, group_src=self.size - 1, group=self.group)
-        return values
+        for numbers in runs(len(micro_batches), size):
+            longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
+            own = -(-longest // self.divisor)
+            message = torch.empty(
+                1, own, model.config.hidden_size, dtype=model.dtype, device="meta", requires_grad=train
+            )
+            pipeline_stage = PipelineStage(
+                RankModule(partial(forward, own * self.divisor)), rank, size, self.device,
+                input_args=() if rank == 0 else (message,), output_args=(message,), group=self.group,
+            )  # fmt: skip
+            # The last pipeline rank outputs its loss; sums are divided once, at `step`.
+            loss = (lambda output, number: output) if train else None
+            schedule = Schedule1F1B(pipeline_stage, len(numbers), loss, scale_grads=False)
+            try:
+                schedule.step(number=numbers, target=numbers if train else None, return_outputs=False)
+            except RuntimeError as error:
+                # The schedule wraps errors; raise the original, so that lost peers and user errors are recognised.
+                raise error.__cause__ or error from None
 
 
 def runs(micro_batches: int, ranks: int) -> tuple[Tensor, ...]:
@@ -170,7 +137,7 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
                 setattr(model, RECEIVED, [kind])
     tied = is_tied(model)
     if rank < ranks - 1:
-        body.norm = PassThrough()
+        setattr(body.decoder, body.norm_name, PassThrough())
         for name, child in list(model.named_children()):
             if child is not model.base_model:
                 setattr(model, name, PassThrough())
@@ -181,7 +148,7 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
             if name != body.embedding_name and any(True for _ in child.parameters()):
                 setattr(body.decoder, name, Nothing())
     if rank > 0 and not (tied and rank == ranks - 1):
-        body.embedding = PassThrough()
+        setattr(body.decoder, body.embedding_name, PassThrough())
 
 
 def is_tied(model: Any) -> bool:

@@ -11,7 +11,7 @@ gradient is the sum over ranks.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from braidrl.training.compute.attention import (
     AttentionContext,
     Forward,
+    GatheredRows,
     PackedSequences,
     Scores,
     token_dimension,
@@ -29,8 +30,23 @@ from braidrl.training.compute.packed import Packed
 from braidrl.training.parallel.replicated import Predict
 
 
+class TokenMoves(NamedTuple):
+    """The exchange by which a rank gets all tokens of some sequences, for mixers."""
+
+    sequences: PackedSequences
+    """This rank's sequences; one filler token if it has none."""
+    order: Tensor
+    """The local tokens (n,), sorted by receiver."""
+    places: Tensor
+    """The place of each local token in that order."""
+    sent: list[int]
+    """Tokens for each rank."""
+    arriving: list[int]
+    """Tokens from each rank."""
+
+
 @dataclass(frozen=True, eq=False)
-class UlyssesAttention:
+class UlyssesAttention(AttentionContext):
     """Attention over sequences whose tokens are sharded equally over the S ranks of `group`, n tokens on each."""
 
     sequences: AttentionContext
@@ -43,25 +59,25 @@ class UlyssesAttention:
             scores = replace(scores, sinks=scores.sinks.unflatten(0, by_rank)[self.group.rank()])
         # (1, heads, n, D) to (1, heads / S, S · n, D): all tokens of this rank's heads
         states = [
-            _AllToAll.apply(each[0].unflatten(0, by_rank), self.group).transpose(0, 1).flatten(1, 2)[None]
+            _AllToAll.apply(each[0].unflatten(0, by_rank), None, None, self.group).transpose(0, 1).flatten(1, 2)[None]
             for each in (query, key, value)
         ]
         output = self.sequences.attend(module, states[0], states[1], states[2], scores)
-        parts = output[0].unflatten(0, by_rank)
-        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)[None]
+        parts = _AllToAll.apply(output[0].unflatten(0, by_rank), None, None, self.group)
+        return parts.transpose(0, 1).flatten(1, 2)[None]
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer over all tokens of this rank's sequences, with an all-to-all before and after it."""
-        assert isinstance(self.sequences, PackedSequences), "models with mixers do not share prompts"
-        exchange, own = self._exchange, self._own_sequences
-        tokens = len(exchange.order)
+        own, order, places, sent, arriving = self._moves
+        received = sum(arriving)
 
         def arrived(leaf: Any) -> Any:
-            place = token_dimension(leaf, tokens)
+            place = token_dimension(leaf, len(order))
             if place is None:
                 return leaf
-            flat = _Exchange.apply(leaf.squeeze(place - 1).movedim(place - 1, 0), exchange, self.group)
-            if not exchange.received:
+            flat = GatheredRows.apply(leaf.squeeze(place - 1).movedim(place - 1, 0), order, places)
+            flat = _AllToAll.apply(flat, sent, arriving, self.group)
+            if not received:
                 # a rank without a sequence runs a filler token, so that its parameters have gradients
                 flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))])
             return flat.movedim(0, place - 1).unsqueeze(place - 1)
@@ -69,37 +85,27 @@ class UlyssesAttention:
         def returned(leaf: Any) -> Any:
             if token_dimension(leaf, sum(own.lengths)) != 1:
                 return leaf
-            return _Exchange.apply(leaf[0, : exchange.received], exchange.back, self.group)[None]
+            flat = _AllToAll.apply(leaf[0, :received], arriving, sent, self.group)
+            return GatheredRows.apply(flat, places, order)[None]
 
         found = own.mix(module, forward, tree_map(arrived, given), tree_map(arrived, named))
         return tree_map(returned, found)
 
     @cached_property
-    def _assigned(self) -> list[int]:
+    def _moves(self) -> TokenMoves:
         """Assign each sequence to the rank with the fewest tokens so far, longest sequences first."""
-        assert isinstance(self.sequences, PackedSequences)
-        lengths, held = self.sequences.lengths, [0] * self.group.size()
-        assigned = [0] * len(lengths)
+        assert isinstance(self.sequences, PackedSequences), "models with mixers do not share prompts"
+        lengths, device, rank = self.sequences.lengths, self.sequences.offsets.device, self.group.rank()
+        held, assigned = [0] * self.group.size(), [0] * len(lengths)
         for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-            assigned[number] = rank = held.index(min(held))
-            held[rank] += lengths[number]
-        return assigned
-
-    @cached_property
-    def _own_sequences(self) -> PackedSequences:
-        assert isinstance(self.sequences, PackedSequences)
-        lengths = [n for n, r in zip(self.sequences.lengths, self._assigned, strict=True) if r == self.group.rank()]
-        return PackedSequences.of(lengths or [1], self.sequences.offsets.device, self.sequences.keep_scores)
-
-    @cached_property
-    def _exchange(self) -> "TokenExchange":
-        assert isinstance(self.sequences, PackedSequences)
-        ranks, rank = self.group.size(), self.group.rank()
-        owner = torch.tensor(self._assigned).repeat_interleave(torch.tensor(self.sequences.lengths)).view(ranks, -1)
+            assigned[number] = held.index(min(held))
+            held[assigned[number]] += lengths[number]
+        mine = [length for length, owner in zip(lengths, assigned, strict=True) if owner == rank]
+        owner = torch.tensor(assigned).repeat_interleave(torch.tensor(lengths)).view(len(held), -1)
         order = owner[rank].argsort(stable=True)
-        return TokenExchange(
-            order.to(self.sequences.offsets.device), owner[rank].bincount(minlength=ranks).tolist(),
-            (owner == rank).sum(1).tolist(),
+        return TokenMoves(
+            PackedSequences.of(mine or [1], device, self.sequences.keep_scores), order.to(device),
+            order.argsort().to(device), owner[rank].bincount(minlength=len(held)).tolist(), (owner == rank).sum(1).tolist(),
         )  # fmt: skip
 
 
@@ -142,62 +148,21 @@ def sequence_parallel(predict: Predict, group: dist.ProcessGroup, join: bool = T
     return predict_local
 
 
-@dataclass(frozen=True, eq=False)
-class TokenExchange:
-    """An all-to-all of tokens: `order` sorts local tokens by receiver, `sent` and `arriving` count tokens by rank."""
-
-    order: Tensor
-    sent: list[int]
-    arriving: list[int]
-    is_return: bool = False
-
-    @property
-    def received(self) -> int:
-        return sum(self.arriving)
-
-    @cached_property
-    def back(self) -> "TokenExchange":
-        return TokenExchange(self.order, self.arriving, self.sent, True)
-
-    def run(self, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Exchange local tokens (n, ...) for the tokens of this rank's sequences, or back."""
-        flat = flat if self.is_return else flat.index_select(0, self.order)
-        found = flat.new_empty((self.received, *flat.shape[1:]))
-        dist.all_to_all_single(found, flat.contiguous(), self.arriving, self.sent, group=group)
-        return found.index_select(0, self.order.argsort()) if self.is_return else found
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, exchange: TokenExchange, group: dist.ProcessGroup) -> Tensor:
-        ctx.back, ctx.group = (
-            TokenExchange(exchange.order, exchange.arriving, exchange.sent, not exchange.is_return),
-            group,
-        )
-        return exchange.run(flat, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back.run(gradients[0], ctx.group), None, None
-
-
 class _AllToAll(torch.autograd.Function):
-    """The all-to-all of (S, ...): part j goes to rank j, and part j of the result comes from rank j."""
+    """The all-to-all of (n, ...): `sent` rows to each rank and `arriving` ones from each; equal parts without these counts."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_to_all(parts, group)
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int] | None, arriving: list[int] | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.back = arriving, sent, group
+        found = rows.new_empty((len(rows) if arriving is None else sum(arriving), *rows.shape[1:]))
+        dist.all_to_all_single(found, rows.contiguous(), arriving, sent, group=group)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(gradients[0], ctx.group), None
-
-
-def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(found, parts.contiguous(), group=group)
-    return found
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(gradients[0], *ctx.back), None, None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -15,16 +15,18 @@ The ranks of one replica compute the same rows: each contributes its own rows.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from braidrl.cluster.process_groups import all_gather_bytes, mesh_of, subgroup
+from braidrl.cluster.world import Ranks
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
@@ -41,7 +43,7 @@ from braidrl.training.parallel.replicated import (
     sum_in_buckets,
 )
 from braidrl.training.parallel.sequence import sequence_parallel
-from braidrl.weights.shards import NamedTensor
+from braidrl.weights.shards import NamedTensor, by_tensor
 
 
 @dataclass(frozen=True)
@@ -65,45 +67,45 @@ class Sharded(DataParallel):
     """The parameter that the first and the last pipeline rank share, if any."""
     partial_gradients: list[Tensor] = field(default_factory=list)
     """Parameters replicated along `tensor` whose local gradient is a partial sum."""
-
-    @property
-    def uses_fsdp(self) -> bool:
-        """Return whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
-        return self.layout.shard != "none"
+    uses_fsdp: bool = False
+    """Whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
         assert self.mesh is not None and self.sequence_group is not None
         tied = is_tied(model)
         if self.pipeline is not None:
-            split_layers(model, self.pipeline.rank, self.pipeline.size)
+            split_layers(model, self.pipeline.group.rank(), self.pipeline.group.size())
         if self.layout.sequence > 1:
             predict = sequence_parallel(predict, self.sequence_group, self.has_predictions)
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
         if plan:
-            predict = tensor_parallel.pad_to_multiple(predict, self.layout.sequence * self.layout.tensor)
-
-        def shard_by_tokens(module: nn.Module) -> None:
-            # Over the tensor ranks, which compute different tokens, and with FSDP over ranks with other rows too.
-            assert self.mesh is not None and self.token_mesh is not None
-            self._shard(module, self._fsdp_mesh(self.token_mesh, "tokens") if self.uses_fsdp else self.mesh["tensor"])
-
+            predict = partial(_predict_padded, predict, self.layout.sequence * self.layout.tensor)
+        # With several nodes, each has all shards.
+        nodes = ("node",) if self.layout.nodes > 1 else ()
+        rows_mesh = tokens_mesh = self.mesh[(*nodes, "shard")]
+        if plan:
+            # The ranks that compute different tokens: the tensor ranks, and with FSDP ranks with other rows too.
+            assert self.token_mesh is not None
+            tokens_mesh = self.token_mesh[(*nodes, "tokens")] if self.uses_fsdp else self.mesh["tensor"]
         # Layer by layer, so that a rank never holds more than one full layer.
         for layer in local_layers(model):
             read_parameters(layer)
             if plan:
                 blocks = tensor_parallel.blocks_of(layer, plan, plan_of_model(model).mixers)
-                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], shard_by_tokens)
+                shard = partial(self._shard, mesh=tokens_mesh)
+                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], shard)
             if self.uses_fsdp:
-                self._shard(layer, self._fsdp_mesh(self.mesh, "shard"))
+                self._shard(layer, rows_mesh)
         read_parameters(model)
         if plan:
             tensor_parallel.parallelize_rest(model, self.mesh["tensor"])
         if self.uses_fsdp:
-            self._shard(model, self._fsdp_mesh(self.mesh, "shard"))
-        if plan:
-            # Replicated parameters: their gradient is a partial sum, over this rank's tokens or heads.
-            parameters = body_of(model).decoder.parameters()
-            self.partial_gradients.extend(p for p in parameters if not tensor_parallel.is_tensor_parallel(p))
+            self._shard(model, rows_mesh)
+        for parameter in body_of(model).decoder.parameters() if plan else ():
+            # The gradient of a replicated parameter is a partial sum, over this rank's tokens or heads.
+            axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+            if not {"tensor", "tokens"} & {*(axes or ())}:
+                self.partial_gradients.append(parameter)
         if self.uses_fsdp:
             # `predict` uses the output layer's weight without its forward: register it as a forward method of the model.
             model.predict = predict
@@ -112,10 +114,6 @@ class Sharded(DataParallel):
         if tied and self.pipeline is not None and self.pipeline.embedding_group is not None:
             self.tied_embedding.append(model.get_input_embeddings().weight)
         return predict
-
-    def _fsdp_mesh(self, mesh: DeviceMesh, dimension: str) -> DeviceMesh:
-        """Return the part of a mesh along a dimension; with several nodes, each has all shards."""
-        return mesh["node", dimension] if self.layout.nodes > 1 else mesh[dimension]
 
     def _shard(self, module: Any, mesh: DeviceMesh) -> None:
         """Shard a module with FSDP2."""
@@ -162,15 +160,28 @@ class Sharded(DataParallel):
             self.pipeline.run_micro_batches(model, compute, micro_batches, on_prediction)
 
     def broadcast_predictions(self, values: Tensor) -> Tensor:
-        return values if self.pipeline is None else self.pipeline.broadcast_predictions(values)
+        if self.pipeline is not None:
+            dist.broadcast(values, group_src=self.pipeline.group.size() - 1, group=self.pipeline.group)
+        return values
 
     def full_tensors(
         self, named: Mapping[str, NamedTensor], materialize: Callable[[NamedTensor], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
+        """Yield each tensor with its names; each pipeline rank broadcasts its own. Tied tensors may appear twice."""
         if self.pipeline is None:
             yield from super().full_tensors(named, materialize)
-        else:
-            yield from self.pipeline.full_tensors(named, materialize)
+            return
+        group = self.pipeline.group
+        own: list[tuple[list[str], Any]] = by_tensor(named)
+        about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
+        for rank, described in enumerate(Ranks(group).all_gather("tensors", about)):
+            for number, (names, shape, dtype) in enumerate(described):
+                if rank == group.rank():
+                    tensor = materialize(own[number][1])
+                else:
+                    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.pipeline.device)
+                dist.broadcast(tensor, group_src=rank, group=group)
+                yield names, tensor
 
     def all_reduce_gradients(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         with self.meeting("all-reduce of gradients"):
@@ -204,6 +215,11 @@ class Sharded(DataParallel):
         return squares.sqrt()
 
 
+def _predict_padded(predict: Predict, divisor: int, packed: Packed, *objective: Any) -> dict[str, Tensor]:
+    """Call `predict` on tokens padded to a multiple of `divisor`."""
+    return predict(packed.padded(-(-len(packed.input_ids) // divisor) * divisor), *objective)
+
+
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
     """Return this rank's view of a layout over `world`; every rank calls this at the same time.
 
@@ -231,18 +247,12 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
     replica = subgroup(pools)
     assert replica is not None
     return Sharded(
-        world.group,
-        world.supervisor,
+        world.group, world.supervisor,
         # The first rank of the replica's last pipeline stage.
         is_reporting_rank=replica.rank() == layout.ranks_per_replica - layout.ranks_per_replica // layout.pipeline,
         forward_is_collective=True,
-        has_predictions=pipeline is None or pipeline.is_last,
+        has_predictions=pipeline is None or pipeline.group.rank() == layout.pipeline - 1,
         is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None,
-        layout=layout,
-        world=world,
-        mesh=mesh,
-        token_mesh=tokens,
-        replica_group=replica,
-        sequence_group=subgroup(sequence_group),
-        pipeline=pipeline,
-    )
+        layout=layout, world=world, mesh=mesh, token_mesh=tokens, replica_group=replica,
+        sequence_group=subgroup(sequence_group), pipeline=pipeline, uses_fsdp=layout.shard != "none",
+    )  # fmt: skip

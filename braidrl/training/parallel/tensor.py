@@ -33,7 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -42,16 +41,12 @@ from transformers.utils import ModelOutput
 
 from braidrl.errors import UserError
 from braidrl.training.compute.attention import HEADS_RANK
-from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import body_of
 from braidrl.training.decoders.head import head_of
 from braidrl.training.lora import NAME
 from braidrl.training.parallel.pipeline import PassThrough, is_tied
-from braidrl.training.parallel.replicated import Predict
 from braidrl.weights.boxes import pattern_of
 
-AXES = ("tensor", "tokens")
-"""Mesh dimensions with ranks that compute different tokens of the same rows: `tokens` also has ranks with other rows."""
 LAYERS = "layers.*."
 TOKENS = Shard(1)
 """Hidden states (1, N, D) sharded equally by tokens."""
@@ -59,41 +54,6 @@ LAYER_NUMBER = "layer_idx"
 """The attribute by which transformers' attention layers find their cache."""
 REPLICATED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 """The styles of modules that every rank computes in full."""
-
-
-class ColumnProduct(ColwiseParallel):
-    """A column-wise product. The ranks gather the outputs of all columns if heads cannot be split."""
-
-    def __init__(self, gather: bool = False) -> None:
-        super().__init__(use_local_output=not gather)
-        self.gather = gather
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicated(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-            # By default, torch would all-reduce the gradient of the input here, for each product of a block.
-            input = DTensor.from_local(
-                given[0], device_mesh, [Replicate()], run_check=False, grad_placements=[Partial()]
-            )
-            return (input, *given[1:])
-
-        module.register_forward_pre_hook(replicated)
-        super()._apply(module, device_mesh)
-        if self.gather:
-            module.register_forward_hook(lambda _, __, columns: replicate(columns))
-        return module
-
-
-class RowProduct(RowwiseParallel):
-    """A row-wise product, summed and scattered to the ranks' tokens; with `split`, from an input with all columns."""
-
-    def __init__(self, split: bool = False) -> None:
-        super().__init__(output_layouts=TOKENS)
-        self.split = split
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self.split:
-            module.register_forward_pre_hook(lambda _, given: (local_chunk(given[0], device_mesh, -1), *given[1:]))
-        return super()._apply(module, device_mesh)
 
 
 def replicate(sharded: DTensor) -> Tensor:
@@ -106,15 +66,32 @@ def local_chunk(whole: Tensor, mesh: DeviceMesh, dimension: int) -> Tensor:
     return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
 
 
-COLUMNS: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColumnProduct,
-    "colwise_gather_output": lambda: ColumnProduct(gather=True),
-}
-ROWS: dict[str, Callable[[], ParallelStyle]] = {
-    "rowwise": RowProduct,
-    "rowwise_split_input": lambda: RowProduct(split=True),
-}
-STYLES = COLUMNS | ROWS
+COLUMNS = ("colwise", "colwise_gather_output")
+ROWS = ("rowwise", "rowwise_split_input")
+
+
+def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
+    """Shard a matrix in place by one of the styles COLUMNS or ROWS.
+
+    Where heads cannot be split, the ranks gather the outputs of all columns, and split the inputs of the row-wise product.
+    """
+    if style in ROWS:
+        if style == "rowwise_split_input":
+            module.register_forward_pre_hook(lambda _, given: (local_chunk(given[0], mesh, -1), *given[1:]))
+        # Summed, and scattered to the ranks' tokens.
+        parallelize_module(module, mesh, RowwiseParallel(output_layouts=TOKENS))
+        return
+
+    def replicated(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        # By default, torch would all-reduce the gradient of the input here, for each product of a block.
+        input = DTensor.from_local(given[0], mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
+        return (input, *given[1:])
+
+    module.register_forward_pre_hook(replicated)
+    gathers = style == "colwise_gather_output"
+    parallelize_module(module, mesh, ColwiseParallel(use_local_output=not gathers))
+    if gathers:
+        module.register_forward_hook(lambda _, __, columns: replicate(columns))
 
 
 def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
@@ -172,7 +149,7 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
         is_mixer = any(type(module).__name__ in mixers for module in inside)
         needs_all = is_mixer or any(hasattr(module, LAYER_NUMBER) for module in inside)
         # A mixer computes rows of equal length: outputs inside of it cannot be scattered by tokens.
-        if products and set(products.values()) <= (COLUMNS.keys() if is_mixer else STYLES.keys()):
+        if products and set(products.values()) <= {*COLUMNS, *(() if is_mixer else ROWS)}:
             parents = {name.rpartition(".")[0] for name, style in products.items() if style in COLUMNS}
             gathers = {}
             for place in {block} if needs_all else parents:
@@ -198,14 +175,18 @@ def parallelize_layer(
     for block in blocks:
         module = layer.get_submodule(block.name)
         for name, style in block.products.items():
-            styles = {name: STYLES[style]()}
+            matrices = [name]
             if hasattr(layer.get_submodule(name), "base_layer"):
                 # An adapter: its base, and its factor next to the sharded dimension.
-                factor = f"{name}.lora_{'A' if style in ROWS else 'B'}.{NAME}"
-                styles = {f"{name}.base_layer": STYLES[style](), factor: STYLES[style]()}
-            parallelize_module(layer, mesh, styles)
+                matrices = [f"{name}.base_layer", f"{name}.lora_{'A' if style in ROWS else 'B'}.{NAME}"]
+            for matrix in matrices:
+                shard_product(layer.get_submodule(matrix), mesh, style)
         for name, scatter in block.gathers.items():
-            gather_tokens(layer.get_submodule(name), mesh, scatter)
+            gather_tokens(
+                layer.get_submodule(name),
+                lambda own: replicate(DTensor.from_local(own, mesh, [TOKENS], run_check=False)),
+                (lambda whole: local_chunk(whole, mesh, 1)) if scatter else None,
+            )
         for part in module.modules() if block.products else ():
             if hasattr(part, LAYER_NUMBER):
                 setattr(part, HEADS_RANK, mesh.get_local_rank())
@@ -216,22 +197,18 @@ def parallelize_layer(
             shard(module)
 
 
-def gather_tokens(block: nn.Module, mesh: DeviceMesh, scatter: bool) -> None:
-    """Gather the tokens of a block's first argument; with `scatter`, return this rank's tokens of its output."""
+def gather_tokens(block: nn.Module, gather: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor] | None) -> None:
+    """Gather the tokens of a block's first argument; with `own`, return this rank's tokens of all hidden states in its output."""
 
-    def gathered(own: Tensor) -> Tensor:
-        return replicate(DTensor.from_local(own, mesh, [TOKENS], run_check=False))
-
-    def prepared(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if given:
-            return (gathered(given[0]), *given[1:]), named
-        return given, {**named, "hidden_states": gathered(named["hidden_states"])}
+    def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        states = gather(given[0] if given else named["hidden_states"])
+        return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
 
     def own_tokens(output: Any) -> Any:
-        return local_chunk(output, mesh, 1) if isinstance(output, Tensor) and output.dim() == 3 else output
+        return own(output) if own is not None and isinstance(output, Tensor) and output.dim() == 3 else output
 
-    block.register_forward_pre_hook(prepared, with_kwargs=True)
-    if scatter:
+    block.register_forward_pre_hook(gathered, with_kwargs=True)
+    if own is not None:
         block.register_forward_hook(lambda _, __, output: tree_map(own_tokens, output))
 
 
@@ -253,17 +230,3 @@ def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
         output.weight = model.get_input_embeddings().weight
     elif isinstance(output, nn.Linear) and not head_of(model).is_own:
         parallelize_module(output, mesh, ColwiseParallel())
-
-
-def is_tensor_parallel(parameter: Tensor) -> bool:
-    """Return whether ranks that compute different tokens shard a parameter."""
-    return isinstance(parameter, DTensor) and bool({*AXES} & {*(parameter.device_mesh.mesh_dim_names or ())})
-
-
-def pad_to_multiple(predict: Predict, divisor: int) -> Predict:
-    """Wrap `predict` to pad its tokens to a multiple of `divisor`."""
-
-    def filled_up(packed: Packed, *objective: Any) -> dict[str, Tensor]:
-        return predict(packed.padded(-(-len(packed.input_ids) // divisor) * divisor), *objective)
-
-    return filled_up

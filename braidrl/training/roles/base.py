@@ -24,7 +24,7 @@ from braidrl.training.lora import plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.parallel.replicated import OnPrediction
 from braidrl.training.role_settings import merges_adapters
-from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
+from braidrl.training.roles.checkpoint import full_state_dict, load_worker, saving_tasks
 from braidrl.training.roles.model import RoleModel
 from braidrl.weights.shard_index import WeightPart, weight_parts
 from braidrl.weights.shards import storages
@@ -164,7 +164,8 @@ class RoleWorker(RoleModel, ShardedBackend):
         self._nonfinite = ()
 
     def export(self, folder: Path, write: bool = True) -> None:
-        save_worker(self, folder, write)
+        for part in saving_tasks(self, folder, write):
+            part()
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         assert self.optimizer is not None, f"{self.role} is not trained"

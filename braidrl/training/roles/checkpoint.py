@@ -50,8 +50,8 @@ Write = Callable[[], object]
 """Writes one file or folder of a checkpoint."""
 
 
-def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
-    """Write model, tokenizer and optimizer into a new folder.
+def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
+    """Return the calls that write model, tokenizer and optimizer into a new folder, in order.
 
     Every rank of a sharded model calls this; otherwise one rank of the role does.
 
@@ -59,18 +59,6 @@ def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
         worker: The role's worker on this rank.
         folder: The directory to make.
         write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
-    """
-    for part in saving_tasks(worker, folder, write):
-        part()
-
-
-def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
-    """Return the writes of `save_worker` as calls, in order.
-
-    Args:
-        worker: The role's worker on this rank.
-        folder: The directory to make.
-        write: As in `save_worker`.
         copy: Copy the tensors to host memory first, so that a thread can write while training continues.
 
     Raises:

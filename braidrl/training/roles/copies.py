@@ -39,31 +39,22 @@ def copy_within(worker: ShardedBackend, target: Parts, divided: bool, limit_byte
     return LayoutCopy(partial(local_weight_parts, worker), target, meet, limit_bytes)
 
 
-class InferenceCopy:
-    """A frozen worker that infers with the weights of a trained one."""
-
-    def __init__(self, worker: RoleWorker, frozen: RoleWorker) -> None:
-        """Pair two workers that were just loaded from the same files."""
-        self.worker, self.frozen = worker, frozen
-        self.copy = copy_within(worker, partial(local_weight_parts, frozen), frozen.ranks.is_sharded)
-        self._weight_updates = worker.weight_updates
-
-    def refresh(self) -> TransferVolume | None:
-        """Update the frozen worker; all ranks of the role call this at the same time. Return None if it is current."""
-        if self._weight_updates == self.worker.weight_updates:
-            return None
-        self._weight_updates = self.worker.weight_updates
-        return self.copy.refresh()
-
-
 class RoleCopy:
-    """A worker that copies another role's weights (target network, EMA) on the same ranks; layouts may differ."""
+    """A worker without an optimizer that takes another worker's weights on the same ranks; their layouts may differ."""
 
     def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
         """Plan the transfer. Raises UserError if shapes differ or the worker has an optimizer."""
         check_copies(worker, source.role, source.base_shapes)
-        self.worker = worker
+        self.worker, self.source = worker, source
         self.copy = copy_within(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
+        self._weight_updates = source.weight_updates
+
+    def refresh(self) -> TransferVolume | None:
+        """Copy the source's weights if they have changed, else return None; all ranks call this at the same time."""
+        if self._weight_updates == self.source.weight_updates:
+            return None
+        self._weight_updates = self.source.weight_updates
+        return self.copy.refresh()
 
     def move(self, decay: float) -> None:
         """Set weights to decay · own + (1 - decay) · source; all ranks call this at the same time."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from braidrl.errors import UserError
-from braidrl.training.memory.offload import OffloadableTensors, UnnamedFile, storages
+from braidrl.training.memory import offload
+from braidrl.training.memory.offload import OffloadableTensors, storages
 from braidrl.training.roles.make import DecoderWorker
 from tests.training.parallel.laid_out import config_of, make_rows, one_step
 
@@ -42,7 +43,7 @@ def test_offload_frees_memory_and_onload_restores_every_view() -> None:
 def test_moves_that_were_broken_off_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(1000) for _ in range(3)]
     copies = [tensor.clone() for tensor in tensors]
-    movable, put, take, calls = OffloadableTensors(lambda: tensors), UnnamedFile.put, UnnamedFile.take, [0]
+    movable, calls = OffloadableTensors(lambda: tensors), [0]
 
     def interrupted(call):  # type: ignore[no-untyped-def]
         def once(*arguments):  # type: ignore[no-untyped-def]
@@ -53,14 +54,15 @@ def test_moves_that_were_broken_off_are_completed(monkeypatch: pytest.MonkeyPatc
 
         return once
 
-    monkeypatch.setattr(UnnamedFile, "put", interrupted(put))
+    transfer = offload.transfer
+    monkeypatch.setattr(offload, "transfer", interrupted(transfer))
     with pytest.raises(KeyboardInterrupt):
         movable.offload()
     assert movable.away_bytes == 4000
     movable.offload()
     assert movable.away_bytes == 12000 and not any(tensor.any() for tensor in tensors)
     calls[0] = 0
-    monkeypatch.setattr(UnnamedFile, "take", interrupted(take))
+    monkeypatch.setattr(offload, "transfer", interrupted(transfer))
     with pytest.raises(KeyboardInterrupt):
         movable.onload()
     movable.onload()

@@ -26,7 +26,7 @@ from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.objective import Objective, denominators, with_group_tokens
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.roles.checkpoint import divided_state, full_state_dict, load_worker, save_worker
+from braidrl.training.roles.checkpoint import divided_state, full_state_dict
 from braidrl.training.roles.copies import RoleCopy, copy_within, local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights import file as weight_file
@@ -360,16 +360,16 @@ def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], fo
     found, mine = {}, own_rows(make_rows(), world)
     first = DecoderWorker("actor", config_of(model, layouts[0]), True, DataParallel(world.group, world))
     one_step(first, mine)
-    save_worker(first, Path(folder, "saved"), world.first)
+    first.export(Path(folder, "saved"), world.first)
     for number, layout in enumerate(layouts):
         world.gather("saved", b"")
         worker = DecoderWorker("actor", config_of(model, layout), True, DataParallel(world.group, world))
-        load_worker(worker, Path(folder, "saved"))
+        worker.load(Path(folder, "saved"))
         found[f"loaded under {layout} from {layouts[0]}"] = differences(
             one_step(worker, mine, 2), alone(model, steps=2), mine
         ) + not_divided(worker, world.size)
         single = DecoderWorker("actor", config_of(model, layout, "float32"), True, DataParallel(world.group, world))
-        save_worker(single, Path(folder, f"export-{number}"), world.first)
+        single.export(Path(folder, f"export-{number}"), world.first)
     return found
 
 
@@ -383,12 +383,12 @@ def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         mine, folder = own_rows(make_rows(), world), Path(task["folder"], f"saved-{number}")
         worker = DecoderWorker("actor", config, True, DataParallel(world.group, world))
         differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
-        save_worker(worker, folder, world.first)
+        worker.export(folder, world.first)
         world.gather("saved", b"")
         # The state saved by this layout, by the previous one, and by one process.
         for saved in (folder, Path(task["folder"], f"saved-{number - 1}" if number else "alone")):
             again = DecoderWorker("actor", config, True, DataParallel(world.group, world))
-            load_worker(again, saved)
+            again.load(saved)
             differing += differences(one_step(again, mine, 2), alone_adapted(task["model"], 2), mine)
         found[str(layout)] = of_all_ranks(world, differing)
     return found

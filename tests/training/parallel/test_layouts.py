@@ -18,7 +18,6 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import UserError
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.checkpoint import load_worker
 from braidrl.training.roles.make import DecoderWorker
 from tests.tiny import MODELS, TOKENIZER
 from tests.training.parallel.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step
@@ -98,7 +97,7 @@ def test_four_ranks_agree_and_resume_checkpoints_of_other_layouts(models: dict[s
     source = load_file(Path(model, "model.safetensors"))
     for name, tried in SAVED.items():
         worker = DecoderWorker("actor", config_of(model), train=True)
-        load_worker(worker, tmp_path / name / "saved")
+        worker.load(tmp_path / name / "saved")
         assert differences(one_step(worker, everything, 2), alone(model, steps=2), everything) == []
         for number in range(len(tried)):
             export = load_file(tmp_path / name / f"export-{number}" / "model.safetensors")
@@ -148,7 +147,7 @@ def refused_as_another_model(model: str, saved: Path) -> None:
     other = DecoderWorker("actor", config_of(model), train=True)
     before = [p.detach().clone() for p in other.model.parameters()]
     with pytest.raises(UserError, match="holds another model") as caught:
-        load_worker(other, saved)
+        other.load(saved)
     assert "\n" not in str(caught.value)
     assert all(torch.equal(p, q) for p, q in zip(other.model.parameters(), before, strict=True))
 
@@ -157,11 +156,11 @@ def refused_as_damaged(worker: DecoderWorker, saved: Path) -> None:
     shard = max((saved / "optimizer").glob("*.distcp"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     with pytest.raises(UserError, match="is damaged or incomplete") as caught:
-        load_worker(worker, saved)
+        worker.load(saved)
     assert "\n" not in str(caught.value)
     shutil.rmtree(saved / "optimizer")
     with pytest.raises(UserError, match="is damaged or incomplete"):
-        load_worker(worker, saved)
+        worker.load(saved)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -18,7 +18,6 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.loading import load_scorer
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.checkpoint import load_worker, save_worker
 from braidrl.training.roles.make import ScalarWorker
 from tests.recipes.tiny import make_config, write_decoder, write_scorer
 
@@ -115,7 +114,7 @@ def test_fresh_head_is_zero_and_export_loads_as_sequence_classification(folder: 
     )
     for step in (1, 2, 3):
         train_once(worker, rows, step)
-    save_worker(worker, tmp_path / "saved")
+    worker.export(tmp_path / "saved")
     scores = worker.forward("scores", rows).values
     assert scores.std() > 0
     alone = [outputs_of(tmp_path / "saved", row)[-1].item() for row in rows["tokens"].tolist()]
@@ -124,7 +123,7 @@ def test_fresh_head_is_zero_and_export_loads_as_sequence_classification(folder: 
         "Qwen3ForSequenceClassification"
     ]
     other = make_worker(folder, "model", train=True)
-    load_worker(other, tmp_path / "saved")
+    other.load(tmp_path / "saved")
     train_once(worker, rows, 4)
     train_once(other, rows, 4)
     assert torch.equal(worker.forward("scores", rows).values, other.forward("scores", rows).values), (
