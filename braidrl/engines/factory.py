@@ -47,7 +47,7 @@ from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import InPlacePublisher, shapes_of
 from braidrl.weights.model_files import hub_names
 from braidrl.weights.publisher import ModelWeights, Publisher
-from braidrl.weights.shard_index import Parts, WeightPart
+from braidrl.weights.shards import Parts, WeightPart
 from braidrl.weights.transfer import LayoutCopy
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

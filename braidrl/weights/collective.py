@@ -2,8 +2,9 @@
 
 engine ──asks──▶ store ──▶ a thread of each trainer rank ──parts──▶ a process group of this transfer alone ──▶ the engine's workers
 
-A transfer's own process group means that an engine that dies disturbs nothing else. Where senders and receivers have an earlier version,
-only changed values are sent: of bfloat16 weights, few change in a step.
+Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine need crosses to
+it once. An engine that is late or gone is not waited for. Where senders and receivers have an earlier version, only changed values are
+sent: of bfloat16 weights, few change in a step.
 """
 
 import atexit
@@ -14,19 +15,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.cluster.process_groups import address_towards, connect_store, group_between, open_store
+from braidrl.cluster.shared_memory import machine
 from braidrl.cluster.world import Ranks
 from braidrl.errors import first_line
 from braidrl.weights.publisher import PublishedEngine, TransferVolume, check_shapes
-from braidrl.weights.shard_index import Parts, ShardIndex, WeightPart, check_parts, gather_shard_index, snapshot
+from braidrl.weights.reshard_plan import ShardIndex, gather_shard_index
+from braidrl.weights.shards import Parts, WeightPart, check_parts, snapshot
 from braidrl.weights.transfer import WeightTransfer
 
 POLL_S = 0.02
+JOIN_S = 0.5
+"""Seconds that an engine whose workers are ready waits for another engine that has asked for the same version."""
 END_S = 2.0
 """Seconds that `close` waits for the sending thread."""
 
@@ -41,8 +47,10 @@ class TransferNotice:
 
     host: str
     port: int
-    number: str
-    """The prefix of the request's keys in the store."""
+    secret: str
+    """The prefix of the senders' keys in the store."""
+    number: int
+    """The number of the request."""
     senders: int
     receivers: int
     limit_s: float
@@ -109,16 +117,18 @@ class WeightOffer:
         self._thread.join(END_S)
 
     def _serve(self) -> None:
-        """Serve requests one after another; report a failure to the receiver that asked."""
+        """Serve transfers one after another; report a failure to their receivers."""
         store = dist.PrefixStore(self._secret, connect_store(self._host, self._port, self.limit_s))
-        number = 1
+        number, waiting = 1, WaitingRequests(store, self._senders, self.limit_s)
         while not self._closed.wait(POLL_S):
             try:
-                if not store.check([f"request/{number}"]):
+                if self.rank == 0:
+                    waiting.announce(number)
+                if not store.check([f"transfer/{number}"]):
                     continue
+                asked = json.loads(store.get(f"transfer/{number}"))
             except RuntimeError:
                 return  # the sender that opened the store has exited
-            asked = json.loads(store.get(f"request/{number}"))
             try:
                 # Wait until this sender has the version.
                 with self._changed:
@@ -128,9 +138,9 @@ class WeightOffer:
                 if not is_current():
                     raise TransferError("the weights have changed since that version; engines receive the next one")
                 before = before if is_before() else None
-                self._send(parts, dist.PrefixStore(str(number), store), asked["receivers"], before)
+                self._send(parts, dist.PrefixStore(f"transfer {number}", store), asked["receivers"], before)
             except (RuntimeError, ValueError) as error:
-                store.set(f"{number}/failed", first_line(error))
+                store.set(f"transfer {number}/failed", first_line(error))
             number += 1
 
     @torch.no_grad()
@@ -145,14 +155,51 @@ class WeightOffer:
             torch.cuda.set_device(self.device)
         size = self._senders + receivers
         with transfer_group(store, self.rank, size, self.limit_s, self.device, self._host) as ranks:
-            held = gather_shard_index(parts, ranks)
+            held = gather_shard_index(parts, ranks, machine())
             groups = held.groups(gather_shard_index({}, ranks))
             transfer = WeightTransfer(held, groups, ranks, device=self.device, check=self.check)
             transfer.before = before if all_hold(ranks, before is not None) else None
             self.sent_bytes += transfer.run(parts, {}).sent
 
 
-@dataclass(frozen=True)
+class WaitingRequests:
+    """The requests of engines whose workers are not all there yet, at the first sender, which forms transfers of them."""
+
+    def __init__(self, store: dist.Store, senders: int, limit_s: float) -> None:
+        self._store, self._senders, self._limit_s = store, senders, limit_s
+        self._seen, self._since = 0, dict[int, float]()
+        self._requests: dict[int, dict[str, Any]] = {}
+
+    def announce(self, number: int) -> None:
+        """Announce a transfer of this number, if it was not announced, to the first engine that is ready and to those of its version."""
+        store, now = self._store, time.monotonic()
+        if store.check([f"transfer/{number}"]):
+            return
+        while store.check([f"request/{self._seen + 1}"]):
+            self._seen += 1
+            self._requests[self._seen] = json.loads(store.get(f"request/{self._seen}")) | {"since": now, "ready": None}
+        for request, asked in list(self._requests.items()):
+            if store.check([f"{request}/cancelled"]) or now > asked["since"] + self._limit_s:
+                del self._requests[request]
+            elif asked["ready"] is None and store.add(f"{request}/here", 0) == asked["receivers"]:
+                asked["ready"] = now
+        ready = [asked for asked in self._requests.values() if asked["ready"] is not None]
+        if not ready:
+            return
+        version, held = ready[0]["version"], ready[0]["held"]
+        alike = {n: one for n, one in self._requests.items() if (one["version"], one["held"]) == (version, held)}
+        if any(one["ready"] is None for one in alike.values()) and now < ready[0]["ready"] + JOIN_S:
+            return
+        joined, receivers = [n for n, one in alike.items() if one["ready"] is not None], 0
+        total = sum(alike[n]["receivers"] for n in joined)
+        for request in joined:
+            place = {"transfer": number, "rank": self._senders + receivers, "size": self._senders + total}
+            store.set(f"{request}/joined", json.dumps(place))
+            receivers += self._requests.pop(request)["receivers"]
+        store.set(f"transfer/{number}", json.dumps({"version": version, "held": held, "receivers": total}))
+
+
+@dataclass
 class OfferedWeights:
     """One offered version: a weight source for engines of any process, serializable as plain data."""
 
@@ -164,6 +211,8 @@ class OfferedWeights:
     limit_s: float
     cuda: bool
     check: bool
+    received: int = 0
+    """Bytes that workers have received of this object's requests."""
 
     @contextmanager
     def asked(self, receivers: int, held: "OfferedWeights | None" = None) -> Iterator[TransferNotice]:
@@ -175,22 +224,15 @@ class OfferedWeights:
         store = dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
         number = store.add("asked", 1)
         store.set(f"request/{number}", json.dumps({"version": self.version, "receivers": receivers, "held": known}))
-        key = f"{self.secret}/{number}"
         try:
             yield TransferNotice(
-                self.host,
-                self.port,
-                key,
-                self.senders,
-                receivers,
-                self.limit_s,
-                self.cuda,
-                self.check,
+                self.host, self.port, self.secret, number, self.senders, receivers, self.limit_s, self.cuda, self.check,
                 known is not None,
-            )
+            )  # fmt: skip
         except BaseException:
             store.set(f"{number}/cancelled", "")
             raise
+        self.received += store.add(f"{number}/received", 0)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.asked(1) as notice:
@@ -213,8 +255,6 @@ class Incoming:
         """Receive as number `worker`, counted from 0; `device` holds the buffers with NCCL."""
         self.notice, self.worker = notice, worker
         self.device = device if self.notice.cuda else torch.device("cpu")
-        self.begun = False
-        """True once the receiver's tensors may have changed."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
@@ -224,19 +264,21 @@ class Incoming:
             ValueError: A checksum is wrong.
         """
         with self._joined() as ranks:
-            held = gather_shard_index({}, ranks)
+            held = gather_shard_index({}, ranks, machine())
             wanted = {
                 name: WeightPart(held.names[name], torch.empty(shape, dtype=held.dtypes[name], device="meta"))
                 for name, shape in held.shapes.items()
             }
             transfer, arriving = self._planned(held, wanted, ranks), Arriving(held, self.device)
             all_hold(ranks, False)
-            for number in transfer.steps({}, arriving, TransferVolume()):
+            moved = TransferVolume()
+            for number in transfer.steps({}, arriving, moved):
                 for name in transfer.arrivals[number]:
                     tensor = arriving[name].local
                     del arriving[name]
                     for alias in held.names[name]:
                         yield alias, tensor
+            self._count(moved)
 
     def receive(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
@@ -249,7 +291,7 @@ class Incoming:
         """
         differs = None
         with self._joined() as ranks:
-            held = gather_shard_index({}, ranks)
+            held = gather_shard_index({}, ranks, machine())
             given = {alias: torch.Size(held.shapes[name]) for name, names in held.names.items() for alias in names}
             try:
                 check_parts(given, parts) if shapes is None else check_shapes(given, shapes)
@@ -258,8 +300,8 @@ class Incoming:
                 differs, parts = error, {}
             planned = self._planned(held, parts, ranks)
             planned.before = {} if all_hold(ranks, self.notice.changes) else None
-            self.begun = differs is None
             moved = planned.run({}, parts)
+            self._count(moved)
         if differs is not None:
             raise differs
         return moved
@@ -268,22 +310,32 @@ class Incoming:
         groups = held.groups(gather_shard_index(wanted, ranks))
         return WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check)
 
+    def _count(self, moved: TransferVolume) -> None:
+        self._store.add(f"{self.notice.number}/received", moved.received)
+
     @contextmanager
     def _joined(self) -> Iterator[Ranks]:
+        """Join the transfer that the senders form once all workers of this request are there; leave it when all have their copies."""
         notice = self.notice
-        store = dist.PrefixStore(notice.number, connect_store(notice.host, notice.port, notice.limit_s))
-        rank, size, address = (
-            notice.senders + self.worker,
-            notice.senders + notice.receivers,
-            address_towards(notice.host),
-        )
+        store = self._store = dist.PrefixStore(notice.secret, connect_store(notice.host, notice.port, notice.limit_s))
+        request = dist.PrefixStore(str(notice.number), store)
+        store.add(f"{notice.number}/here", 1)
         try:
-            with transfer_group(store, rank, size, notice.limit_s, self.device, address) as ranks:
+            meet(request, "joined", notice.senders, notice.senders + notice.receivers, notice.limit_s)
+            place = json.loads(request.get("joined"))
+            transfer = dist.PrefixStore(f"transfer {place['transfer']}", store)
+        except TransferError:
+            raise
+        except RuntimeError as error:
+            raise TransferError(f"weights did not arrive: {first_line(error)}") from error
+        try:
+            rank, address = place["rank"] + self.worker, address_towards(notice.host)
+            with transfer_group(transfer, rank, place["size"], notice.limit_s, self.device, address) as ranks:
                 yield ranks
         except TransferError:
             raise
         except RuntimeError as error:
-            reason = store.get("failed").decode() if store.check(["failed"]) else first_line(error)
+            reason = transfer.get("failed").decode() if transfer.check(["failed"]) else first_line(error)
             raise TransferError(f"weights did not arrive: {reason}") from error
 
 
@@ -304,6 +356,20 @@ class Arriving(dict[str, WeightPart]):
         return self[name]
 
 
+def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) -> None:
+    """Wait until a key is in the store. Raises TransferError if the transfer fails, or after `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    while not store.check([ready]):
+        if store.check(["cancelled"]):
+            raise TransferError("the request for weights was cancelled")
+        if store.check(["failed"]):
+            raise TransferError(store.get("failed").decode())
+        if time.monotonic() > end:
+            here = others + store.add("here", 0)
+            raise TransferError(f"{here} of {size} processes joined the weight transfer in {limit_s:g} s")
+        time.sleep(POLL_S)
+
+
 @contextmanager
 def transfer_group(
     store: dist.Store, rank: int, size: int, limit_s: float, device: torch.device, address: str
@@ -313,18 +379,11 @@ def transfer_group(
     Only then may senders change their tensors. A failed transfer leaves no state behind.
 
     Raises:
-        TransferError: The transfer was cancelled, a sender failed, or processes are missing after `limit_s` seconds.
+        TransferError: A sender failed, or processes are missing after `limit_s` seconds.
     """
-    end, here = time.monotonic() + limit_s, store.add("here", 1)
-    while here < size:
-        if store.check(["cancelled"]):
-            raise TransferError("the request for weights was cancelled")
-        if store.check(["failed"]):
-            raise TransferError(store.get("failed").decode())
-        if time.monotonic() > end:
-            raise TransferError(f"{here} of {size} processes joined the weight transfer in {limit_s:g} s")
-        time.sleep(POLL_S)
-        here = store.add("here", 0)
+    if store.add("here", 1) == size:
+        store.set("complete", "")
+    meet(store, "complete", 0, size, limit_s)
     ranks = Ranks(group_between(store, rank, size, limit_s, device.type == "cuda", address))
     yield ranks
     if device.type == "cuda":

@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Ranks
 from braidrl.weights import collective, transfer
 from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, TransferError, WeightOffer
-from braidrl.weights.shard_index import WeightPart, full_parts
+from braidrl.weights.shards import WeightPart, full_parts
+from tests.weights import shared_stream
 
 CPU = torch.device("cpu")
 TIED = torch.arange(50, dtype=torch.float32).view(10, 5)
@@ -196,3 +198,17 @@ def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer
 def die_after_one(notice: dict[str, Any]) -> None:
     next(Incoming(notice, 0, CPU).tensors())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_two_engines_of_a_node_share_one_stream_from_another_node() -> None:
+    """Two trainer ranks, and two engines of two tensor ranks, one of them in another precision."""
+    cases = [("AABCDE", False), ("AABBBB", False), ("AABBBB", True)]
+    apart, shared, checked = run_ranks("tests.weights.shared_stream:take_part", {"cases": cases}, 6, 60.0)
+    every = shared_stream.tensors(1)
+    size, vectors = sum(tensor.nbytes for tensor in every.values()), every["norm"].nbytes
+    assert apart["differs"] == shared["differs"] == checked["differs"] == []
+    assert (apart["sent"][0], shared["sent"][0]) == (2 * size + 2 * vectors, size)
+    assert shared["received"][0] == apart["received"][0] == 2 * size + 2 * vectors
+    assert shared["sent"][1] < shared["sent"][0] / 2, "changed values alone are passed on"
+    assert 0.9 < 2 * shared["sent"][1] / apart["sent"][1] < 1.1
+    assert shared["counted"] == shared["received"][1], "the first sender asks for both engines"
