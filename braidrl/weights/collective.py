@@ -1,4 +1,4 @@
-"""Weight versions that engines of other processes ask for, device to device: NCCL on CUDA, gloo on a CPU.
+"""Weight versions that engines of other processes ask for, device to device: NCCL on CUDA, gloo on a CPU, or another transport.
 
 engine ──asks──▶ store ──▶ a thread of each trainer rank ──parts──▶ a process group of this transfer alone ──▶ the engine's workers
 
@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from braidrl.cluster.process_groups import address_towards, connect_store, group
 from braidrl.cluster.shared_memory import machine
 from braidrl.cluster.world import Ranks
 from braidrl.errors import first_line
-from braidrl.weights.publisher import PublishedEngine, TransferVolume, check_shapes
+from braidrl.weights.publisher import TRANSPORTS, PublishedEngine, TransferVolume, WeightTransport, check_shapes
 from braidrl.weights.reshard_plan import ShardIndex, gather_shard_index
 from braidrl.weights.shards import Parts, WeightPart, check_parts, snapshot
 from braidrl.weights.transfer import WeightTransfer
@@ -55,8 +55,10 @@ class TransferNotice:
     receivers: int
     limit_s: float
     cuda: bool
-    """True: NCCL between CUDA devices; False: gloo."""
+    """True if the bytes are exchanged between CUDA devices."""
     check: bool
+    transport: str = "collective"
+    """The name of the transport (see `TRANSPORTS`)."""
     changes: bool = False
     """True if the receivers hold a version of the same run, after which changed values suffice."""
 
@@ -64,7 +66,10 @@ class TransferNotice:
 class WeightOffer:
     """Versions of this rank's parts, sent to engines on request; all senders construct theirs at the same time."""
 
-    def __init__(self, ranks: Ranks, host: str, limit_s: float, device: torch.device, check: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, host: str, limit_s: float, device: torch.device, check: bool = False,
+        transport: str = "collective",
+    ) -> None:  # fmt: skip
         """Open the store through which receivers ask, and start the sending thread.
 
         Args:
@@ -73,9 +78,10 @@ class WeightOffer:
             limit_s: Time-out of a transfer, in seconds.
             device: The device of the parts; CUDA selects NCCL.
             check: Send checksums.
+            transport: The name of the transport.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-        self.rank, self.limit_s, self.check = ranks.rank, limit_s, check
+        self.rank, self.limit_s, self.check, self.transport = ranks.rank, limit_s, check, transport
         self.sent_bytes = 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
         self._seen = set[int]()
@@ -103,7 +109,7 @@ class WeightOffer:
             self._seen.add(version)
             self._changed.notify_all()
         about = (self._host, self._port, self._secret, version, self._senders, self.limit_s, self.device.type == "cuda")
-        return OfferedWeights(*about, self.check)
+        return OfferedWeights(*about, self.check, self.transport)
 
     def forget(self, version: int) -> None:
         """Stop offering a version; a transfer in progress completes."""
@@ -154,10 +160,13 @@ class WeightOffer:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         size = self._senders + receivers
-        with transfer_group(store, self.rank, size, self.limit_s, self.device, self._host) as ranks:
+        with transfer_group(store, self.rank, size, self.limit_s, self.device, self._host, self.transport) as (
+            ranks,
+            transport,
+        ):
             held = gather_shard_index(parts, ranks, machine())
             groups = held.groups(gather_shard_index({}, ranks))
-            transfer = WeightTransfer(held, groups, ranks, device=self.device, check=self.check)
+            transfer = WeightTransfer(held, groups, ranks, device=self.device, check=self.check, transport=transport)
             transfer.before = before if all_hold(ranks, before is not None) else None
             self.sent_bytes += transfer.run(parts, {}).sent
 
@@ -211,6 +220,7 @@ class OfferedWeights:
     limit_s: float
     cuda: bool
     check: bool
+    transport: str = "collective"
     received: int = 0
     """Bytes that workers have received of this object's requests."""
 
@@ -227,7 +237,7 @@ class OfferedWeights:
         try:
             yield TransferNotice(
                 self.host, self.port, self.secret, number, self.senders, receivers, self.limit_s, self.cuda, self.check,
-                known is not None,
+                self.transport, known is not None,
             )  # fmt: skip
         except BaseException:
             store.set(f"{number}/cancelled", "")
@@ -263,13 +273,13 @@ class Incoming:
             TransferError: A sender died or timed out.
             ValueError: A checksum is wrong.
         """
-        with self._joined() as ranks:
+        with self._joined() as (ranks, transport):
             held = gather_shard_index({}, ranks, machine())
             wanted = {
                 name: WeightPart(held.names[name], torch.empty(shape, dtype=held.dtypes[name], device="meta"))
                 for name, shape in held.shapes.items()
             }
-            transfer, arriving = self._planned(held, wanted, ranks), Arriving(held, self.device)
+            transfer, arriving = self._planned(held, wanted, ranks, transport), Arriving(held, self.device)
             all_hold(ranks, False)
             moved = TransferVolume()
             for number in transfer.steps({}, arriving, moved):
@@ -290,7 +300,7 @@ class Incoming:
             ValueError: The weights are another model's (nothing has changed then), or a checksum is wrong.
         """
         differs = None
-        with self._joined() as ranks:
+        with self._joined() as (ranks, transport):
             held = gather_shard_index({}, ranks, machine())
             given = {alias: torch.Size(held.shapes[name]) for name, names in held.names.items() for alias in names}
             try:
@@ -298,7 +308,7 @@ class Incoming:
             except ValueError as error:
                 # The senders wait for this worker's request: send an empty one.
                 differs, parts = error, {}
-            planned = self._planned(held, parts, ranks)
+            planned = self._planned(held, parts, ranks, transport)
             planned.before = {} if all_hold(ranks, self.notice.changes) else None
             moved = planned.run({}, parts)
             self._count(moved)
@@ -306,15 +316,17 @@ class Incoming:
             raise differs
         return moved
 
-    def _planned(self, held: ShardIndex, wanted: Mapping[str, WeightPart], ranks: Ranks) -> WeightTransfer:
+    def _planned(
+        self, held: ShardIndex, wanted: Mapping[str, WeightPart], ranks: Ranks, transport: WeightTransport
+    ) -> WeightTransfer:
         groups = held.groups(gather_shard_index(wanted, ranks))
-        return WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check)
+        return WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check, transport=transport)
 
     def _count(self, moved: TransferVolume) -> None:
         self._store.add(f"{self.notice.number}/received", moved.received)
 
     @contextmanager
-    def _joined(self) -> Iterator[Ranks]:
+    def _joined(self) -> Iterator[tuple[Ranks, WeightTransport]]:
         """Join the transfer that the senders form once all workers of this request are there; leave it when all have their copies."""
         notice = self.notice
         store = self._store = dist.PrefixStore(notice.secret, connect_store(notice.host, notice.port, notice.limit_s))
@@ -330,8 +342,9 @@ class Incoming:
             raise TransferError(f"weights did not arrive: {first_line(error)}") from error
         try:
             rank, address = place["rank"] + self.worker, address_towards(notice.host)
-            with transfer_group(transfer, rank, place["size"], notice.limit_s, self.device, address) as ranks:
-                yield ranks
+            about = (rank, place["size"], notice.limit_s, self.device, address, notice.transport)
+            with transfer_group(transfer, *about) as joined:
+                yield joined
         except TransferError:
             raise
         except RuntimeError as error:
@@ -372,9 +385,9 @@ def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) 
 
 @contextmanager
 def transfer_group(
-    store: dist.Store, rank: int, size: int, limit_s: float, device: torch.device, address: str
-) -> Iterator[Ranks]:
-    """Join the process group of one transfer when all its processes are there, and leave it when all have finished their copies.
+    store: dist.Store, rank: int, size: int, limit_s: float, device: torch.device, address: str, transport: str
+) -> Iterator[tuple[Ranks, WeightTransport]]:
+    """Join the processes of one transfer when all are there, and leave when all have finished their copies.
 
     Only then may senders change their tensors. A failed transfer leaves no state behind.
 
@@ -384,11 +397,13 @@ def transfer_group(
     if store.add("here", 1) == size:
         store.set("complete", "")
     meet(store, "complete", 0, size, limit_s)
-    ranks = Ranks(group_between(store, rank, size, limit_s, device.type == "cuda", address))
-    yield ranks
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.all_reduce(torch.zeros(1), group=ranks.group)
+    nccl = device.type == "cuda" and transport == "collective"
+    ranks = Ranks(group_between(store, rank, size, limit_s, nccl, address))
+    with closing(TRANSPORTS.find(transport)(ranks, device)) as made:
+        yield ranks, made
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.all_reduce(torch.zeros(1), group=ranks.group)
 
 
 class CollectivePublisher:

@@ -22,7 +22,7 @@ from torch import Tensor
 from braidrl.cluster.shared_memory import machine
 from braidrl.cluster.world import Ranks
 from braidrl.weights.boxes import Box
-from braidrl.weights.publisher import TransferVolume
+from braidrl.weights.publisher import TransferVolume, WeightTransport
 from braidrl.weights.reshard_plan import Ints, Moves, RankPlan, ShardIndex, TensorGroup, gather_shard_index, plan_moves
 from braidrl.weights.shards import Parts, WeightPart
 
@@ -118,12 +118,25 @@ def rounds_needed(plan: RankPlan, limit_bytes: int) -> int:
     return needed
 
 
+class GroupTransport:
+    """The transport `collective`: NCCL between CUDA devices, gloo between CPUs."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.group = ranks.group
+
+    def exchange(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> None:
+        dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.group)
+
+    def close(self) -> None:
+        """Do nothing: the group belongs to the transfer."""
+
+
 class WeightTransfer:
     """A planned transfer between two layouts over the same ranks, run once per version."""
 
     def __init__(
         self, known: ShardIndex, groups: Sequence[TensorGroup], ranks: Ranks, limit_bytes: int = LIMIT_BYTES,
-        device: torch.device | None = None, check: bool = False,
+        device: torch.device | None = None, check: bool = False, transport: WeightTransport | None = None,
     ) -> None:  # fmt: skip
         """Plan this rank's moves; all ranks call this at the same time.
 
@@ -134,11 +147,13 @@ class WeightTransfer:
             limit_bytes: Most bytes that a rank sends, or receives, in one all-to-all.
             device: The device of the exchanged buffers; by default that of this rank's parts.
             check: Send a checksum with the bytes of each peer in each round.
+            transport: Moves the bytes; by default the ranks' process group.
 
         Raises:
             ValueError: A wanted block is on no rank.
         """
         self.ranks, self.names, self.device = ranks, list(known.tensors), device
+        self.transport = transport or GroupTransport(ranks, torch.device("cpu"))
         self.dtypes = [known.dtypes[name] for name in self.names]
         self.check_bytes = CHECK_BYTES * check
         self.before: Mapping[str, WeightPart] | None = None
@@ -298,7 +313,7 @@ class WeightTransfer:
         device = buffers.device
         if self.check_bytes:
             messages = [[*own, number_of(checksum(torch.cat([*own])), device)] if own else own for own in messages]
-        sizes_out = torch.tensor([sum(map(len, own)) for own in messages], device=device)
+        sizes_out = torch.tensor([sum(map(len, own)) for own in messages])
         sizes_in = torch.empty_like(sizes_out)
         dist.all_to_all_single(sizes_in, sizes_out, group=self.ranks.group)
         sizes, sent = sizes_in.tolist(), buffers.of(f"{name}, sent", int(sizes_out.sum()))
@@ -317,7 +332,7 @@ class WeightTransfer:
     ) -> Tensor:
         """Run one all-to-all. Raises ValueError if the bytes of a peer have another checksum than the one that ends them."""
         received = buffers.of(name, sum(sizes_in))
-        dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.ranks.group)
+        self.transport.exchange(received, sent, sizes_in, sizes_out)
         for message in filter(len, received.split(sizes_in) if self.check_bytes else ()):
             expected = int(message[-CHECK_BYTES:].clone().view(torch.int64))
             found = checksum(message[:-CHECK_BYTES])
