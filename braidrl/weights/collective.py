@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from braidrl.weights.shards import Parts, WeightPart, check_parts, snapshot
 from braidrl.weights.transfer import WeightTransfer
 
 POLL_S = 0.02
-JOIN_S = 0.5
+JOIN_S = 2.0
 """Seconds that an engine whose workers are ready waits for another engine that has asked for the same version."""
 END_S = 2.0
 """Seconds that `close` waits for the sending thread."""
@@ -41,25 +41,35 @@ class TransferError(RuntimeError):
     """Weights did not arrive: a sender or receiver died or timed out."""
 
 
-@dataclass(frozen=True)
-class TransferNotice:
-    """The data that a worker needs to receive a version; `asdict` makes plain JSON of it for servers."""
+@dataclass(kw_only=True)
+class Senders:
+    """The ranks that send weights, and how; plain data, for servers too."""
 
     host: str
     port: int
     secret: str
-    """The prefix of the senders' keys in the store."""
-    number: int
-    """The number of the request."""
+    """The prefix of their keys in the store."""
     senders: int
-    receivers: int
     limit_s: float
     cuda: bool
     """True if the bytes are exchanged between CUDA devices."""
     check: bool
-    transport: str = "collective"
+    transport: str
     """The name of the transport (see `TRANSPORTS`)."""
-    changes: bool = False
+
+    def store(self) -> dist.Store:
+        """Connect to the store through which receivers ask."""
+        return dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+
+
+@dataclass(kw_only=True)
+class TransferNotice(Senders):
+    """The data that a worker needs to receive a version."""
+
+    number: int
+    """The number of the request."""
+    receivers: int
+    changes: bool
     """True if the receivers hold a version of the same run, after which changed values suffice."""
 
 
@@ -81,16 +91,21 @@ class WeightOffer:
             transport: The name of the transport.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-        self.rank, self.limit_s, self.check, self.transport = ranks.rank, limit_s, check, transport
-        self.sent_bytes = 0
+        self.rank, self.sent_bytes = ranks.rank, 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
         self._seen = set[int]()
         """All versions that were ever offered; their numbers need not grow."""
+        self._requests = dict[int, dict[str, Any]]()
+        """Requests that are in no transfer yet, at the first sender."""
+        self._last_request = 0
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
         address = (host, self._store.port, secrets.token_hex(8)) if self._store else None
-        (self._host, self._port, self._secret), *_ = ranks.all_gather("address of the weights", address)
-        self._senders = ranks.size
+        (host, port, secret), *_ = ranks.all_gather("address of the weights", address)
+        self.senders = Senders(
+            host=host, port=port, secret=secret, senders=ranks.size, limit_s=limit_s, cuda=device.type == "cuda",
+            check=check, transport=transport,
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         # A thread still inside a store or process group at interpreter exit aborts the process.
@@ -108,8 +123,7 @@ class WeightOffer:
             self._kept[version] = snapshot(parts) if merged else parts, is_current
             self._seen.add(version)
             self._changed.notify_all()
-        about = (self._host, self._port, self._secret, version, self._senders, self.limit_s, self.device.type == "cuda")
-        return OfferedWeights(*about, self.check, self.transport)
+        return OfferedWeights(**vars(self.senders), version=version)
 
     def forget(self, version: int) -> None:
         """Stop offering a version; a transfer in progress completes."""
@@ -124,12 +138,11 @@ class WeightOffer:
 
     def _serve(self) -> None:
         """Serve transfers one after another; report a failure to their receivers."""
-        store = dist.PrefixStore(self._secret, connect_store(self._host, self._port, self.limit_s))
-        number, waiting = 1, WaitingRequests(store, self._senders, self.limit_s)
+        store, number = self.senders.store(), 1
         while not self._closed.wait(POLL_S):
             try:
-                if self.rank == 0:
-                    waiting.announce(number)
+                if self.rank == 0 and (transfer := self._next_transfer(store, number)):
+                    store.set(f"transfer/{number}", json.dumps(transfer))
                 if not store.check([f"transfer/{number}"]):
                     continue
                 asked = json.loads(store.get(f"transfer/{number}"))
@@ -138,7 +151,7 @@ class WeightOffer:
             try:
                 # Wait until this sender has the version.
                 with self._changed:
-                    self._changed.wait_for(lambda: asked["version"] in self._seen, self.limit_s)  # noqa: B023
+                    self._changed.wait_for(lambda: asked["version"] in self._seen, self.senders.limit_s)  # noqa: B023
                     parts, is_current = self._kept.get(asked["version"], ({}, lambda: False))
                     before, is_before = self._kept.get(asked["held"], (None, lambda: True))
                 if not is_current():
@@ -149,80 +162,56 @@ class WeightOffer:
                 store.set(f"transfer {number}/failed", first_line(error))
             number += 1
 
+    def _next_transfer(self, store: dist.Store, number: int) -> dict[str, Any] | None:
+        """Form a transfer for the first engine whose workers are all there, and for others that ask for the same; None if there is none."""
+        now, requests = time.monotonic(), self._requests
+        while store.check([f"request/{self._last_request + 1}"]):
+            self._last_request += 1
+            asked = json.loads(store.get(f"request/{self._last_request}"))
+            requests[self._last_request] = asked | {"since": now, "ready": None}
+        for request, asked in list(requests.items()):
+            if store.check([f"{request}/cancelled"]) or now > asked["since"] + self.senders.limit_s:
+                del requests[request]
+            elif asked["ready"] is None and store.add(f"{request}/here", 0) == asked["receivers"]:
+                asked["ready"] = now
+        first = next((asked for asked in requests.values() if asked["ready"] is not None), None)
+        if first is None:
+            return None
+        alike = {n: one for n, one in requests.items() if all(one[key] == first[key] for key in ("version", "held"))}
+        joined = [n for n, one in alike.items() if one["ready"] is not None]
+        if len(joined) < len(alike) and now < first["ready"] + JOIN_S:
+            return None
+        receivers, total = 0, sum(alike[n]["receivers"] for n in joined)
+        for request in joined:
+            rank, size = self.senders.senders + receivers, self.senders.senders + total
+            store.set(f"{request}/joined", json.dumps({"transfer": number, "rank": rank, "size": size}))
+            receivers += requests.pop(request)["receivers"]
+        return {"version": first["version"], "held": first["held"], "receivers": total}
+
     @torch.no_grad()
     def _send(
-        self,
-        parts: Mapping[str, WeightPart],
-        store: dist.Store,
-        receivers: int,
+        self, parts: Mapping[str, WeightPart], store: dist.Store, receivers: int,
         before: Mapping[str, WeightPart] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        size = self._senders + receivers
-        with transfer_group(store, self.rank, size, self.limit_s, self.device, self._host, self.transport) as (
-            ranks,
-            transport,
-        ):
+        size, host = self.senders.senders + receivers, self.senders.host
+        with transfer_group(store, self.rank, size, self.device, host, self.senders) as (ranks, transport):
             held = gather_shard_index(parts, ranks, machine())
             groups = held.groups(gather_shard_index({}, ranks))
-            transfer = WeightTransfer(held, groups, ranks, device=self.device, check=self.check, transport=transport)
+            check = self.senders.check
+            transfer = WeightTransfer(held, groups, ranks, device=self.device, check=check, transport=transport)
             transfer.before = before if all_hold(ranks, before is not None) else None
             self.sent_bytes += transfer.run(parts, {}).sent
 
 
-class WaitingRequests:
-    """The requests of engines whose workers are not all there yet, at the first sender, which forms transfers of them."""
-
-    def __init__(self, store: dist.Store, senders: int, limit_s: float) -> None:
-        self._store, self._senders, self._limit_s = store, senders, limit_s
-        self._seen, self._since = 0, dict[int, float]()
-        self._requests: dict[int, dict[str, Any]] = {}
-
-    def announce(self, number: int) -> None:
-        """Announce a transfer of this number, if it was not announced, to the first engine that is ready and to those of its version."""
-        store, now = self._store, time.monotonic()
-        if store.check([f"transfer/{number}"]):
-            return
-        while store.check([f"request/{self._seen + 1}"]):
-            self._seen += 1
-            self._requests[self._seen] = json.loads(store.get(f"request/{self._seen}")) | {"since": now, "ready": None}
-        for request, asked in list(self._requests.items()):
-            if store.check([f"{request}/cancelled"]) or now > asked["since"] + self._limit_s:
-                del self._requests[request]
-            elif asked["ready"] is None and store.add(f"{request}/here", 0) == asked["receivers"]:
-                asked["ready"] = now
-        ready = [asked for asked in self._requests.values() if asked["ready"] is not None]
-        if not ready:
-            return
-        version, held = ready[0]["version"], ready[0]["held"]
-        alike = {n: one for n, one in self._requests.items() if (one["version"], one["held"]) == (version, held)}
-        if any(one["ready"] is None for one in alike.values()) and now < ready[0]["ready"] + JOIN_S:
-            return
-        joined, receivers = [n for n, one in alike.items() if one["ready"] is not None], 0
-        total = sum(alike[n]["receivers"] for n in joined)
-        for request in joined:
-            place = {"transfer": number, "rank": self._senders + receivers, "size": self._senders + total}
-            store.set(f"{request}/joined", json.dumps(place))
-            receivers += self._requests.pop(request)["receivers"]
-        store.set(f"transfer/{number}", json.dumps({"version": version, "held": held, "receivers": total}))
-
-
-@dataclass
-class OfferedWeights:
+@dataclass(kw_only=True)
+class OfferedWeights(Senders):
     """One offered version: a weight source for engines of any process, serializable as plain data."""
 
-    host: str
-    port: int
-    secret: str
     version: int
-    senders: int
-    limit_s: float
-    cuda: bool
-    check: bool
-    transport: str = "collective"
     received: int = 0
-    """Bytes that workers have received of this object's requests."""
+    """Bytes that workers have received by this object's requests."""
 
     @contextmanager
     def asked(self, receivers: int, held: "OfferedWeights | None" = None) -> Iterator[TransferNotice]:
@@ -231,14 +220,12 @@ class OfferedWeights:
         With `held`, the version that the workers hold, changed values alone are sent if the senders still have that version too.
         """
         known = held.version if held is not None and held.secret == self.secret else None
-        store = dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+        store = self.store()
         number = store.add("asked", 1)
         store.set(f"request/{number}", json.dumps({"version": self.version, "receivers": receivers, "held": known}))
         try:
-            yield TransferNotice(
-                self.host, self.port, self.secret, number, self.senders, receivers, self.limit_s, self.cuda, self.check,
-                self.transport, known is not None,
-            )  # fmt: skip
+            senders = {own.name: getattr(self, own.name) for own in fields(Senders)}
+            yield TransferNotice(**senders, number=number, receivers=receivers, changes=known is not None)
         except BaseException:
             store.set(f"{number}/cancelled", "")
             raise
@@ -329,7 +316,7 @@ class Incoming:
     def _joined(self) -> Iterator[tuple[Ranks, WeightTransport]]:
         """Join the transfer that the senders form once all workers of this request are there; leave it when all have their copies."""
         notice = self.notice
-        store = self._store = dist.PrefixStore(notice.secret, connect_store(notice.host, notice.port, notice.limit_s))
+        store = self._store = notice.store()
         request = dist.PrefixStore(str(notice.number), store)
         store.add(f"{notice.number}/here", 1)
         try:
@@ -342,8 +329,7 @@ class Incoming:
             raise TransferError(f"weights did not arrive: {first_line(error)}") from error
         try:
             rank, address = place["rank"] + self.worker, address_towards(notice.host)
-            about = (rank, place["size"], notice.limit_s, self.device, address, notice.transport)
-            with transfer_group(transfer, *about) as joined:
+            with transfer_group(transfer, rank, place["size"], self.device, address, notice) as joined:
                 yield joined
         except TransferError:
             raise
@@ -385,21 +371,21 @@ def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) 
 
 @contextmanager
 def transfer_group(
-    store: dist.Store, rank: int, size: int, limit_s: float, device: torch.device, address: str, transport: str
+    store: dist.Store, rank: int, size: int, device: torch.device, address: str, senders: Senders
 ) -> Iterator[tuple[Ranks, WeightTransport]]:
     """Join the processes of one transfer when all are there, and leave when all have finished their copies.
 
     Only then may senders change their tensors. A failed transfer leaves no state behind.
 
     Raises:
-        TransferError: A sender failed, or processes are missing after `limit_s` seconds.
+        TransferError: A sender failed, or processes are missing after the time limit.
     """
     if store.add("here", 1) == size:
         store.set("complete", "")
-    meet(store, "complete", 0, size, limit_s)
-    nccl = device.type == "cuda" and transport == "collective"
-    ranks = Ranks(group_between(store, rank, size, limit_s, nccl, address))
-    with closing(TRANSPORTS.find(transport)(ranks, device)) as made:
+    meet(store, "complete", 0, size, senders.limit_s)
+    nccl = device.type == "cuda" and senders.transport == "collective"
+    ranks = Ranks(group_between(store, rank, size, senders.limit_s, nccl, address))
+    with closing(TRANSPORTS.find(senders.transport)(ranks, device)) as made:
         yield ranks, made
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -162,7 +162,7 @@ class WeightTransfer:
         # One schedule per element size, so that blocks are aligned in a buffer.
         plans = [self.plan.of_item(item) for item in sorted({group.item_bytes for group in groups})]
         counts = [rounds_needed(plan, limit_bytes) for plan in plans]
-        agreed = self._agreed(torch.tensor([self.plan.has_relays, *counts]), dist.ReduceOp.MAX).tolist()
+        agreed = self._agreed(torch.tensor([int(self.plan.has_relays), *counts]), dist.ReduceOp.MAX).tolist()
         self.has_relays = bool(agreed.pop(0))
         self.rounds_of = [Rounds.of(plan, count) for plan, count in zip(plans, agreed, strict=True)]
         # `rounds` is one without an exchange if all blocks are copied locally.

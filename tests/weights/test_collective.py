@@ -55,7 +55,7 @@ def upper(name: str) -> Box:
 def test_two_workers_receive_full_tensors_and_another_its_slices(
     offer: WeightOffer, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False))
+    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False, None))
     source, found = kept(offer), [dict[str, Tensor](), dict[str, Tensor]()]
     slices = Slices(SHAPES, {name: upper(name) for name in TENSORS})
     own = {n: WeightPart([n], torch.zeros_like(upper(n).of(t)), slices) for n, t in TENSORS.items() if n != "output"}
@@ -79,7 +79,7 @@ def test_two_workers_receive_full_tensors_and_another_its_slices(
 def test_changed_values_alone_are_sent_to_a_worker_with_the_version_before(
     offer: WeightOffer, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False))
+    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False, None))
     torch.manual_seed(0)
     first = {
         "weight": torch.randn(64, 32).bfloat16(),
@@ -180,6 +180,27 @@ def test_a_request_that_is_given_up_holds_nothing_up(offer: WeightOffer) -> None
         raise KeyError
     assert len(dict(source.tensors())) == len(TENSORS)
     assert time.monotonic() - start < 30
+
+
+def test_engines_that_ask_together_share_a_transfer_and_a_late_one_is_served_alone(
+    offer: WeightOffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "JOIN_S", 0.3)
+    source, numbers = kept(offer), []
+    joined = collective.transfer_group
+
+    def counted(store: Any, *about: Any) -> Any:
+        numbers.append(about[1])
+        return joined(store, *about)
+
+    monkeypatch.setattr(collective, "transfer_group", counted)
+    with source.asked(1) as first, source.asked(1) as second, source.asked(1) as late:
+        other = threading.Thread(target=lambda: dict(Incoming(second, 0, CPU).tensors()))
+        other.start()
+        assert len(dict(Incoming(first, 0, CPU).tensors())) == len(TENSORS)
+        other.join(60)
+        assert len(dict(Incoming(late, 0, CPU).tensors())) == len(TENSORS)
+    assert sorted(numbers) == [2, 2, 3, 3, 3], "processes of each transfer, the sender's and the workers'"
 
 
 def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer) -> None:
