@@ -333,13 +333,14 @@ class Cells:
         self.counts = tuple(len(some) - 1 for some in self.edges)
         self.holds, wanted = self._marked(group.held), self._marked(group.wanted)
         self.needs = wanted & ~self.holds
-        near = np.logical_or.reduceat(self.holds, places.firsts, axis=1)
-        self.far = self.needs & ~near[:, places.machines]
-        missing = self.far.any(1) & ~near.any(1)
+        ends = [*places.firsts[1:].tolist(), len(places.ranks)]
+        near = np.stack([self.holds[:, a:b].any(1) for a, b in zip(places.firsts.tolist(), ends, strict=True)], axis=1)
+        missing = self.needs.any(1) & ~near.any(1)
         if missing.any():
             cell = int(missing.argmax())
             lacking = int(places.ranks[self.needs[cell].argmax()])
             raise ValueError(f"no rank has {group.name} at {self.box(cell).offsets}, which rank {lacking} wants")
+        self.far = np.zeros_like(self.needs) if near.all() else self.needs & ~near[:, places.machines]
 
     def _marked(self, blocks: Iterable[tuple[int, Box]]) -> Bools:
         marks = np.zeros((*self.counts, len(self.places.ranks)), dtype=np.bool_)
