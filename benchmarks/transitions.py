@@ -31,7 +31,7 @@ from braidrl.training.roles.copies import local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
-from braidrl.weights.shard_index import weight_parts
+from braidrl.weights.shards import weight_parts
 from tests.weights.transitions import GROUPINGS, LAYOUTS
 
 RESULT = Path("benchmarks/results/transitions.json")

@@ -16,9 +16,8 @@ from typing import Any
 from benchmarks.turns import Turn
 from braidrl.data.messages import pack_message
 from braidrl.weights.boxes import Box, boxes_of, chunk
-from braidrl.weights.reshard_plan import Schedule, plan_moves, rounds_needed
-from braidrl.weights.shard_index import describe, read_index
-from braidrl.weights.transfer import LIMIT_BYTES
+from braidrl.weights.reshard_plan import describe, plan_moves, read_index
+from braidrl.weights.transfer import LIMIT_BYTES, Schedule, rounds_needed
 
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 27648, 64, 40, 8, 128, 152064
 """Qwen2.5-32B."""
@@ -109,7 +108,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
         begun = time.perf_counter()
         held, wanted = map(read_index, said)
         found = plan_moves(held.groups(wanted), case["rank"], len(held.ranks), held.machines)
-        count = max(rounds_needed(moves, LIMIT_BYTES) for moves in (found.sends, found.receives))
+        count = rounds_needed(found, LIMIT_BYTES)
         for moves in (found.sends, found.receives):
             Schedule(moves, count).first_rounds(len(held.tensors))
         seconds = time.perf_counter() - begun

@@ -25,7 +25,7 @@ PLUGINS = {
     "engines": "braidrl.engines.engine:ENGINES",
     "backends": "braidrl.training.backends:BACKENDS", "optimizers": "braidrl.training.optimizer:OPTIMIZERS",
     "trackers": "braidrl.observe.trackers:TRACKERS", "samplers": "braidrl.queue.samplers:SAMPLERS",
-    "protocols": "braidrl.runtimes.hybrid.protocols:PROTOCOLS",
+    "transports": "braidrl.weights.publisher:TRANSPORTS", "protocols": "braidrl.runtimes.hybrid.protocols:PROTOCOLS",
 }  # fmt: skip
 KINDS = (*ALGORITHMS, "environments", *PLUGINS)
 SCHEMES = {

@@ -14,3 +14,10 @@ def shared_folder() -> Path:
     folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
     # A folder on a read-only file system exists, but cannot be written to.
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def machine() -> str:
+    """Return an identifier shared by exactly the processes that share memory."""
+    about = os.stat(shared_folder())
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.is_file() else os.uname().nodename} {about.st_dev} {about.st_ino}"

@@ -196,16 +196,20 @@ class RolloutConfig(Section):
     """Python interpreter of the engine processes, if vLLM is installed in another virtual environment; by default Braid's."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`. Its shape is `tensor`, `pipeline` and `engines`."""
-    weights: Literal["file", "collective"] | None = None
-    """Transfer of weights from training ranks to engine processes: `file` in shared memory, or `collective` from device to device over a
-    process group (NCCL on CUDA, where each process needs its own device; gloo on a CPU). The default is collective between CUDA
-    devices, else file."""
+    weights: str | None = None
+    """Transfer of weights from training ranks to engine processes: `file` in shared memory; `collective` from device to device over a
+    process group (NCCL on CUDA, where each process needs its own device; gloo on a CPU); or your own transport, `module:name` or
+    `file.py:name`. The default is collective between CUDA devices, else file."""
 
     @field_validator("weights", mode="before")
     @classmethod
-    def _without_handles(cls, value: object) -> object:
+    def _names_a_way(cls, value: object) -> object:
         if value == "handles":
             raise ValueError("handles are not supported any more; write collective between CUDA devices, or file")
+        if isinstance(value, str) and value not in ("file", "collective") and ":" not in value:
+            raise ValueError(
+                f"{value!r} is no transfer of weights; write file, collective, or your own as file.py:name"
+            )
         return value
 
     @property

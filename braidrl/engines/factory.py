@@ -47,7 +47,7 @@ from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import InPlacePublisher, shapes_of
 from braidrl.weights.model_files import hub_names
 from braidrl.weights.publisher import ModelWeights, Publisher
-from braidrl.weights.shard_index import Parts, WeightPart
+from braidrl.weights.shards import Parts, WeightPart
 from braidrl.weights.transfer import LayoutCopy
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -135,7 +135,7 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         # This machine's address, as servers or engines on this machine reach it.
         addresses = [address_towards(urlsplit(url).hostname or LOOPBACK) for url in rollout.servers.urls]
         address = next((address for address in addresses if address != LOOPBACK), LOOPBACK)
-        offer = WeightOffer(ranks, address, limit_s, worker.device, rollout.check_weights)
+        offer = WeightOffer(ranks, address, limit_s, worker.device, rollout.check_weights, transport_of(config))
         state = lambda: (worker.weight_updates, worker.offloadable["weights"].away_bytes)  # noqa: E731
         return CollectivePublisher(offer, parts, engine, ranks, state)
     return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
@@ -184,7 +184,9 @@ def is_collective(config: Config) -> bool:
     rollout, available = config.rollout, device_count(config.device)
     if rollout.engine == "http":
         return rollout.servers.weights == "network"
-    if rollout.weights == "file" or not available:
+    if rollout.weights not in (None, "collective"):
+        return rollout.weights != "file"
+    if not available:
         return rollout.weights == "collective"
     if config.runtime == "streaming":
         # Each process has a device of its own, unless the machine has only one.
@@ -197,6 +199,12 @@ def is_collective(config: Config) -> bool:
             "write rollout.weights=file"
         )
     return not shared
+
+
+def transport_of(config: Config) -> str:
+    """Return the name of the transport that brings weights to engines of other processes."""
+    way = config.rollout.weights
+    return way if way not in (None, "file") and config.rollout.engine != "http" else "collective"
 
 
 def engine_spec(role: str, config: Config) -> EngineSpec:

@@ -21,7 +21,7 @@ from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 from braidrl.weights.publisher import WeightSource
-from braidrl.weights.shard_index import WeightPart
+from braidrl.weights.shards import WeightPart
 
 TURNS = 10
 """Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the step."""

@@ -32,7 +32,7 @@ from braidrl.training.objective import Objective
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.parallel.sharded import apply_layout
 from braidrl.training.role_settings import dtype_of, layout_of, learning_rate_of, model_path
-from braidrl.weights.shard_index import WeightPart
+from braidrl.weights.shards import WeightPart
 
 Advance = Callable[[int, int], None]
 """Called after each micro-batch with its numbers of rows and tokens."""
@@ -178,7 +178,7 @@ class ShardedBackend(TrainingBackend, Protocol):
     def weights(self) -> Mapping[str, WeightPart]:
         """Return this rank's part of each tensor by its name in the Hugging Face directory, without communication.
 
-        `braidrl.weights.shard_index.weight_parts` makes them of DTensors by name.
+        `braidrl.weights.shards.weight_parts` makes them of DTensors by name.
         """
 
     def bytes_of(self, part: str) -> int:

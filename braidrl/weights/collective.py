@@ -1,9 +1,10 @@
-"""Weight versions that engines of other processes ask for, device to device: NCCL on CUDA, gloo on a CPU.
+"""Weight versions that engines of other processes ask for, device to device: NCCL on CUDA, gloo on a CPU, or another transport.
 
 engine ──asks──▶ store ──▶ a thread of each trainer rank ──parts──▶ a process group of this transfer alone ──▶ the engine's workers
 
-A transfer's own process group means that an engine that dies disturbs nothing else. Where senders and receivers have an earlier version,
-only changed values are sent: of bfloat16 weights, few change in a step.
+Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine need crosses to
+it once. An engine that is late or gone is not waited for. Where senders and receivers have an earlier version, only changed values are
+sent: of bfloat16 weights, few change in a step.
 """
 
 import atexit
@@ -12,21 +13,26 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.cluster.process_groups import address_towards, connect_store, group_between, open_store
+from braidrl.cluster.shared_memory import machine
 from braidrl.cluster.world import Ranks
 from braidrl.errors import first_line
-from braidrl.weights.publisher import PublishedEngine, TransferVolume, check_shapes
-from braidrl.weights.shard_index import Parts, ShardIndex, WeightPart, check_parts, gather_shard_index, snapshot
+from braidrl.weights.publisher import TRANSPORTS, PublishedEngine, TransferVolume, WeightTransport, check_shapes
+from braidrl.weights.reshard_plan import ShardIndex, gather_shard_index
+from braidrl.weights.shards import Parts, WeightPart, check_parts, snapshot
 from braidrl.weights.transfer import WeightTransfer
 
 POLL_S = 0.02
+JOIN_S = 2.0
+"""Seconds that an engine whose workers are ready waits for another engine that has asked for the same version."""
 END_S = 2.0
 """Seconds that `close` waits for the sending thread."""
 
@@ -35,28 +41,45 @@ class TransferError(RuntimeError):
     """Weights did not arrive: a sender or receiver died or timed out."""
 
 
-@dataclass(frozen=True)
-class TransferNotice:
-    """The data that a worker needs to receive a version; `asdict` makes plain JSON of it for servers."""
+@dataclass(kw_only=True)
+class Senders:
+    """The ranks that send weights, and how; plain data, for servers too."""
 
     host: str
     port: int
-    number: str
-    """The prefix of the request's keys in the store."""
+    secret: str
+    """The prefix of their keys in the store."""
     senders: int
-    receivers: int
     limit_s: float
     cuda: bool
-    """True: NCCL between CUDA devices; False: gloo."""
+    """True if the bytes are exchanged between CUDA devices."""
     check: bool
-    changes: bool = False
+    transport: str
+    """The name of the transport (see `TRANSPORTS`)."""
+
+    def store(self) -> dist.Store:
+        """Connect to the store through which receivers ask."""
+        return dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+
+
+@dataclass(kw_only=True)
+class TransferNotice(Senders):
+    """The data that a worker needs to receive a version."""
+
+    number: int
+    """The number of the request."""
+    receivers: int
+    changes: bool
     """True if the receivers hold a version of the same run, after which changed values suffice."""
 
 
 class WeightOffer:
     """Versions of this rank's parts, sent to engines on request; all senders construct theirs at the same time."""
 
-    def __init__(self, ranks: Ranks, host: str, limit_s: float, device: torch.device, check: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, host: str, limit_s: float, device: torch.device, check: bool = False,
+        transport: str = "collective",
+    ) -> None:  # fmt: skip
         """Open the store through which receivers ask, and start the sending thread.
 
         Args:
@@ -65,18 +88,24 @@ class WeightOffer:
             limit_s: Time-out of a transfer, in seconds.
             device: The device of the parts; CUDA selects NCCL.
             check: Send checksums.
+            transport: The name of the transport.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-        self.rank, self.limit_s, self.check = ranks.rank, limit_s, check
-        self.sent_bytes = 0
+        self.rank, self.sent_bytes = ranks.rank, 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
         self._seen = set[int]()
         """All versions that were ever offered; their numbers need not grow."""
+        self._requests = dict[int, dict[str, Any]]()
+        """Requests that are in no transfer yet, at the first sender."""
+        self._last_request = 0
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
         address = (host, self._store.port, secrets.token_hex(8)) if self._store else None
-        (self._host, self._port, self._secret), *_ = ranks.all_gather("address of the weights", address)
-        self._senders = ranks.size
+        (host, port, secret), *_ = ranks.all_gather("address of the weights", address)
+        self.senders = Senders(
+            host=host, port=port, secret=secret, senders=ranks.size, limit_s=limit_s, cuda=device.type == "cuda",
+            check=check, transport=transport,
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         # A thread still inside a store or process group at interpreter exit aborts the process.
@@ -94,8 +123,7 @@ class WeightOffer:
             self._kept[version] = snapshot(parts) if merged else parts, is_current
             self._seen.add(version)
             self._changed.notify_all()
-        about = (self._host, self._port, self._secret, version, self._senders, self.limit_s, self.device.type == "cuda")
-        return OfferedWeights(*about, self.check)
+        return OfferedWeights(**vars(self.senders), version=version)
 
     def forget(self, version: int) -> None:
         """Stop offering a version; a transfer in progress completes."""
@@ -109,61 +137,81 @@ class WeightOffer:
         self._thread.join(END_S)
 
     def _serve(self) -> None:
-        """Serve requests one after another; report a failure to the receiver that asked."""
-        store = dist.PrefixStore(self._secret, connect_store(self._host, self._port, self.limit_s))
-        number = 1
+        """Serve transfers one after another; report a failure to their receivers."""
+        store, number = self.senders.store(), 1
         while not self._closed.wait(POLL_S):
             try:
-                if not store.check([f"request/{number}"]):
+                if self.rank == 0 and (transfer := self._next_transfer(store, number)):
+                    store.set(f"transfer/{number}", json.dumps(transfer))
+                if not store.check([f"transfer/{number}"]):
                     continue
+                asked = json.loads(store.get(f"transfer/{number}"))
             except RuntimeError:
                 return  # the sender that opened the store has exited
-            asked = json.loads(store.get(f"request/{number}"))
             try:
                 # Wait until this sender has the version.
                 with self._changed:
-                    self._changed.wait_for(lambda: asked["version"] in self._seen, self.limit_s)  # noqa: B023
+                    self._changed.wait_for(lambda: asked["version"] in self._seen, self.senders.limit_s)  # noqa: B023
                     parts, is_current = self._kept.get(asked["version"], ({}, lambda: False))
                     before, is_before = self._kept.get(asked["held"], (None, lambda: True))
                 if not is_current():
                     raise TransferError("the weights have changed since that version; engines receive the next one")
                 before = before if is_before() else None
-                self._send(parts, dist.PrefixStore(str(number), store), asked["receivers"], before)
+                self._send(parts, dist.PrefixStore(f"transfer {number}", store), asked["receivers"], before)
             except (RuntimeError, ValueError) as error:
-                store.set(f"{number}/failed", first_line(error))
+                store.set(f"transfer {number}/failed", first_line(error))
             number += 1
+
+    def _next_transfer(self, store: dist.Store, number: int) -> dict[str, Any] | None:
+        """Form a transfer for the first engine whose workers are all there, and for others that ask for the same; None if there is none."""
+        now, requests = time.monotonic(), self._requests
+        while store.check([f"request/{self._last_request + 1}"]):
+            self._last_request += 1
+            asked = json.loads(store.get(f"request/{self._last_request}"))
+            requests[self._last_request] = asked | {"since": now, "ready": None}
+        for request, asked in list(requests.items()):
+            if store.check([f"{request}/cancelled"]) or now > asked["since"] + self.senders.limit_s:
+                del requests[request]
+            elif asked["ready"] is None and store.add(f"{request}/here", 0) == asked["receivers"]:
+                asked["ready"] = now
+        first = next((asked for asked in requests.values() if asked["ready"] is not None), None)
+        if first is None:
+            return None
+        alike = {n: one for n, one in requests.items() if all(one[key] == first[key] for key in ("version", "held"))}
+        joined = [n for n, one in alike.items() if one["ready"] is not None]
+        if len(joined) < len(alike) and now < first["ready"] + JOIN_S:
+            return None
+        receivers, total = 0, sum(alike[n]["receivers"] for n in joined)
+        for request in joined:
+            rank, size = self.senders.senders + receivers, self.senders.senders + total
+            store.set(f"{request}/joined", json.dumps({"transfer": number, "rank": rank, "size": size}))
+            receivers += requests.pop(request)["receivers"]
+        return {"version": first["version"], "held": first["held"], "receivers": total}
 
     @torch.no_grad()
     def _send(
-        self,
-        parts: Mapping[str, WeightPart],
-        store: dist.Store,
-        receivers: int,
+        self, parts: Mapping[str, WeightPart], store: dist.Store, receivers: int,
         before: Mapping[str, WeightPart] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        size = self._senders + receivers
-        with transfer_group(store, self.rank, size, self.limit_s, self.device, self._host) as ranks:
-            held = gather_shard_index(parts, ranks)
+        size, host = self.senders.senders + receivers, self.senders.host
+        with transfer_group(store, self.rank, size, self.device, host, self.senders) as (ranks, transport):
+            held = gather_shard_index(parts, ranks, machine())
             groups = held.groups(gather_shard_index({}, ranks))
-            transfer = WeightTransfer(held, groups, ranks, device=self.device, check=self.check)
+            check = self.senders.check
+            transfer = WeightTransfer(held, groups, ranks, device=self.device, check=check, transport=transport)
             transfer.before = before if all_hold(ranks, before is not None) else None
             self.sent_bytes += transfer.run(parts, {}).sent
 
 
-@dataclass(frozen=True)
-class OfferedWeights:
+@dataclass(kw_only=True)
+class OfferedWeights(Senders):
     """One offered version: a weight source for engines of any process, serializable as plain data."""
 
-    host: str
-    port: int
-    secret: str
     version: int
-    senders: int
-    limit_s: float
-    cuda: bool
-    check: bool
+    received: int = 0
+    """Bytes that workers have received by this object's requests."""
 
     @contextmanager
     def asked(self, receivers: int, held: "OfferedWeights | None" = None) -> Iterator[TransferNotice]:
@@ -172,25 +220,16 @@ class OfferedWeights:
         With `held`, the version that the workers hold, changed values alone are sent if the senders still have that version too.
         """
         known = held.version if held is not None and held.secret == self.secret else None
-        store = dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+        store = self.store()
         number = store.add("asked", 1)
         store.set(f"request/{number}", json.dumps({"version": self.version, "receivers": receivers, "held": known}))
-        key = f"{self.secret}/{number}"
         try:
-            yield TransferNotice(
-                self.host,
-                self.port,
-                key,
-                self.senders,
-                receivers,
-                self.limit_s,
-                self.cuda,
-                self.check,
-                known is not None,
-            )
+            senders = {own.name: getattr(self, own.name) for own in fields(Senders)}
+            yield TransferNotice(**senders, number=number, receivers=receivers, changes=known is not None)
         except BaseException:
             store.set(f"{number}/cancelled", "")
             raise
+        self.received += store.add(f"{number}/received", 0)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.asked(1) as notice:
@@ -213,8 +252,6 @@ class Incoming:
         """Receive as number `worker`, counted from 0; `device` holds the buffers with NCCL."""
         self.notice, self.worker = notice, worker
         self.device = device if self.notice.cuda else torch.device("cpu")
-        self.begun = False
-        """True once the receiver's tensors may have changed."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
@@ -223,20 +260,22 @@ class Incoming:
             TransferError: A sender died or timed out.
             ValueError: A checksum is wrong.
         """
-        with self._joined() as ranks:
-            held = gather_shard_index({}, ranks)
+        with self._joined() as (ranks, transport):
+            held = gather_shard_index({}, ranks, machine())
             wanted = {
                 name: WeightPart(held.names[name], torch.empty(shape, dtype=held.dtypes[name], device="meta"))
                 for name, shape in held.shapes.items()
             }
-            transfer, arriving = self._planned(held, wanted, ranks), Arriving(held, self.device)
+            transfer, arriving = self._planned(held, wanted, ranks, transport), Arriving(held, self.device)
             all_hold(ranks, False)
-            for number in transfer.steps({}, arriving, TransferVolume()):
+            moved = TransferVolume()
+            for number in transfer.steps({}, arriving, moved):
                 for name in transfer.arrivals[number]:
                     tensor = arriving[name].local
                     del arriving[name]
                     for alias in held.names[name]:
                         yield alias, tensor
+            self._count(moved)
 
     def receive(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
@@ -248,42 +287,54 @@ class Incoming:
             ValueError: The weights are another model's (nothing has changed then), or a checksum is wrong.
         """
         differs = None
-        with self._joined() as ranks:
-            held = gather_shard_index({}, ranks)
+        with self._joined() as (ranks, transport):
+            held = gather_shard_index({}, ranks, machine())
             given = {alias: torch.Size(held.shapes[name]) for name, names in held.names.items() for alias in names}
             try:
                 check_parts(given, parts) if shapes is None else check_shapes(given, shapes)
             except ValueError as error:
                 # The senders wait for this worker's request: send an empty one.
                 differs, parts = error, {}
-            planned = self._planned(held, parts, ranks)
+            planned = self._planned(held, parts, ranks, transport)
             planned.before = {} if all_hold(ranks, self.notice.changes) else None
-            self.begun = differs is None
             moved = planned.run({}, parts)
+            self._count(moved)
         if differs is not None:
             raise differs
         return moved
 
-    def _planned(self, held: ShardIndex, wanted: Mapping[str, WeightPart], ranks: Ranks) -> WeightTransfer:
+    def _planned(
+        self, held: ShardIndex, wanted: Mapping[str, WeightPart], ranks: Ranks, transport: WeightTransport
+    ) -> WeightTransfer:
         groups = held.groups(gather_shard_index(wanted, ranks))
-        return WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check)
+        return WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check, transport=transport)
+
+    def _count(self, moved: TransferVolume) -> None:
+        self._store.add(f"{self.notice.number}/received", moved.received)
 
     @contextmanager
-    def _joined(self) -> Iterator[Ranks]:
+    def _joined(self) -> Iterator[tuple[Ranks, WeightTransport]]:
+        """Join the transfer that the senders form once all workers of this request are there; leave it when all have their copies."""
         notice = self.notice
-        store = dist.PrefixStore(notice.number, connect_store(notice.host, notice.port, notice.limit_s))
-        rank, size, address = (
-            notice.senders + self.worker,
-            notice.senders + notice.receivers,
-            address_towards(notice.host),
-        )
+        store = self._store = notice.store()
+        request = dist.PrefixStore(str(notice.number), store)
+        store.add(f"{notice.number}/here", 1)
         try:
-            with transfer_group(store, rank, size, notice.limit_s, self.device, address) as ranks:
-                yield ranks
+            meet(request, "joined", notice.senders, notice.senders + notice.receivers, notice.limit_s)
+            place = json.loads(request.get("joined"))
+            transfer = dist.PrefixStore(f"transfer {place['transfer']}", store)
         except TransferError:
             raise
         except RuntimeError as error:
-            reason = store.get("failed").decode() if store.check(["failed"]) else first_line(error)
+            raise TransferError(f"weights did not arrive: {first_line(error)}") from error
+        try:
+            rank, address = place["rank"] + self.worker, address_towards(notice.host)
+            with transfer_group(transfer, rank, place["size"], self.device, address, notice) as joined:
+                yield joined
+        except TransferError:
+            raise
+        except RuntimeError as error:
+            reason = transfer.get("failed").decode() if transfer.check(["failed"]) else first_line(error)
             raise TransferError(f"weights did not arrive: {reason}") from error
 
 
@@ -304,32 +355,41 @@ class Arriving(dict[str, WeightPart]):
         return self[name]
 
 
-@contextmanager
-def transfer_group(
-    store: dist.Store, rank: int, size: int, limit_s: float, device: torch.device, address: str
-) -> Iterator[Ranks]:
-    """Join the process group of one transfer when all its processes are there, and leave it when all have finished their copies.
-
-    Only then may senders change their tensors. A failed transfer leaves no state behind.
-
-    Raises:
-        TransferError: The transfer was cancelled, a sender failed, or processes are missing after `limit_s` seconds.
-    """
-    end, here = time.monotonic() + limit_s, store.add("here", 1)
-    while here < size:
+def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) -> None:
+    """Wait until a key is in the store. Raises TransferError if the transfer fails, or after `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    while not store.check([ready]):
         if store.check(["cancelled"]):
             raise TransferError("the request for weights was cancelled")
         if store.check(["failed"]):
             raise TransferError(store.get("failed").decode())
         if time.monotonic() > end:
+            here = others + store.add("here", 0)
             raise TransferError(f"{here} of {size} processes joined the weight transfer in {limit_s:g} s")
         time.sleep(POLL_S)
-        here = store.add("here", 0)
-    ranks = Ranks(group_between(store, rank, size, limit_s, device.type == "cuda", address))
-    yield ranks
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.all_reduce(torch.zeros(1), group=ranks.group)
+
+
+@contextmanager
+def transfer_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, address: str, senders: Senders
+) -> Iterator[tuple[Ranks, WeightTransport]]:
+    """Join the processes of one transfer when all are there, and leave when all have finished their copies.
+
+    Only then may senders change their tensors. A failed transfer leaves no state behind.
+
+    Raises:
+        TransferError: A sender failed, or processes are missing after the time limit.
+    """
+    if store.add("here", 1) == size:
+        store.set("complete", "")
+    meet(store, "complete", 0, size, senders.limit_s)
+    nccl = device.type == "cuda" and senders.transport == "collective"
+    ranks = Ranks(group_between(store, rank, size, senders.limit_s, nccl, address))
+    with closing(TRANSPORTS.find(senders.transport)(ranks, device)) as made:
+        yield ranks, made
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.all_reduce(torch.zeros(1), group=ranks.group)
 
 
 class CollectivePublisher:

@@ -21,11 +21,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from braidrl.cluster.shared_memory import shared_folder
+from braidrl.cluster.shared_memory import machine, shared_folder
 from braidrl.cluster.world import Ranks
 from braidrl.weights.publisher import PublishedEngine, TransferVolume
-from braidrl.weights.reshard_plan import TensorGroup, shared_blocks
-from braidrl.weights.shard_index import Parts, ShardIndex, WeightPart, check_parts, full_parts, gather_shard_index
+from braidrl.weights.reshard_plan import ShardIndex, TensorGroup, gather_shard_index, shared_blocks
+from braidrl.weights.shards import Parts, WeightPart, check_parts, full_parts
 from braidrl.weights.transfer import WeightTransfer
 
 CHECKSUM = "checksum"
@@ -216,13 +216,6 @@ class FilePublisher:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def machine() -> str:
-    """Return an identifier shared by exactly the processes that share memory."""
-    about = os.stat(shared_folder())
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip() if boot.is_file() else os.uname().nodename} {about.st_dev} {about.st_ino}"
 
 
 def blocks_to_write(known: ShardIndex) -> list[TensorGroup]:

@@ -24,8 +24,8 @@ from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, OfferedWeights
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import PublishedEngine, TransferVolume, WeightSource, check_shapes
-from braidrl.weights.shard_index import Parts, WeightPart, gather_shard_index, weight_parts
-from braidrl.weights.shards import empty, occupy, storages
+from braidrl.weights.reshard_plan import gather_shard_index
+from braidrl.weights.shards import Parts, WeightPart, empty, occupy, storages, weight_parts
 from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy, WeightTransfer
 
 

@@ -14,6 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from braidrl.cluster.world import Ranks
+from braidrl.importing import PluginRegistry
+
+TRANSPORTS = PluginRegistry("weight transport", {"collective": "braidrl.weights.transfer:GroupTransport"})
+"""The ways in which the collective publisher moves bytes between processes."""
+
 
 @dataclass
 class TransferVolume:
@@ -59,6 +65,37 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Free the last version."""
+
+
+class WeightTransport(Protocol):
+    """A mover of bytes between the processes of one transfer, in each of them: training ranks and engine workers.
+
+    Braid plans which bytes go where; a transport moves one round after the other.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        """Connect the processes.
+
+        Args:
+            ranks: The processes; `ranks.all_gather(purpose, value)` exchanges addresses. `ranks.group` is a gloo group.
+            device: The device of the bytes.
+        """
+
+    def exchange(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> None:
+        """Send each process its bytes, and receive from each; all processes call this at the same time.
+
+        Args:
+            received: Receives the bytes from process 0, then those from process 1, and so on: `sizes_in`.
+            sent: The bytes to process 0, then those to process 1: `sizes_out`. It may change once this returns.
+            sizes_in: Bytes from each process.
+            sizes_out: Bytes to each process.
+
+        Raises:
+            RuntimeError: A process is gone.
+        """
+
+    def close(self) -> None:
+        """Disconnect, also after a failure."""
 
 
 def check_shapes(given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:

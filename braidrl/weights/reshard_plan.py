@@ -4,25 +4,48 @@ has        rank 0: upper half   rank 1: lower half         wants    rank 0: left
                                                                     ─────────────────────────────────────
 moves      upper left:  0 ─▶ 0 (stays)   0 ─▶ 1      lower left:  1 ─▶ 0    1 ─▶ 1 (stays)
 
+node A ─ holder ──once──▶ relay ──▶ other ranks of node B that want the same cell      relays take turns, cell by cell and tensor by tensor
+
 Each rank plans its own moves alone, once per group of tensors that are sharded alike, such as one matrix of all layers. The boxes
-that ranks hold cut a tensor into cells. A rank copies the cells that it holds locally; the holders of a cell send it round-robin.
-Pure functions of the two layouts.
+that ranks hold and want cut a tensor into cells. A rank copies the cells that it holds locally; the holders of a cell send it
+round-robin. Pure functions of the two layouts, which the shard index describes, one line per rank and kind of tensor:
+
+model.layers.0.mlp.up_proj.weight ╮
+model.layers.1.mlp.up_proj.weight ┴─▶ model.layers.*.mlp.up_proj.weight, numbers 0 1 ..., shape, type, block
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from braidrl.cluster.process_groups import all_gather_bytes
+from braidrl.cluster.world import Ranks
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.weights.boxes import Box
+from braidrl.weights.shards import WeightPart
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Blocks = Sequence[tuple[int, Box]]
 """(Rank, block) pairs; a rank may appear several times."""
+
+
+class Tensors(NamedTuple):
+    """One rank's blocks of tensors whose names differ only in numbers; `numbers` lists those of each tensor as text."""
+
+    names: tuple[str, ...]
+    numbers: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
 
 
 @dataclass(frozen=True)
@@ -40,17 +63,171 @@ class TensorGroup:
 
 
 @dataclass(frozen=True)
+class ShardIndex:
+    """The blocks of each rank, and the ranks' machines; ranks with equal values share memory."""
+
+    ranks: Sequence[Sequence[Tensors]]
+    machines: Sequence[str]
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensors]:
+        """The tensors by name, layer by layer, in an order that is equal on all ranks."""
+        kinds = {(said.names[0], said.numbers): said for rank in self.ranks for said in rank}
+        order = {
+            named(said.names[0], numbers): (tuple(map(int, numbers)), place, said)
+            for place, said in enumerate(kinds.values())
+            for numbers in numbers_in(said.numbers)
+        }
+        return {name: said for name, (*_, said) in sorted(order.items(), key=lambda one: one[1][:2])}
+
+    @cached_property
+    def names(self) -> dict[str, list[str]]:
+        """All names of each tensor, with ties collected over all ranks."""
+        found: dict[str, dict[str, None]] = {}
+        for patterns, text in dict.fromkeys((said.names, said.numbers) for rank in self.ranks for said in rank):
+            for numbers in numbers_in(text):
+                every = [named(pattern, numbers) for pattern in patterns]
+                found.setdefault(every[0], {}).update(dict.fromkeys(every))
+        return {name: list(every) for name, every in found.items()}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: said.shape for name, said in self.tensors.items()}
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: getattr(torch, said.dtype) for name, said in self.tensors.items()}
+
+    @cached_property
+    def by_pattern(self) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
+        """(Rank, block) pairs by (pattern, shape), then by numbers."""
+        found: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]] = {}
+        for rank, own in enumerate(self.ranks):
+            for said in own:
+                found.setdefault((said.names[0], said.shape), {}).setdefault(said.numbers, []).append((rank, said.box))
+        return found
+
+    def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
+        """Return the tensors in groups that are sharded alike, in this index and in `wanted`.
+
+        Raises:
+            ValueError: A wanted tensor is on no rank in this shape.
+        """
+        place_of = {name: place for place, name in enumerate(self.tensors)}
+        held, targets = self.by_pattern, wanted.by_pattern if wanted else {}
+        found = []
+        for pattern, shape in {**held, **targets}:
+            here, there = held.get((pattern, shape), {}), targets.get((pattern, shape), {})
+            # Tensors are sharded alike if the same entries list their numbers.
+            listed_in: dict[tuple[str, ...], list[str]] = {}
+            for text in dict.fromkeys([*here, *there]):
+                for numbers in numbers_in(text):
+                    listed_in.setdefault(numbers, []).append(text)
+            alike: dict[frozenset[str], list[str]] = {}
+            for numbers, texts in listed_in.items():
+                alike.setdefault(frozenset(texts), []).append(named(pattern, numbers))
+            for some, names in alike.items():
+                if names[0] not in place_of or not here:
+                    raise ValueError(f"no rank has {names[0]} of shape {shape}")
+                item_bytes = self.dtypes[names[0]].itemsize
+                blocks = ([block for text in some for block in of_text.get(text, ())] for of_text in (here, there))
+                found.append(TensorGroup([place_of[n] for n in names], names[0], shape, item_bytes, *blocks))
+        return found
+
+
+def numbers_in(text: str) -> list[tuple[str, ...]]:
+    """Return the numbers of each tensor of an entry; one empty tuple for a name without numbers."""
+    return [tuple(one.split(".")) if one else () for one in text.split(" ")]
+
+
+def named(pattern: str, numbers: Iterable[str]) -> str:
+    """Return a pattern with numbers in place of its asterisks."""
+    parts = pattern.split("*")
+    return "".join(part for pair in zip(parts, (*numbers, ""), strict=True) for part in pair)
+
+
+def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
+    """Gather the shard index of all ranks; each passes its own parts at the same time."""
+    message = bytearray(pack_message((machine, described(parts))))
+    of_all: list[Any] = [message]
+    if ranks.group is not None:
+        with ranks.meeting("shard index of the weights"):
+            of_all = all_gather_bytes(message, ranks.group)
+    return read_index([bytes(one) for one in of_all])
+
+
+def read_index(messages: Sequence[bytes]) -> ShardIndex:
+    """Parse the messages of all ranks; replicas send equal ones, which are parsed once."""
+    read = {message: unpack_message(message, tuple[str, list[Tensors]]) for message in dict.fromkeys(messages)}
+    return ShardIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
+
+
+def described(parts: Mapping[str, WeightPart]) -> list[Tensors]:
+    """Describe parts (see `describe`)."""
+    return describe((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
+
+
+def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[Tensors]:
+    """Describe names, global shapes, dtypes and blocks; tensors that differ only in numbers are one entry."""
+    found: dict[tuple[tuple[str, ...], tuple[int, ...], str, Box], list[str]] = {}
+    for names, shape, dtype, box in blocks:
+        patterns = tuple(NUMBER.sub("*", name) for name in names)
+        numbers = {".".join(NUMBER.findall(name)) for name in names}
+        if len(numbers) > 1:
+            patterns, numbers = tuple(names), {""}
+        found.setdefault((patterns, tuple(shape), dtype, box), []).append(numbers.pop())
+    return [
+        Tensors(patterns, " ".join(numbers), shape, dtype, box)
+        for (patterns, shape, dtype, box), numbers in found.items()
+    ]
+
+
+class Found(NamedTuple):
+    """A block of some tensors that moves, or is passed on, to or from a peer."""
+
+    tensors: Ints
+    item_bytes: int
+    peer: int
+    box: Box
+    cell: int
+    onward: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Moves:
-    """One rank's moves in one direction, sorted by peer and then by tensor, which both ends can derive."""
+    """One rank's moves in one direction, sorted by stream and then by tensor and cell, which both ends can derive.
+
+    A stream is what goes to, or comes from, one peer and is passed on to the same ranks.
+    """
 
     peers: Ints
     tensors: Ints
+    streams: Ints
     boxes: Ints
-    """The index of each move's block in `shapes`."""
+    """The index of each move's block in `shapes` and `onward`."""
     item_bytes: Ints
-    shapes: Sequence[Box]
     sizes: Ints
     """The bytes of each move."""
+    shapes: Sequence[Box]
+    onward: Sequence[tuple[int, ...]]
+    """The ranks to which the receiver passes the block on."""
+
+    @classmethod
+    def of(cls, found: Sequence[Found]) -> "Moves":
+        """Sort moves."""
+        onward = [one.onward for one in found]
+        place = {ranks: number for number, ranks in enumerate(sorted(set(onward)))}
+        about = [
+            (one.peer, place[one.onward], one.cell, number, one.item_bytes, one.box.elements * one.item_bytes)
+            for number, one in enumerate(found)
+        ]
+        counts = [len(one.tensors) for one in found]
+        columns = np.repeat(np.array(about, dtype=np.int64).reshape(-1, 6), counts, axis=0)
+        tensors = np.concatenate([np.empty(0, dtype=np.int64), *(one.tensors for one in found)])
+        order = np.lexsort((columns[:, 2], tensors, columns[:, 1], columns[:, 0]))
+        peers, after, _, boxes, items, sizes = columns[order].T
+        streams = peers * (len(place) + 1) + after
+        return cls(peers, tensors[order], streams, boxes, items, sizes, [one.box for one in found], onward)
 
     @property
     def total(self) -> int:
@@ -60,9 +237,9 @@ class Moves:
     def of_item(self, item_bytes: int) -> "Moves":
         """Return the moves of tensors of one element size."""
         kept = self.item_bytes == item_bytes
-        return replace(
-            self, peers=self.peers[kept], tensors=self.tensors[kept], boxes=self.boxes[kept],
-            item_bytes=self.item_bytes[kept], sizes=self.sizes[kept],
+        return Moves(
+            self.peers[kept], self.tensors[kept], self.streams[kept], self.boxes[kept], self.item_bytes[kept],
+            self.sizes[kept], self.shapes, self.onward,
         )  # fmt: skip
 
 
@@ -73,35 +250,26 @@ class RankPlan:
     stays: dict[int, list[Box]]
     sends: Moves
     receives: Moves
+    relayed: dict[int, Moves]
+    """By relay, the moves to it that it passes on to this rank."""
 
+    def of_item(self, item_bytes: int) -> "RankPlan":
+        """Return the moves of tensors of one element size."""
+        relayed = {relay: moves.of_item(item_bytes) for relay, moves in self.relayed.items()}
+        return RankPlan({}, self.sends.of_item(item_bytes), self.receives.of_item(item_bytes), relayed)
 
-class Found:
-    """A collector of one rank's moves."""
-
-    def __init__(self) -> None:
-        self.shapes: list[Box] = []
-        self._tensors: list[Ints] = []
-        self._about: list[tuple[int, ...]] = []
-
-    def add(self, tensors: Ints, item_bytes: int, peer: int, box: Box, order: int) -> None:
-        """Add the move of one block of each of these tensors; `order` sorts the moves of a tensor."""
-        self._tensors.append(tensors)
-        self._about.append((peer, order, len(self.shapes), item_bytes, box.elements * item_bytes))
-        self.shapes.append(box)
-
-    def moves(self) -> Moves:
-        """Return the moves sorted by peer, tensor and cell."""
-        about = np.array(self._about, dtype=np.int64).reshape(-1, 5)
-        peers, order, boxes, items, sizes = np.repeat(about, [len(some) for some in self._tensors], axis=0).T
-        tensors = np.concatenate([np.empty(0, dtype=np.int64), *self._tensors])
-        place = np.lexsort((order, tensors, peers))
-        return Moves(peers[place], tensors[place], boxes[place], items[place], self.shapes, sizes[place])
+    @property
+    def has_relays(self) -> bool:
+        """Return whether this rank passes blocks on, or receives blocks that are passed on."""
+        return bool(self.relayed) or any(self.receives.onward)
 
 
 def plan_moves(
     groups: Iterable[TensorGroup], rank: int, ranks: int, machines: Sequence[Hashable] | None = None
 ) -> RankPlan:
     """Plan one rank's moves, so that each rank receives every element that it wants exactly once.
+
+    An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the others there.
 
     Args:
         groups: All tensors.
@@ -114,33 +282,29 @@ def plan_moves(
     """
     places = Places.of(machines or [None] * ranks)
     stays: dict[int, list[Box]] = {}
-    sends, receives = Found(), Found()
+    sends: list[Found] = []
+    receives: list[Found] = []
+    relayed: dict[int, list[Found]] = {}
     for number, group in enumerate(groups):
-        cells = Cells(group, places)
-        missing = cells.needs.any(1) & ~cells.holds.any(1)
-        if missing.any():
-            cell = int(missing.argmax())
-            lacking = int(places.ranks[cells.needs[cell].argmax()])
-            raise ValueError(f"no rank has {group.name} at {cells.box(cell).offsets}, which rank {lacking} wants")
-        own = [box for holder, box in group.wanted if holder == rank]
-        place = places.place_of[rank]
-        for cell in np.nonzero(cells.wanted[:, place] & cells.holds[:, place])[0].tolist():
-            kept = [piece for box in own if (piece := cells.box(cell).overlap(box))]
-            for tensor in group.tensors if kept else ():
-                stays.setdefault(tensor, []).extend(kept)
-        cells.receive(rank, own, number, receives)
-        cells.send(rank, number, sends)
-    return RankPlan(stays, sends.moves(), receives.moves())
+        held, wanted = ([box for owner, box in some if owner == rank] for some in (group.held, group.wanted))
+        if kept := [piece for box in held for other in wanted if (piece := box.overlap(other))]:
+            stays |= dict.fromkeys(group.tensors, kept)
+        cells, tensors = Cells(group, places), np.asarray(group.tensors, dtype=np.int64)
+        for cell, giver, target, chosen in cells.moves_with(rank, number):
+            to = receives if target == rank else sends if giver == rank else relayed.setdefault(target, [])
+            peer = target if giver == rank else giver
+            to.append(Found(tensors[chosen], group.item_bytes, peer, cells.box(cell), cell, cells.onward(cell, target)))
+    return RankPlan(stays, Moves.of(sends), Moves.of(receives), {r: Moves.of(some) for r, some in relayed.items()})
 
 
 @dataclass(frozen=True)
 class Places:
-    """Ranks sorted by machine: `ranks[place]`, `place_of[rank]`, and the first and end place of each place's machine."""
+    """Ranks sorted by machine: `ranks[place]`, `place_of[rank]`, each place's machine, and the first place of each machine."""
 
     ranks: Ints
     place_of: Ints
-    starts: Ints
-    ends: Ints
+    machines: Ints
+    firsts: Ints
 
     @classmethod
     def of(cls, machines: Sequence[Hashable]) -> "Places":
@@ -149,24 +313,34 @@ class Places:
         machine_of = np.array([numbers[machine] for machine in machines], dtype=np.int64)
         ranks = np.argsort(machine_of, kind="stable")
         ordered = machine_of[ranks]
-        return cls(
-            ranks, np.argsort(ranks), np.searchsorted(ordered, ordered), np.searchsorted(ordered, ordered, "right")
-        )
+        return cls(ranks, np.argsort(ranks), ordered, np.unique(ordered, return_index=True)[1])
 
 
 class Cells:
-    """The cells of a tensor group. `holds` and `needs` (cells, ranks) mark the ranks, by place, that hold or lack a cell."""
+    """The cells of a tensor group, cut by the edges of all blocks. Arrays (cells, places) mark ranks, by place.
+
+    `holds` marks the ranks that hold a cell, `needs` those that want it and do not hold it, `far` those whose machine lacks it too.
+    """
 
     def __init__(self, group: TensorGroup, places: Places) -> None:
-        self.group, self.places, self.tensors = group, places, np.asarray(group.tensors, dtype=np.int64)
+        """Cut the tensor. Raises ValueError if a wanted cell is on no rank."""
+        self.places, self.tensors = places, len(group.tensors)
         edges = [{0, size} for size in group.shape]
-        for box in {box for _, box in group.held if box.elements}:
+        for box in {box for _, box in (*group.held, *group.wanted) if box.elements}:
             for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 edges[axis] |= {at, at + size}
         self.edges = [sorted(some) for some in edges]
         self.counts = tuple(len(some) - 1 for some in self.edges)
-        self.holds, self.wanted = self._marked(group.held), self._marked(group.wanted)
-        self.needs = self.wanted & ~self.holds
+        self.holds, wanted = self._marked(group.held), self._marked(group.wanted)
+        self.needs = wanted & ~self.holds
+        ends = [*places.firsts[1:].tolist(), len(places.ranks)]
+        near = np.stack([self.holds[:, a:b].any(1) for a, b in zip(places.firsts.tolist(), ends, strict=True)], axis=1)
+        missing = self.needs.any(1) & ~near.any(1)
+        if missing.any():
+            cell = int(missing.argmax())
+            lacking = int(places.ranks[self.needs[cell].argmax()])
+            raise ValueError(f"no rank has {group.name} at {self.box(cell).offsets}, which rank {lacking} wants")
+        self.far = np.zeros_like(self.needs) if near.all() else self.needs & ~near[:, places.machines]
 
     def _marked(self, blocks: Iterable[tuple[int, Box]]) -> Bools:
         marks = np.zeros((*self.counts, len(self.places.ranks)), dtype=np.bool_)
@@ -175,11 +349,11 @@ class Cells:
             by_box.setdefault(box, []).append(rank)
         for box, ranks in by_box.items():
             if box.elements:
-                overlapped = tuple(
-                    slice(bisect_right(edges, at) - 1, bisect_left(edges, at + size))
+                inside = tuple(
+                    slice(bisect_left(edges, at), bisect_left(edges, at + size))
                     for edges, at, size in zip(self.edges, box.offsets, box.sizes, strict=True)
                 )
-                marks[overlapped][..., self.places.place_of[ranks]] = True
+                marks[inside][..., self.places.place_of[ranks]] = True
         return marks.reshape(-1, marks.shape[-1])
 
     def box(self, cell: int) -> Box:
@@ -189,70 +363,52 @@ class Cells:
         sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
         return Box(starts, sizes)
 
-    def receive(self, rank: int, own: Sequence[Box], number: int, found: Found) -> None:
-        """Add the moves to a rank; `number` of the group offsets the round-robin."""
-        place = int(self.places.place_of[rank])
-        cells = np.nonzero(self.needs[:, place])[0]
-        if not len(cells):
-            return
-        holds = self.holds[cells]
-        rows, places = np.arange(len(cells)), np.full(len(cells), place)
-        at = Turns(holds, self.needs[cells], self.places).sender(rows, places, number, len(self.tensors))
-        # `nonzero` lists the holders cell by cell; `counts` gives each cell's first.
-        counts = holds.sum(1)
-        senders = self.places.ranks[np.nonzero(holds)[1][(np.cumsum(counts) - counts)[:, None] + at]]
-        for cell, by_tensor in zip(cells.tolist(), senders, strict=True):
-            for piece, order in self._pieces(cell, own):
-                for sender in set(by_tensor.tolist()):
-                    found.add(self.tensors[by_tensor == sender], self.group.item_bytes, sender, piece, order)
+    def onward(self, cell: int, rank: int) -> tuple[int, ...]:
+        """Return the other ranks of a rank's machine to which it passes a cell on if it receives the cell from another machine."""
+        place = self.places.place_of[rank]
+        if not self.far[cell, place]:
+            return ()
+        mates = self.far[cell] & (self.places.machines == self.places.machines[place])
+        return tuple(other for other in self.places.ranks[mates].tolist() if other != rank)
 
-    def send(self, rank: int, number: int, found: Found) -> None:
-        """Add the moves from a rank."""
-        place = int(self.places.place_of[rank])
-        cells = np.nonzero(self.holds[:, place])[0]
-        rows, places = np.nonzero(self.needs[cells])
+    def moves_with(self, rank: int, number: int) -> Iterator[tuple[int, int, int, Bools]]:
+        """Yield (cell, giver, receiver, tensors) of the moves from a rank, to it, and to relays that pass the cell on to it.
+
+        Holders of a cell on the receiver's machine give it in turn, otherwise all holders do, to one rank of each machine in turn.
+        Each tensor continues the turns of the last; `number` of the group offsets them.
+        """
+        places, own = self.places, int(self.places.place_of[rank])
+        cells = np.nonzero(self.holds[:, own] | self.needs[:, own])[0]
+        holds, needs, far = self.holds[cells], self.needs[cells], self.far[cells]
+        takes = needs & holds[:, [own]] | far & far[:, [own]] & (places.machines == places.machines[own])
+        takes[:, own] = needs[:, own]
+        rows, targets = np.nonzero(takes)
         if not len(rows):
             return
-        turns = Turns(self.holds[cells], self.needs[cells], self.places)
-        own = turns.holders[rows, place]
-        chosen = turns.sender(rows, places, number, len(self.tensors)) == own[:, None]
-        wanted: dict[int, list[Box]] = {}
-        for target, box in self.group.wanted:
-            wanted.setdefault(target, []).append(box)
-        for pair in np.nonzero(chosen.any(1))[0]:
-            target = int(self.places.ranks[places[pair]])
-            for piece, order in self._pieces(int(cells[rows[pair]]), wanted[target]):
-                found.add(self.tensors[chosen[pair]], self.group.item_bytes, target, piece, order)
+        is_far, machine = far[rows, targets], places.machines[targets]
+        starts, ends = places.firsts[machine], np.append(places.firsts, len(places.ranks))[machine + 1]
+        holders, needing, needing_far = _sums_before(holds), _sums_before(needs), _sums_before(far)
+        needing_machines = _sums_before(np.logical_or.reduceat(far, places.firsts, axis=1))
+        turns = np.arange(self.tensors)
 
-    def _pieces(self, cell: int, wanted: Sequence[Box]) -> list[tuple[Box, int]]:
-        """Return the wanted pieces of a cell, each with its sort key within the tensor's moves."""
-        one = self.box(cell)
-        pieces = ((one.overlap(box), cell * len(wanted) + number) for number, box in enumerate(wanted))
-        return [(piece, order) for piece, order in pieces if piece is not None]
+        first = np.where(is_far, 0, holders[rows, starts])
+        choices = np.where(is_far, holders[rows, -1], holders[rows, ends] - first)
+        turn = np.where(is_far, needing_machines[rows, machine], needing[rows, targets] - needing[rows, starts])
+        served = np.where(is_far, needing_machines[rows, -1], needing[rows, ends] - needing[rows, starts])
+        chosen = first[:, None] + (turn[:, None] + number + turns * served[:, None]) % choices[:, None]
+        # `nonzero` lists the holders cell by cell.
+        counts = holders[:, -1]
+        givers = np.nonzero(holds)[1][(np.cumsum(counts) - counts)[rows][:, None] + chosen]
 
-
-class Turns:
-    """The sender of each (cell, receiver): round-robin over holders on the same machine, otherwise over all holders."""
-
-    def __init__(self, holds: Bools, needs: Bools, places: Places) -> None:
-        """Count, for each place (cells, ranks + 1), the ranks before it that hold a cell, need it, or need it from another machine."""
-        self.places, self.holders, self._here = places, _sums_before(holds), _sums_before(needs)
-        starts, machine_of = np.unique(places.starts, return_inverse=True)
-        near = np.logical_or.reduceat(holds, starts, axis=1)
-        self._far = np.zeros_like(self._here) if near.all() else _sums_before(needs & ~near[:, machine_of])
-
-    def sender(self, rows: Ints, places: Ints, number: int, tensors: int) -> Ints:
-        """Return the index of the holder that serves each pair, (pairs, tensors); each tensor continues the round-robin of the last."""
-        start, end = self.places.starts[places], self.places.ends[places]
-        first = self.holders[rows, start]
-        local = self.holders[rows, end] - first
-        begun = self._here[rows, start]
-        turn = np.where(local, self._here[rows, places] - begun, self._far[rows, places])
-        served = np.where(local, self._here[rows, end] - begun, self._far[rows, -1])
-        choices = np.where(local, local, self.holders[rows, -1])
-        rotated = turn[:, None] + number + np.arange(tensors) * served[:, None]
-        found: Ints = np.where(local, first, 0)[:, None] + rotated % choices[:, None]
-        return found
+        mates = np.where(is_far, needing_far[rows, ends] - needing_far[rows, starts], 1)
+        rank_in_turn = np.where(is_far, needing_far[rows, targets] - needing_far[rows, starts], 0)
+        is_direct = (cells[rows][:, None] + number + turns) % mates[:, None] == rank_in_turn[:, None]
+        # Of moves to others this rank's own, unless it waits for a relay to pass them on.
+        is_direct &= ((targets == own) | far[rows, own])[:, None] | (givers == own)
+        for pair in np.nonzero(is_direct.any(1))[0].tolist():
+            for giver in set(givers[pair][is_direct[pair]].tolist()):
+                of_giver = is_direct[pair] & (givers[pair] == giver)
+                yield int(cells[rows[pair]]), int(places.ranks[giver]), int(places.ranks[targets[pair]]), of_giver
 
 
 def _sums_before(marks: Bools) -> NDArray[np.int32]:
@@ -276,71 +432,3 @@ def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, B
         parts = cells.box(cell).divided(len(writers))
         found += [(ranks[writer], part) for writer, part in zip(writers, parts, strict=False)]
     return found
-
-
-def rounds_needed(moves: Moves, limit_bytes: int) -> int:
-    """Return the number of rounds that keep a rank's moves in one direction within `limit_bytes` each.
-
-    Raises:
-        ValueError: The limit is less than one element per peer.
-    """
-    if not moves.total:
-        return 0
-    # Rounds end at whole elements: each peer may need one extra element in a round.
-    room = limit_bytes - len(np.unique(moves.peers)) * int(moves.item_bytes.max())
-    if room <= 0:
-        raise ValueError(f"{limit_bytes} bytes are too few for a round with {len(np.unique(moves.peers))} peers")
-    return -(-moves.total // room)
-
-
-class Piece(NamedTuple):
-    """The part of a move within one round."""
-
-    peer: int
-    tensor: int
-    box: Box
-
-
-class Schedule:
-    """A rank's moves in one direction, of one element size, split into `count` rounds."""
-
-    def __init__(self, moves: Moves, count: int) -> None:
-        self.moves, self.count = moves, count
-        self.peers, begins = np.unique(moves.peers, return_index=True)
-        self._begins = np.append(begins, len(moves.peers))
-        done = np.cumsum(moves.sizes)
-        self._totals = np.diff(np.append(0, done)[self._begins])
-        # The byte offset of each move among its peer's moves.
-        self._starts = done - moves.sizes - np.repeat(np.append(0, done)[begins], np.diff(self._begins))
-
-    def first_rounds(self, tensors: int) -> Ints:
-        """Return the first round that needs each tensor; `count` if none does."""
-        found = np.full(tensors, self.count, dtype=np.int64)
-        np.minimum.at(found, self.moves.tensors, self._rounds_of(self._starts))
-        return found
-
-    def last_rounds(self, tensors: int) -> Ints:
-        """Return the last round that needs each tensor; -1 if none does."""
-        found = np.full(tensors, -1, dtype=np.int64)
-        last_elements = self._starts + self.moves.sizes - self.moves.item_bytes
-        np.maximum.at(found, self.moves.tensors, self._rounds_of(last_elements))
-        return found
-
-    def _rounds_of(self, starts: Ints) -> Ints:
-        """Return the rounds of the elements at these byte offsets, one per move."""
-        totals = np.repeat(self._totals, np.diff(self._begins))
-        return ((starts + 1) * self.count - 1) // totals
-
-    def pieces(self, number: int) -> Iterator[Piece]:
-        """Yield the pieces of a round, by peer and in an order that both ends derive."""
-        for place, peer in enumerate(self.peers):
-            begin, end, total = int(self._begins[place]), int(self._begins[place + 1]), int(self._totals[place])
-            start, stop = total * number // self.count, total * (number + 1) // self.count
-            starts = self._starts[begin:end]
-            first = begin + max(0, int(np.searchsorted(starts, start, "right")) - 1)
-            for move in range(first, begin + int(np.searchsorted(starts, stop))):
-                # The part of the move whose elements start within these bytes.
-                at, item = int(self._starts[move]), int(self.moves.item_bytes[move])
-                box = self.moves.shapes[self.moves.boxes[move]]
-                for part in box.span(max(0, -((at - start) // item)), min(box.elements, -((at - stop) // item))):
-                    yield Piece(int(peer), int(self.moves.tensors[move]), part)

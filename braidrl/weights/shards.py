@@ -1,16 +1,19 @@
-"""Local shards of parameters that may be DTensors, and their storage. A plain tensor is its own only shard."""
+"""A rank's part of each tensor: a plain tensor, a DTensor's local shard, or a weight with an adapter; and the memory under it."""
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from braidrl.weights.boxes import Box
+from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.publisher import check_shapes
 
 NamedTensor = TypeVar("NamedTensor")
 """A rank's local form of a tensor."""
@@ -89,3 +92,115 @@ def occupy(storage: UntypedStorage, size: int) -> None:
     """Reallocate an emptied storage, uninitialised; on a CPU, the first access does this."""
     if storage.is_cuda:
         storage.resize_(size)
+
+
+class AdaptedTensor(Protocol):
+    """A weight with a low-rank adapter that is merged on demand."""
+
+    shape: torch.Size
+    """The global shape."""
+    dtype: torch.dtype
+    device: torch.device
+    box: Box
+    """The block of the global weight on this rank."""
+    is_sharded: bool
+    """True if the adapter is sharded: all of its ranks must merge it at the same time."""
+
+    def merged_part(self) -> Tensor:
+        """Return this rank's block with its adapter merged."""
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """This rank's local part of a tensor, with all of its names (tied tensors have several) and its adapter, if any."""
+
+    names: list[str]
+    tensor: Tensor | AdaptedTensor
+    slices: Slices | None = None
+    """The slice of the global tensor that a plain (non-DTensor) tensor holds."""
+    kept: float = 0.0
+    """The weight of the old values when a block is put (EMA decay)."""
+
+    @cached_property
+    def box(self) -> Box:
+        """The local block of the global tensor."""
+        if self.slices is not None:
+            return self.slices.boxes[self.names[0]]
+        return box_of(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.box
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
+
+    @property
+    def local(self) -> Tensor:
+        """The local shard of a part without an adapter."""
+        assert isinstance(self.tensor, Tensor)
+        return local_shard(self.tensor)
+
+    @property
+    def is_merged_together(self) -> bool:
+        """Return whether `values` merges a sharded adapter, so that all its ranks must call it at the same time."""
+        return not isinstance(self.tensor, Tensor) and self.tensor.is_sharded
+
+    def block(self, box: Box) -> Tensor:
+        """Return a block of the global tensor as a view of this part, which contains it."""
+        return self.local[box.within(self.box)]
+
+    def values(self) -> Tensor:
+        """Return the local values with adapters merged; all ranks of a sharded tensor call this at the same time."""
+        return local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
+
+    @torch.no_grad()
+    def put(self, block: Tensor, box: Box) -> None:
+        """Write a block of the global tensor into this part, which has no adapter."""
+        own = self.block(box)
+        if self.kept:
+            own.lerp_(block.to(own), 1.0 - self.kept)
+        elif own.data_ptr() != block.data_ptr():
+            own.copy_(block)
+
+
+Parts = Callable[[], Mapping[str, WeightPart]]
+"""Returns a rank's parts as they are now."""
+
+
+def weight_parts(
+    model: nn.Module | Mapping[str, Tensor | AdaptedTensor], slices: Slices | None = None
+) -> dict[str, WeightPart]:
+    """Return this rank's parts of a model by each tensor's first name.
+
+    Args:
+        model: A module, or its tensors by name, a tied one under each of its names.
+        slices: The shapes and blocks of a sharded model of plain tensors.
+    """
+    named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    return {names[0]: WeightPart(names, tensor, slices) for names, tensor in by_tensor(named)}
+
+
+def full_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightPart]:
+    """Return full tensors as parts; names that share memory are one tied tensor."""
+    found: dict[tuple[int, torch.Size], WeightPart] = {}
+    for name, tensor in tensors:
+        part = found.setdefault((tensor.data_ptr(), tensor.shape), WeightPart([], tensor.detach()))
+        part.names.append(name)
+    return {part.names[0]: part for part in found.values()}
+
+
+def check_parts(given: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]) -> None:
+    """Raise ValueError if the shapes do not match a rank's parts; a pipeline rank holds only some of the tensors."""
+    expected = {alias: part.shape for part in parts.values() for alias in part.names}
+    check_shapes({name: shape for name, shape in given.items() if name in expected}, expected)
+
+
+def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+    """Return copies of parts on their devices, with adapters merged; all ranks of a sharded model call this at the same time."""
+    return {
+        name: WeightPart(part.names, part.values().clone(), Slices({name: part.shape}, {name: part.box}))
+        for name, part in parts.items()
+    }

@@ -3,23 +3,28 @@
 trainer rank 0 ─ its parts ╮                                                          ╭─▶ rank 2   its parts of another model
 trainer rank 1 ─ its parts ┴─plan─▶ rounds of one all-to-all each, of bounded bytes ──┴─▶ rank 3   its parts
 
-Ranks exchange their shard indices once. Each rank then plans its own moves, and all agree on the number of rounds.
+Ranks exchange their shard indices once. Each rank then plans its own moves, and all agree on the number of rounds. Where ranks of a
+machine share what comes from another, each round has a second all-to-all, in which relays pass on what they received in the first.
 """
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from braidrl.cluster.shared_memory import machine
 from braidrl.cluster.world import Ranks
-from braidrl.weights.publisher import TransferVolume
-from braidrl.weights.reshard_plan import Piece, Schedule, TensorGroup, plan_moves, rounds_needed
-from braidrl.weights.shard_index import Parts, ShardIndex, WeightPart, gather_shard_index
+from braidrl.weights.boxes import Box
+from braidrl.weights.publisher import TransferVolume, WeightTransport
+from braidrl.weights.reshard_plan import Ints, Moves, RankPlan, ShardIndex, TensorGroup, gather_shard_index, plan_moves
+from braidrl.weights.shards import Parts, WeightPart
 
 LIMIT_BYTES = 64 << 20
 """Most bytes that a rank sends, and receives, in one round."""
@@ -30,12 +35,108 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by size, as which values are compared, so that a changed sign of zero counts."""
 
 
+class Piece(NamedTuple):
+    """The part of a move within one round."""
+
+    peer: int
+    tensor: int
+    box: Box
+    onward: tuple[int, ...]
+
+
+class Schedule:
+    """A rank's moves in one direction, of one element size, split into `count` rounds: of each stream an equal part in each."""
+
+    def __init__(self, moves: Moves, count: int) -> None:
+        self.moves, self.count = moves, count
+        _, begins = np.unique(moves.streams, return_index=True)
+        self._begins = np.append(begins, len(moves.streams))
+        done = np.cumsum(moves.sizes)
+        self._totals = np.diff(np.append(0, done)[self._begins])
+        # The byte offset of each move in its stream.
+        self._starts = done - moves.sizes - np.repeat(np.append(0, done)[begins], np.diff(self._begins))
+
+    def first_rounds(self, tensors: int) -> Ints:
+        """Return the first round that needs each tensor; `count` if none does."""
+        found = np.full(tensors, self.count, dtype=np.int64)
+        np.minimum.at(found, self.moves.tensors, self._rounds_of(self._starts))
+        return found
+
+    def last_rounds(self, tensors: int) -> Ints:
+        """Return the last round that needs each tensor; -1 if none does."""
+        found = np.full(tensors, -1, dtype=np.int64)
+        last_elements = self._starts + self.moves.sizes - self.moves.item_bytes
+        np.maximum.at(found, self.moves.tensors, self._rounds_of(last_elements))
+        return found
+
+    def _rounds_of(self, starts: Ints) -> Ints:
+        """Return the rounds of the elements at these byte offsets, one per move."""
+        totals = np.repeat(self._totals, np.diff(self._begins))
+        return ((starts + 1) * self.count - 1) // totals
+
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """Yield the pieces of a round, by peer and in an order that both ends derive."""
+        moves = self.moves
+        for stream, total in enumerate(self._totals.tolist()):
+            begin, end = int(self._begins[stream]), int(self._begins[stream + 1])
+            start, stop = total * number // self.count, total * (number + 1) // self.count
+            starts = self._starts[begin:end]
+            first = begin + max(0, int(np.searchsorted(starts, start, "right")) - 1)
+            for move in range(first, begin + int(np.searchsorted(starts, stop))):
+                # The part of the move whose elements start within these bytes.
+                at, item = int(self._starts[move]), int(moves.item_bytes[move])
+                box, onward = moves.shapes[moves.boxes[move]], moves.onward[moves.boxes[move]]
+                for part in box.span(max(0, -((at - start) // item)), min(box.elements, -((at - stop) // item))):
+                    yield Piece(int(moves.peers[move]), int(moves.tensors[move]), part, onward)
+
+
+def rounds_needed(plan: RankPlan, limit_bytes: int) -> int:
+    """Return the number of rounds that keep what a rank sends, receives, passes on and is passed within `limit_bytes` each.
+
+    Raises:
+        ValueError: The limit is less than one element per stream.
+    """
+    needed = 0
+    for some, passes_on in (
+        ([plan.sends], False),
+        ([plan.receives], False),
+        ([plan.receives], True),
+        ([*plan.relayed.values()], False),
+    ):
+        total = streams = item = 0
+        for moves in some:
+            times = np.array([len(ranks) if passes_on else 1 for ranks in moves.onward], dtype=np.int64)[moves.boxes]
+            total += int((moves.sizes * times).sum())
+            streams += int(times[np.unique(moves.streams, return_index=True)[1]].sum())
+            item = max(item, int(moves.item_bytes.max(initial=0)))
+        if total:
+            # Rounds end at whole elements: each stream may need one extra element in a round.
+            room = limit_bytes - streams * item
+            if room <= 0:
+                raise ValueError(f"{limit_bytes} bytes are too few for a round with {streams} streams")
+            needed = max(needed, -(-total // room))
+    return needed
+
+
+class GroupTransport:
+    """The transport `collective`: NCCL between CUDA devices, gloo between CPUs."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.group = ranks.group
+
+    def exchange(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> None:
+        dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.group)
+
+    def close(self) -> None:
+        """Do nothing: the group belongs to the transfer."""
+
+
 class WeightTransfer:
     """A planned transfer between two layouts over the same ranks, run once per version."""
 
     def __init__(
         self, known: ShardIndex, groups: Sequence[TensorGroup], ranks: Ranks, limit_bytes: int = LIMIT_BYTES,
-        device: torch.device | None = None, check: bool = False,
+        device: torch.device | None = None, check: bool = False, transport: WeightTransport | None = None,
     ) -> None:  # fmt: skip
         """Plan this rank's moves; all ranks call this at the same time.
 
@@ -43,25 +144,27 @@ class WeightTransfer:
             known: The blocks that each rank holds.
             groups: The tensors, with the blocks that each rank wants.
             ranks: The ranks that exchange blocks.
-            limit_bytes: Most bytes that a rank sends, or receives, in one round.
+            limit_bytes: Most bytes that a rank sends, or receives, in one all-to-all.
             device: The device of the exchanged buffers; by default that of this rank's parts.
             check: Send a checksum with the bytes of each peer in each round.
+            transport: Moves the bytes; by default the ranks' process group.
 
         Raises:
             ValueError: A wanted block is on no rank.
         """
         self.ranks, self.names, self.device = ranks, list(known.tensors), device
+        self.transport = transport or GroupTransport(ranks, torch.device("cpu"))
         self.dtypes = [known.dtypes[name] for name in self.names]
         self.check_bytes = CHECK_BYTES * check
         self.before: Mapping[str, WeightPart] | None = None
         """This rank's source parts of the version that all targets hold: changed values alone are moved. None: all values are."""
         self.plan = plan_moves(groups, ranks.rank, ranks.size, known.machines)
         # One schedule per element size, so that blocks are aligned in a buffer.
-        item_sizes = sorted({group.item_bytes for group in groups})
-        ways = [(self.plan.sends.of_item(item), self.plan.receives.of_item(item)) for item in item_sizes]
-        counts = [max(rounds_needed(moves, limit_bytes) for moves in both) for both in ways]
-        agreed = self._agreed(torch.tensor(counts, dtype=torch.int64), dist.ReduceOp.MAX).tolist()
-        self.schedules = [(Schedule(a, count), Schedule(b, count)) for (a, b), count in zip(ways, agreed, strict=True)]
+        plans = [self.plan.of_item(item) for item in sorted({group.item_bytes for group in groups})]
+        counts = [rounds_needed(plan, limit_bytes) for plan in plans]
+        agreed = self._agreed(torch.tensor([int(self.plan.has_relays), *counts]), dist.ReduceOp.MAX).tolist()
+        self.has_relays = bool(agreed.pop(0))
+        self.rounds_of = [Rounds.of(plan, count) for plan, count in zip(plans, agreed, strict=True)]
         # `rounds` is one without an exchange if all blocks are copied locally.
         self.exchanges = sum(agreed)
         self.rounds = max(1, self.exchanges)
@@ -81,13 +184,14 @@ class WeightTransfer:
         count, begun = len(self.names), 0
         first, last = torch.full((count,), self.rounds), torch.full((count,), -1)
         arrives = torch.zeros(count, dtype=torch.int64)
-        for sends, receives in self.schedules:
-            own = torch.from_numpy(sends.first_rounds(count))
-            first = torch.where(own < sends.count, own + begun, first)
-            last = torch.maximum(last, torch.from_numpy(sends.last_rounds(count)) + begun)
-            own = torch.from_numpy(receives.last_rounds(count))
-            arrives = torch.where(own >= 0, own + begun, arrives)
-            begun += sends.count
+        for rounds in self.rounds_of:
+            own = torch.from_numpy(rounds.sends.first_rounds(count))
+            first = torch.where(own < rounds.sends.count, own + begun, first)
+            last = torch.maximum(last, torch.from_numpy(rounds.sends.last_rounds(count)) + begun)
+            for arriving in (rounds.receives, *rounds.relayed.values()):
+                own = torch.from_numpy(arriving.last_rounds(count))
+                arrives = torch.where(own >= 0, torch.maximum(arrives, own + begun), arrives)
+            begun += rounds.sends.count
         for tensor in self.plan.stays:
             first[tensor] = min(int(first[tensor]), tensor * self.rounds // count)
         first = self._agreed(first, dist.ReduceOp.MIN)
@@ -126,9 +230,9 @@ class WeightTransfer:
         begun, traffic.rounds = time.perf_counter(), self.exchanges
         # A rank with nothing to send in a round still takes part, on its own device.
         device = self.device or next(part.device for part in (*parts.values(), *into.values()))
-        rounds = [(*both, number) for both in self.schedules for number in range(both[0].count)]
+        rounds = [(own, number) for own in self.rounds_of for number in range(own.sends.count)]
         values = dict[str, Tensor]()
-        buffers = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
+        buffers = Buffers(device)
         for number in range(self.rounds):
             with self.ranks.meeting("weights in another layout"):
                 for tensor in self._opened[number]:
@@ -145,104 +249,158 @@ class WeightTransfer:
                                 # Copy by way of pinned memory, whose pages torch keeps for the next block.
                                 block = torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block)
                             into[name].put(block, piece)
-                if rounds and self.before is None:
-                    self._exchange(*rounds[number], parts, values, into, traffic, buffers)
-                elif rounds:
-                    self._exchange_changes(*rounds[number], parts, values, into, traffic, device)
+                if rounds:
+                    own, step = rounds[number]
+                    send = self._send if self.before is None else self._send_changes
+                    received, sizes = send(
+                        own.sends.pieces(step), own.receives.pieces(step), parts, values, traffic, buffers
+                    )
+                    onward = self._take(own.receives.pieces(step), received, sizes, into)
+                    if self.has_relays:
+                        received, sizes = self._swap(onward, traffic, buffers, "passed on")
+                        self._take(own.passed(step), received, sizes, into)
                 for tensor in self._closed[number]:
                     values.pop(self.names[tensor], None)
             traffic.seconds = time.perf_counter() - begun
             yield number
 
-    def _exchange(
-        self, sends: Schedule, receives: Schedule, number: int, parts: Mapping[str, WeightPart],
-        values: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: TransferVolume, buffers: list[Tensor],
-    ) -> None:  # fmt: skip
-        """Run one all-to-all. Blocks between two ranks are in an order that both can derive."""
-        going, sizes_out = self._laid_out(sends.pieces(number))
-        coming, sizes_in = self._laid_out(receives.pieces(number))
-        # All rounds use the same buffers: fresh memory would cost as much as the copy into it.
+    def _send(
+        self, going: Iterable[Piece], coming: Iterable[Piece], parts: Mapping[str, WeightPart],
+        values: Mapping[str, Tensor], traffic: TransferVolume, buffers: "Buffers",
+    ) -> tuple[Tensor, list[int]]:  # fmt: skip
+        """Exchange all values of a round's pieces, whose sizes both ends know; return what came, and the bytes from each peer."""
+        places, sizes_out, at, peer = [], [0] * self.ranks.size, 0, -1
+        for piece in going:
+            at += self.check_bytes * (peer not in (-1, piece.peer))
+            size, peer = piece.box.elements * self.dtypes[piece.tensor].itemsize, piece.peer
+            places.append((piece, at, at + size))
+            sizes_out[peer] += size
+            at += size
+        sizes_in = [0] * self.ranks.size
+        for piece in coming:
+            sizes_in[piece.peer] += piece.box.elements * self.dtypes[piece.tensor].itemsize
+        sizes_out, sizes_in = (
+            [size + self.check_bytes * bool(size) for size in sizes] for sizes in (sizes_out, sizes_in)
+        )
         # A buffer on the host is pinned where it is filled from CUDA, which is then at full speed.
         from_cuda = any(value.is_cuda for value in values.values())
-        for place, size in enumerate((sum(sizes_out), sum(sizes_in))):
-            if len(buffers[place]) < size:
-                device = buffers[place].device
-                pinned = from_cuda and device.type == "cpu" and place == 0
-                buffers[place] = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-        sent, received = buffers[0][: sum(sizes_out)], buffers[1][: sum(sizes_in)]
-        for piece, start, end in going:
+        sent = buffers.of("sent", sum(sizes_out), pinned=from_cuda)
+        for piece, start, end in places:
             name = self.names[piece.tensor]
             block = sent[start:end].view(self.dtypes[piece.tensor]).view(piece.box.sizes)
             block.copy_(values[name][piece.box.within(parts[name].box)])
         if self.check_bytes:
             for message in filter(len, sent.split(sizes_out)):
                 message[-CHECK_BYTES:].copy_(torch.tensor([checksum(message[:-CHECK_BYTES])]).view(torch.uint8))
-        dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.ranks.group)
-        self._verify(received, sizes_in)
-        for piece, start, end in coming:
-            block = received[start:end].view(self.dtypes[piece.tensor]).view(piece.box.sizes)
-            into[self.names[piece.tensor]].put(block, piece.box)
+        return self._exchange(sent, sizes_out, sizes_in, traffic, buffers, "received"), sizes_in
+
+    def _send_changes(
+        self, going: Iterable[Piece], coming: Iterable[Piece], parts: Mapping[str, WeightPart],
+        values: Mapping[str, Tensor], traffic: TransferVolume, buffers: "Buffers",
+    ) -> tuple[Tensor, list[int]]:  # fmt: skip
+        """Exchange changed values: for each piece their number, their places in it, and the values; or -1 and all values."""
+        messages: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
+        for piece in going:
+            name = self.names[piece.tensor]
+            inside = piece.box.within(parts[name].box)
+            messages[piece.peer] += changes(values[name][inside], (self.before or parts)[name].values()[inside])
+        return self._swap(messages, traffic, buffers, "changes")
+
+    def _swap(
+        self, messages: Sequence[Sequence[Tensor]], traffic: TransferVolume, buffers: "Buffers", name: str
+    ) -> tuple[Tensor, list[int]]:
+        """Exchange messages, each of several tensors of bytes, whose sizes the receivers do not know; return them and their sizes."""
+        device = buffers.device
+        if self.check_bytes:
+            messages = [[*own, number_of(checksum(torch.cat([*own])), device)] if own else own for own in messages]
+        sizes_out = torch.tensor([sum(map(len, own)) for own in messages])
+        sizes_in = torch.empty_like(sizes_out)
+        dist.all_to_all_single(sizes_in, sizes_out, group=self.ranks.group)
+        sizes, sent = sizes_in.tolist(), buffers.of(f"{name}, sent", int(sizes_out.sum()))
+        if len(sent):
+            torch.cat([part for own in messages for part in own], out=sent)
+        return self._exchange(sent, sizes_out.tolist(), sizes, traffic, buffers, f"{name}, received"), sizes
+
+    def _exchange(
+        self,
+        sent: Tensor,
+        sizes_out: list[int],
+        sizes_in: list[int],
+        traffic: TransferVolume,
+        buffers: "Buffers",
+        name: str,
+    ) -> Tensor:
+        """Run one all-to-all. Raises ValueError if the bytes of a peer have another checksum than the one that ends them."""
+        received = buffers.of(name, sum(sizes_in))
+        self.transport.exchange(received, sent, sizes_in, sizes_out)
+        for message in filter(len, received.split(sizes_in) if self.check_bytes else ()):
+            expected = int(message[-CHECK_BYTES:].clone().view(torch.int64))
+            found = checksum(message[:-CHECK_BYTES])
+            if expected != found:
+                raise ValueError(f"the weights that arrived have checksum {found:08x}, and {expected:08x} was sent")
         traffic.sent += sent.nbytes
         traffic.received += received.nbytes
         traffic.peak = max(traffic.peak, sent.nbytes, received.nbytes)
+        return received
 
-    def _exchange_changes(
-        self, sends: Schedule, receives: Schedule, number: int, parts: Mapping[str, WeightPart],
-        values: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: TransferVolume, device: torch.device,
-    ) -> None:  # fmt: skip
-        """Run one all-to-all of changed values: for each piece their number, their places in it, and the values; or -1 and all values."""
-        going: list[list[Tensor]] = [[torch.empty(0, dtype=torch.uint8, device=device)] for _ in range(self.ranks.size)]
-        for piece in sends.pieces(number):
-            name = self.names[piece.tensor]
-            inside = piece.box.within(parts[name].box)
-            going[piece.peer] += changes(values[name][inside], (self.before or parts)[name].values()[inside])
-        messages = [torch.cat(some) for some in going]
-        if self.check_bytes:
-            messages = [torch.cat([own, number_of(checksum(own), device)]) if len(own) else own for own in messages]
-        sizes_out = torch.tensor([len(own) for own in messages], device=device)
-        sizes_in = torch.empty_like(sizes_out)
-        dist.all_to_all_single(sizes_in, sizes_out, group=self.ranks.group)
-        sizes, sent = sizes_in.tolist(), torch.cat(messages)
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(received, sent, sizes, sizes_out.tolist(), group=self.ranks.group)
-        self._verify(received, sizes)
+    def _take(
+        self, pieces: Iterable[Piece], received: Tensor, sizes: list[int], into: Mapping[str, WeightPart]
+    ) -> list[list[Tensor]]:
+        """Write pieces into the target parts; return the bytes that this rank passes on, by peer."""
         ends = [0, *accumulate(sizes)]
+        onward: list[list[Tensor]] = [[] for _ in sizes]
 
         def read(peer: int, count: int, dtype: torch.dtype) -> Tensor:
             start, ends[peer] = ends[peer], ends[peer] + count * dtype.itemsize
+            found = received[start : ends[peer]]
             # A copy is aligned.
-            return received[start : ends[peer]].clone().view(dtype)
+            return (found.clone() if start % dtype.itemsize else found).view(dtype)
 
-        for piece in receives.pieces(number):
-            part, dtype = into[self.names[piece.tensor]], self.dtypes[piece.tensor]
-            count = int(read(piece.peer, 1, torch.int64))
+        for piece in pieces:
+            part, dtype, begun = into[self.names[piece.tensor]], self.dtypes[piece.tensor], ends[piece.peer]
+            count = -1 if self.before is None else int(read(piece.peer, 1, torch.int64))
             if count < 0:
                 part.put(read(piece.peer, piece.box.elements, dtype).view(piece.box.sizes), piece.box)
             elif count:
                 places = torch.unravel_index(read(piece.peer, count, PLACE).long(), piece.box.sizes)
                 part.block(piece.box)[places] = read(piece.peer, count, dtype).to(part.local)
-        traffic.sent += sent.nbytes
-        traffic.received += received.nbytes
-        traffic.peak = max(traffic.peak, sent.nbytes, received.nbytes)
+            for peer in piece.onward:
+                onward[peer].append(received[begun : ends[piece.peer]])
+        return onward
 
-    def _verify(self, received: Tensor, sizes: list[int]) -> None:
-        """Raise ValueError if the bytes of a peer have another checksum than the one that ends them."""
-        for message in filter(len, received.split(sizes) if self.check_bytes else ()):
-            expected = int(message[-CHECK_BYTES:].clone().view(torch.int64))
-            found = checksum(message[:-CHECK_BYTES])
-            if expected != found:
-                raise ValueError(f"the weights that arrived have checksum {found:08x}, and {expected:08x} was sent")
 
-    def _laid_out(self, pieces: Iterator[Piece]) -> tuple[list[tuple[Piece, int, int]], list[int]]:
-        """Return each piece with its start and end in a round's buffer, and the bytes of each peer, which a checksum may end."""
-        places, sizes, at, peer = [], [0] * self.ranks.size, 0, None
-        for piece in pieces:
-            at += self.check_bytes * (peer is not None and piece.peer != peer)
-            size, peer = piece.box.elements * self.dtypes[piece.tensor].itemsize, piece.peer
-            places.append((piece, at, at + size))
-            sizes[peer] += size
-            at += size
-        return places, [size + self.check_bytes * bool(size) for size in sizes]
+class Rounds(NamedTuple):
+    """The schedules of a rank for one element size."""
+
+    sends: Schedule
+    receives: Schedule
+    relayed: dict[int, Schedule]
+    """By relay, what it receives for this rank too."""
+
+    @classmethod
+    def of(cls, plan: RankPlan, count: int) -> "Rounds":
+        """Split a plan into rounds."""
+        relayed = {relay: Schedule(moves, count) for relay, moves in plan.relayed.items()}
+        return cls(Schedule(plan.sends, count), Schedule(plan.receives, count), relayed)
+
+    def passed(self, number: int) -> Iterator[Piece]:
+        """Yield the pieces that relays pass on to this rank in a round."""
+        for relay in sorted(self.relayed):
+            yield from (piece._replace(peer=relay, onward=()) for piece in self.relayed[relay].pieces(number))
+
+
+class Buffers:
+    """The memory of a transfer's rounds, kept from one to the next: fresh memory would cost as much as the copy into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._kept = device, dict[str, Tensor]()
+
+    def of(self, name: str, size: int, pinned: bool = False) -> Tensor:
+        """Return `size` bytes of the buffer of this name."""
+        if name not in self._kept or len(self._kept[name]) < size:
+            pinned = pinned and self.device.type == "cpu"
+            self._kept[name] = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=pinned)
+        return self._kept[name][:size]
 
 
 def checksum(message: Tensor) -> int:
@@ -278,7 +436,7 @@ class LayoutCopy:
             limit_bytes: Most bytes that a rank sends, or receives, in one round.
         """
         self.source, self.target = source, target
-        known = gather_shard_index(source(), ranks)
+        known = gather_shard_index(source(), ranks, machine())
         self.transfer = WeightTransfer(known, known.groups(gather_shard_index(target(), ranks)), ranks, limit_bytes)
         self.traffic = TransferVolume()
 

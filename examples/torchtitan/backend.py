@@ -38,8 +38,7 @@ from braidrl.training.objective import Objective
 from braidrl.training.optimizer import MasterOptimizer
 from braidrl.training.roles.checkpoint import divided_state
 from braidrl.weights.checkpoint_files import WeightFiles
-from braidrl.weights.shard_index import WeightPart, weight_parts
-from braidrl.weights.shards import as_dtensor, local_shard, shard_of, storages
+from braidrl.weights.shards import WeightPart, as_dtensor, local_shard, shard_of, storages, weight_parts
 
 OPTIMIZER = "optimizer"
 SAFE = {"weight": lambda tensor: None}

@@ -37,8 +37,7 @@ from braidrl.training.decoders.proven import best_plan
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.file import WeightWriter
-from braidrl.weights.shard_index import full_parts
-from braidrl.weights.shards import empty, occupy, storages
+from braidrl.weights.shards import empty, full_parts, occupy, storages
 from tests.cuda.allowed import DOUBLES, WAITS
 from tests.cuda.twin import CudaTwin, cuda_twin
 from tests.cuda.variants import VARIANTS
@@ -196,7 +195,7 @@ def test_weight_update_uses_its_own_cuda_stream(twin: CudaTwin) -> None:
     came = dict(file.tensors())
     assert torch.equal(came["a"], weight) and torch.equal(came["b"], weight[:, 8:])
     # The writer thread waits for its copies into the file.
-    assert twin.waits.keys() <= {"weights/shard_index.py:WeightPart.put"}
+    assert twin.waits.keys() <= {"weights/shards.py:WeightPart.put"}
 
 
 def test_a_tensor_on_the_wrong_device_is_found(

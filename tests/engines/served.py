@@ -22,7 +22,7 @@ from braidrl.engines.requests import Request
 from braidrl.training.compute.attention import ATTENTION
 from braidrl.weights.collective import WeightOffer
 from braidrl.weights.publisher import ModelWeights
-from braidrl.weights.shard_index import snapshot, weight_parts
+from braidrl.weights.shards import snapshot, weight_parts
 from tests.engines.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
 

@@ -23,7 +23,7 @@ from braidrl.errors import UserError
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.weights.file import WeightFile, WeightWriter, stored_in_memory
 from braidrl.weights.publisher import ModelWeights
-from braidrl.weights.shard_index import weight_parts
+from braidrl.weights.shards import weight_parts
 from tests.engines.served import (
     LIMIT,
     LONG,

@@ -32,13 +32,20 @@ from braidrl.training.objective import Objective, denominators
 from braidrl.training.optimizer_contract import CHECKS as OPTIMIZER_CHECKS
 from braidrl.training.optimizer_contract import OptimizerUnderTest
 from braidrl.weights.publisher import ModelWeights
+from braidrl.weights.transport_contract import CHECKS as TRANSPORT_CHECKS
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
 from tests.examples.test_documentation import section
 from tests.tiny import ROOT, Workshop, recorded, weights_of
 from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows
 
 PLUGINS = ROOT / "examples" / "plugins"
-SHOWN = {"A verifier": "verifier", "An environment": "environment", "An optimizer": "optimizer", "A tracker": "tracker"}
+SHOWN = {
+    "A verifier": "verifier",
+    "An environment": "environment",
+    "An optimizer": "optimizer",
+    "A tracker": "tracker",
+    "A weight transport": "transport",
+}
 
 
 @pytest.mark.parametrize("title", SHOWN)
@@ -176,3 +183,23 @@ def test_a_run_on_the_backend_equals_torch_with_sgd_and_resumes(workshop: Worksh
     with TrainingRun(config, resume=mine) as run:
         run.train()
     assert [line["step"] for line in read_metrics(mine)] == [1, 2, 3]
+
+
+TRANSPORT = f"{PLUGINS}/transport.py:MappedFiles"
+
+
+@pytest.mark.parametrize("name", ["collective", TRANSPORT], ids=["collective", "own"])
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+def test_the_transport_keeps_the_contract(name: str, check: Callable[[str], None]) -> None:
+    check(name)
+
+
+def test_a_run_with_the_transport_equals_one_with_the_process_group(workshop: Workshop) -> None:
+    common: dict[str, Any] = {"algorithm": {"old": "rollout"}, "trainer": {"learning_rate": 3e-3}}
+    ours, mine = (
+        workshop.run(label, **common, rollout={"engines": 1, "weights": way})
+        for label, way in (("ours", "collective"), ("mine", TRANSPORT))
+    )
+    assert recorded(mine, 2)["tokens"].tolist() == recorded(ours, 2)["tokens"].tolist()
+    assert recorded(mine, 2)["version"].unique().tolist() == [1], "it received the weights of the first step"
+    assert all(torch.equal(weights_of(mine)[name], tensor) for name, tensor in weights_of(ours).items())

@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Ranks
 from braidrl.weights import collective, transfer
 from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, TransferError, WeightOffer
-from braidrl.weights.shard_index import WeightPart, full_parts
+from braidrl.weights.shards import WeightPart, full_parts
+from tests.weights import shared_stream
 
 CPU = torch.device("cpu")
 TIED = torch.arange(50, dtype=torch.float32).view(10, 5)
@@ -53,7 +55,7 @@ def upper(name: str) -> Box:
 def test_two_workers_receive_full_tensors_and_another_its_slices(
     offer: WeightOffer, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False))
+    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False, None))
     source, found = kept(offer), [dict[str, Tensor](), dict[str, Tensor]()]
     slices = Slices(SHAPES, {name: upper(name) for name in TENSORS})
     own = {n: WeightPart([n], torch.zeros_like(upper(n).of(t)), slices) for n, t in TENSORS.items() if n != "output"}
@@ -77,7 +79,7 @@ def test_two_workers_receive_full_tensors_and_another_its_slices(
 def test_changed_values_alone_are_sent_to_a_worker_with_the_version_before(
     offer: WeightOffer, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False))
+    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False, None))
     torch.manual_seed(0)
     first = {
         "weight": torch.randn(64, 32).bfloat16(),
@@ -180,6 +182,27 @@ def test_a_request_that_is_given_up_holds_nothing_up(offer: WeightOffer) -> None
     assert time.monotonic() - start < 30
 
 
+def test_engines_that_ask_together_share_a_transfer_and_a_late_one_is_served_alone(
+    offer: WeightOffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "JOIN_S", 0.3)
+    source, numbers = kept(offer), []
+    joined = collective.transfer_group
+
+    def counted(store: Any, *about: Any) -> Any:
+        numbers.append(about[1])
+        return joined(store, *about)
+
+    monkeypatch.setattr(collective, "transfer_group", counted)
+    with source.asked(1) as first, source.asked(1) as second, source.asked(1) as late:
+        other = threading.Thread(target=lambda: dict(Incoming(second, 0, CPU).tensors()))
+        other.start()
+        assert len(dict(Incoming(first, 0, CPU).tensors())) == len(TENSORS)
+        other.join(60)
+        assert len(dict(Incoming(late, 0, CPU).tensors())) == len(TENSORS)
+    assert sorted(numbers) == [2, 2, 3, 3, 3], "processes of each transfer, the sender's and the workers'"
+
+
 def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer) -> None:
     # More than the sockets have room for, so that the sender has to wait for a worker that does not read.
     source = kept(offer, 1, {str(number): torch.zeros(1 << 22) for number in range(8)})
@@ -196,3 +219,17 @@ def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer
 def die_after_one(notice: dict[str, Any]) -> None:
     next(Incoming(notice, 0, CPU).tensors())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_two_engines_of_a_node_share_one_stream_from_another_node() -> None:
+    """Two trainer ranks, and two engines of two tensor ranks, one of them in another precision."""
+    cases = [("AABCDE", False), ("AABBBB", False), ("AABBBB", True)]
+    apart, shared, checked = run_ranks("tests.weights.shared_stream:take_part", {"cases": cases}, 6, 60.0)
+    every = shared_stream.tensors(1)
+    size, vectors = sum(tensor.nbytes for tensor in every.values()), every["norm"].nbytes
+    assert apart["differs"] == shared["differs"] == checked["differs"] == []
+    assert (apart["sent"][0], shared["sent"][0]) == (2 * size + 2 * vectors, size)
+    assert shared["received"][0] == apart["received"][0] == 2 * size + 2 * vectors
+    assert shared["sent"][1] < shared["sent"][0] / 2, "changed values alone are passed on"
+    assert 0.9 < 2 * shared["sent"][1] / apart["sent"][1] < 1.1
+    assert shared["counted"] == shared["received"][1], "the first sender asks for both engines"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.weights.boxes import Box
-from braidrl.weights.reshard_plan import (
-    Blocks,
-    Moves,
-    RankPlan,
-    Schedule,
-    TensorGroup,
-    plan_moves,
-    rounds_needed,
-    shared_blocks,
-)
+from braidrl.weights.reshard_plan import Blocks, Moves, RankPlan, TensorGroup, plan_moves, shared_blocks
+from braidrl.weights.transfer import Piece, Rounds, Schedule, rounds_needed
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 Element = tuple[int, int]
@@ -84,59 +76,97 @@ def moved(moves: Moves, groups: list[TensorGroup]) -> Iterator[tuple[int, Elemen
         yield from ((peer, (tensor, element)) for element in sorted(elements(shapes[tensor], moves.shapes[box])))
 
 
-@given(layouts())
-def test_every_wanted_element_comes_once_from_a_rank_that_has_it(given_: tuple[int, list[TensorGroup]]) -> None:
-    ranks, groups = given_
-    plans = [plan_moves(groups, rank, ranks) for rank in range(ranks)]
+@st.composite
+def machines(draw: st.DrawFn) -> tuple[int, list[TensorGroup], list[int]]:
+    """Any layouts, and the machine of each rank."""
+    ranks, groups = draw(layouts())
+    return ranks, groups, [draw(st.integers(0, 2)) for _ in range(ranks)]
+
+
+@given(machines())
+def test_every_wanted_element_comes_once_and_crosses_to_a_machine_once(
+    given_: tuple[int, list[TensorGroup], list[int]],
+) -> None:
+    ranks, groups, where = given_
+    plans = [plan_moves(groups, rank, ranks, where) for rank in range(ranks)]
+    crossed: dict[int, Counter[Element]] = {machine: Counter() for machine in range(3)}
     for rank, plan in enumerate(plans):
         stayed = [
             (t, e) for t, found in plan.stays.items() for box in found for e in elements(shape_of(groups)[t], box)
         ]
         received = list(moved(plan.receives, groups))
-        arrived = Counter([*stayed, *(element for _, element in received)])
+        relayed = [(relay, element) for relay, moves in plan.relayed.items() for _, element in moved(moves, groups)]
+        arrived = Counter([*stayed, *(element for _, element in (*received, *relayed))])
         assert set(arrived) == of_rank("wanted", groups, rank) and set(arrived.values()) <= {1}
         assert set(stayed) <= of_rank("held", groups, rank)
-        assert not {e for _, e in received} & of_rank("held", groups, rank), "what is there does not travel"
+        assert not {e for _, e in (*received, *relayed)} & of_rank("held", groups, rank), (
+            "what is there does not travel"
+        )
         for peer, element in received:
             assert element in of_rank("held", groups, peer), "ranks send only what they hold"
             assert (rank, element) in list(moved(plans[peer].sends, groups))
+            crossed[where[rank]].update([element] if where[peer] != where[rank] else ())
+        for relay, element in relayed:
+            assert where[relay] == where[rank] and (rank, element) in passed_on(plans[relay].receives, groups)
     assert sum(plan.sends.total for plan in plans) == sum(plan.receives.total for plan in plans)
+    for machine, found in crossed.items():
+        here = [rank for rank in range(ranks) if where[rank] == machine]
+        wanted, held = ({e for rank in here for e in of_rank(kind, groups, rank)} for kind in ("wanted", "held"))
+        assert set(found) == wanted - held and set(found.values()) <= {1}
 
 
-def between(moves: Moves, peer: int, groups: list[TensorGroup]) -> list[Element]:
-    return [element for other, element in moved(moves, groups) if other == peer]
+def passed_on(moves: Moves, groups: list[TensorGroup]) -> list[tuple[int, Element]]:
+    """Return the receivers and elements of the blocks that a rank passes on."""
+    shapes = shape_of(groups)
+    return [
+        (rank, (tensor, element))
+        for tensor, box in zip(moves.tensors.tolist(), moves.boxes.tolist(), strict=True)
+        for rank in moves.onward[box]
+        for element in elements(shapes[tensor], moves.shapes[box])
+    ]
 
 
-@given(layouts(), st.integers(50, 120))
-def test_sender_and_receiver_agree_on_each_round_within_the_byte_limit(
-    given_: tuple[int, list[TensorGroup]], limit: int
+@given(machines(), st.integers(80, 160))
+def test_both_ends_agree_on_each_round_within_the_byte_limit(
+    given_: tuple[int, list[TensorGroup], list[int]], limit: int
 ) -> None:
-    ranks, groups = given_
-    plans = [plan_moves(groups, rank, ranks) for rank in range(ranks)]
+    ranks, groups, where = given_
+    plans = [plan_moves(groups, rank, ranks, where) for rank in range(ranks)]
     for item in {group.item_bytes for group in groups}:
-        ways = [(plan.sends.of_item(item), plan.receives.of_item(item)) for plan in plans]
-        count = max(rounds_needed(moves, limit) for both in ways for moves in both)
-        schedules = [tuple(Schedule(moves, count) for moves in both) for both in ways]
+        own = [plan.of_item(item) for plan in plans]
+        count = max(rounds_needed(plan, limit) for plan in own)
+        every = [Rounds.of(plan, count) for plan in own]
         sent, received = (
-            [[in_round(both[end], number, groups) for number in range(count)] for both in schedules] for end in (0, 1)
+            [[in_round(one.pieces(number), groups) for number in range(count)] for one in some]
+            for some in ([rounds.sends for rounds in every], [rounds.receives for rounds in every])
         )
         for number in range(count):
+            passes = [passed_in_round(rounds.receives, number, groups) for rounds in every]
+            passed = [in_round(rounds.passed(number), groups) for rounds in every]
+            for side in ([one[number] for one in sent], [one[number] for one in received], passes, passed):
+                assert all(sum(map(len, found.values())) * item <= limit for found in side)
             for rank in range(ranks):
-                for side in (sent, received):
-                    assert sum(map(len, side[rank][number].values())) * item <= limit
                 for peer, found in sent[rank][number].items():
                     assert found == received[peer][number][rank], "in the same order"
-        for rank, both in enumerate(ways):
-            for side, moves in zip((sent, received), both, strict=True):
-                every = Counter((peer, e) for one in side[rank] for peer, found in one.items() for e in found)
-                assert every == Counter(moved(moves, groups))
+                for peer, found in passes[rank].items():
+                    assert found == passed[peer][rank], "in the same order"
+        for rank, plan in enumerate(own):
+            for side, moves in ((sent, plan.sends), (received, plan.receives)):
+                counted = Counter((peer, e) for one in side[rank] for peer, found in one.items() for e in found)
+                assert counted == Counter(moved(moves, groups))
                 assert_first_and_last(Schedule(moves, count), side[rank])
 
 
-def in_round(schedule: Schedule, number: int, groups: list[TensorGroup]) -> dict[int, list[Element]]:
+def passed_in_round(schedule: Schedule, number: int, groups: list[TensorGroup]) -> dict[int, list[Element]]:
+    """Return the elements that a relay passes on in a round by receiver, in order."""
+    pieces = [piece._replace(peer=peer) for piece in schedule.pieces(number) for peer in piece.onward]
+    return in_round(pieces, groups)
+
+
+def in_round(pieces: Iterable[Piece], groups: list[TensorGroup]) -> dict[int, list[Element]]:
     """Return the elements of a round by peer, in order."""
     found: dict[int, list[Element]] = {}
-    for piece in schedule.pieces(number):
+    for piece in pieces:
         some = torch.arange(int(torch.Size(shape_of(groups)[piece.tensor]).numel())).view(
             shape_of(groups)[piece.tensor]
         )
@@ -172,6 +202,20 @@ def test_replicas_take_turns_and_those_of_the_same_machine_come_first() -> None:
     assert len(sent.peers) == 6 and plan_moves([group], 0, 4, ["one", "two", "two", "two"]).sends.total == 0
 
 
+def test_ranks_of_another_machine_take_turns_as_relays() -> None:
+    """Two engines of two tensor ranks: each slice crosses once, by one engine for half of the tensors."""
+    whole, slices = Box.whole((4, 4)), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]
+    group = alike([(0, whole), (1, whole)], [(2 + rank, slices[rank % 2]) for rank in range(4)], 8, (4, 4))
+    where = ["A", "A", "B", "B", "B", "B"]
+    plans = [plan_moves([group], rank, 6, where) for rank in range(6)]
+    size = 8 * 16 * 4
+    assert [plan.sends.total for plan in plans] == [size // 2, size // 2, 0, 0, 0, 0]
+    assert [plan.receives.total for plan in plans] == [0, 0] + [size // 4] * 4
+    assert [{peer: moves.total for peer, moves in plan.relayed.items()} for plan in plans[2:]] == [
+        {4: size // 4}, {5: size // 4}, {2: size // 4}, {3: size // 4},
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("wanting", [1, 3, 5, 8])
 def test_replicas_send_equal_numbers_of_tensors(wanting: int) -> None:
     """Also where they are more, or fewer, than those who want a block."""
@@ -188,7 +232,7 @@ def test_every_round_uses_each_link_equally() -> None:
     wanted = [(rank, Box((0, rank % 8 * 16), (rows, 16))) for rank in range(ranks)]
     plan: RankPlan = plan_moves([alike(held, wanted, 12, (rows, 128))], 5, ranks)
     limit = plan.receives.total // 5
-    count = rounds_needed(plan.receives, limit)
+    count = rounds_needed(replace(plan, sends=Moves.of([])), limit)
     assert count <= 6, "five rounds of the bucket, and one for ends that are not whole"
     schedule = Schedule(plan.receives, count)
     sizes = [sum(piece.box.elements * 4 for piece in schedule.pieces(number)) for number in range(count)]
@@ -203,8 +247,8 @@ def test_what_no_rank_has_is_said() -> None:
 
 def test_byte_limit_below_one_element_per_peer_is_refused() -> None:
     group = alike([(0, Box.whole((3, 4)))], [(1, Box.whole((3, 4))), (2, Box.whole((3, 4)))], 1)
-    with pytest.raises(ValueError, match="8 bytes are too few for a round with 2 peers"):
-        rounds_needed(plan_moves([group], 0, 3).sends, 8)
+    with pytest.raises(ValueError, match="8 bytes are too few for a round with 2 streams"):
+        rounds_needed(plan_moves([group], 0, 3), 8)
 
 
 @given(layouts(complete=False), st.data())

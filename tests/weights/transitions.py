@@ -18,8 +18,7 @@ from braidrl.training.roles.copies import local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
-from braidrl.weights.shard_index import Parts, weight_parts
-from braidrl.weights.shards import local_shard
+from braidrl.weights.shards import Parts, local_shard, weight_parts
 from tests.tiny import TOKENIZER
 from tests.training.parallel.laid_out import config_of
 

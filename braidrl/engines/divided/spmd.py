@@ -24,7 +24,7 @@ from braidrl.weights.boxes import Slices
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.publisher import WeightSource
-from braidrl.weights.shard_index import Parts
+from braidrl.weights.shards import Parts
 
 
 class SpmdEngine(SteppingEngine):

@@ -32,7 +32,7 @@ from braidrl.weights.boxes import Slices
 from braidrl.weights.collective import TransferError
 from braidrl.weights.in_place import EngineWeights
 from braidrl.weights.publisher import WeightSource
-from braidrl.weights.shard_index import WeightPart, weight_parts
+from braidrl.weights.shards import WeightPart, weight_parts
 
 
 class EmbeddedEngine(SteppingEngine):

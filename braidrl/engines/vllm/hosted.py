@@ -36,8 +36,7 @@ from braidrl.engines.vllm.vllm_worker import WeightsNotLive, live_parts
 from braidrl.errors import UserError
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
-from braidrl.weights.shard_index import Parts, WeightPart
-from braidrl.weights.shards import storages
+from braidrl.weights.shards import Parts, WeightPart, storages
 
 
 class RankExecutor(ExecutorWithExternalLauncher):

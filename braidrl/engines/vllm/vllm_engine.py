@@ -28,7 +28,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import EngineError
+from braidrl.engines.engine import NOTHING_YET, EngineError
 from braidrl.engines.requests import Response, row_draws
 from braidrl.engines.row_request import EngineRow, RemoteRow
 from braidrl.engines.stepping import SteppingEngine
@@ -91,6 +91,8 @@ class VllmEngine(SteppingEngine):
         """The adapter with which rows are drawn, where adapters alone are sent."""
         self._failure: EngineError | None = None
         """The error after which no token may be drawn, because the version of the weights is unknown."""
+        self._is_given_again = False
+        """Whether the weights are given once more after a failure, as that of another engine that shared the transfer."""
 
     @property
     def slots(self) -> int:
@@ -125,7 +127,7 @@ class VllmEngine(SteppingEngine):
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
-        self.version = version
+        self.version, self._failure, self._is_given_again = version, None, False
         for flight in list(self._flights.values()):
             if flight.tokens:
                 flight.row.versions.append((len(flight.tokens), version))
@@ -194,13 +196,14 @@ class VllmEngine(SteppingEngine):
         raise KeyError(f"row {uid} is not under way")
 
     def recover(self) -> int:
-        if self._failure is not None:
+        if self._failure is not None and self._is_given_again:
             raise self._failure
         try:
             self._engine.collective_rpc("check_health")
         except Exception as error:
             raise EngineError(f"vLLM cannot go on: {error}") from error
-        return self.version
+        self._is_given_again = self._failure is not None
+        return NOTHING_YET if self._is_given_again else self.version
 
     def clear(self, release: bool = True) -> None:
         for flight in list(self._flights.values()):

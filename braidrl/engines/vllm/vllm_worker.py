@@ -38,7 +38,7 @@ from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
 from braidrl.weights.in_place import shapes_of
 from braidrl.weights.model_files import HubNames, hub_names
-from braidrl.weights.shard_index import WeightPart
+from braidrl.weights.shards import WeightPart
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Attention)
 """Classes that compute with a parameter as it was loaded."""
@@ -67,7 +67,7 @@ class TakesWeights:
         """Load weights from a file. The caller has checked that they fit the model."""
         file = WeightFile(path)
         if live := self.live_parts():
-            self.load_in_place(lambda: file.put_into(live), lambda: True)
+            self.load_in_place(lambda: file.put_into(live))
         else:
             self.load_as_they_come(file.tensors())
 
@@ -77,7 +77,7 @@ class TakesWeights:
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
         incoming = Incoming(TransferNotice(**notice), worker, self.device)
         if live := self.live_parts():
-            self.load_in_place(lambda: incoming.receive(live), lambda: incoming.begun)
+            self.load_in_place(lambda: incoming.receive(live))
         else:
             self.load_as_they_come(incoming.tensors())
 
@@ -96,14 +96,9 @@ class TakesWeights:
                 self.live = {}
         return self.live
 
-    def load_in_place(self, load: Callable[[], object], begun: Callable[[], bool]) -> None:
-        """Load into the live parameters. Raises RuntimeError from then on if it fails after it has `begun` to change them."""
-        self._check_whole()
-        try:
-            load()
-        except BaseException:
-            self.has_weights_in_part = begun()
-            raise
+    def load_in_place(self, load: Callable[[], object]) -> None:
+        """Load into the live parameters. If that fails, a later version must be loaded whole before a token is drawn."""
+        load()
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
 
@@ -112,7 +107,8 @@ class TakesWeights:
 
         Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors for the missing ones.
         """
-        self._check_whole()
+        if self.has_weights_in_part:
+            raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
         if self.hub_names is None:
             self.hub_names = hub_names(self.model_folder)
         first, sinks, model = next(tensors), dict[str, Tensor](), self.model_runner.get_model()
@@ -127,10 +123,6 @@ class TakesWeights:
         except BaseException:
             self.has_weights_in_part = True
             raise
-
-    def _check_whole(self) -> None:
-        if self.has_weights_in_part:
-            raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
 
 
 def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:

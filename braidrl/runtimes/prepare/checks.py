@@ -46,6 +46,7 @@ from braidrl.training.role_settings import (
     own_settings,
 )
 from braidrl.weights.generation_layout import GenerationLayout
+from braidrl.weights.publisher import TRANSPORTS
 
 POOLED = ("distributed", "hybrid")
 """Runtimes whose training processes of a role may generate together."""
@@ -171,9 +172,12 @@ def check_weights(config: Config) -> None:
     """Raise UserError for a weight transfer to engine processes if none starts."""
     way, rollout = config.rollout.weights, config.rollout
     starts = rollout.engine != "http" and engine_processes(config)
-    if way == "collective" and not starts and config.runtime != "streaming":
+    if way in (None, "file"):
+        return
+    TRANSPORTS.check(way)
+    if not starts and config.runtime != "streaming":
         raise UserError(
-            "rollout.weights=collective sends weights to engine processes, and none starts; write rollout.engines=1, or remove it"
+            f"rollout.weights={way} sends weights to engine processes, and none starts; write rollout.engines=1, or remove it"
         )
 
 

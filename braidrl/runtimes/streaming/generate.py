@@ -33,6 +33,7 @@ from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
 from braidrl.training.parallel.replicated import DataParallel
+from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile
 
 LOAD = "load weights"
@@ -276,6 +277,7 @@ class GenerateLoop:
         self.version = version
         loaded: dict[str, Any] = {"version": version, "bytes": 0, "sent": 0, "update": None}
         if place:
-            loaded |= {"bytes": place["bytes"], "sent": 0 if isinstance(source, WeightFile) else place["bytes"]}
+            sent = source.received if isinstance(source, OfferedWeights) else 0
+            loaded |= {"bytes": place["bytes"] if isinstance(source, WeightFile) else sent, "sent": sent}
             loaded["update"] = {"role": self.role, "seconds": time.perf_counter() - start}
         self.client.ask("loaded", **loaded)

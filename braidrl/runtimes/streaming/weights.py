@@ -16,13 +16,13 @@ import torch
 
 from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.process_groups import background_group
-from braidrl.cluster.shared_memory import PREFIX, shared_folder
+from braidrl.cluster.shared_memory import PREFIX, machine, shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config
-from braidrl.engines.factory import is_collective
+from braidrl.engines.factory import is_collective, transport_of
 from braidrl.weights.collective import OfferedWeights, WeightOffer
-from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter, machine
-from braidrl.weights.shard_index import Parts, snapshot
+from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter
+from braidrl.weights.shards import Parts, snapshot
 
 Place = dict[str, Any]
 """The location of a version as plain data: `path`, `machines` that see it (empty: all do), `offer`, its `number` at the ranks, and
@@ -83,7 +83,7 @@ class VersionWriter:
         limit_s = config.cluster.wait_limit_s
         self.offer: WeightOffer | None = None
         if self.is_collective:
-            self.offer = WeightOffer(ranks, ip, limit_s, device, rollout.check_weights)
+            self.offer = WeightOffer(ranks, ip, limit_s, device, rollout.check_weights, transport_of(config))
         elif elsewhere and world.first:
             # Its machine has the whole file.
             self.offer = WeightOffer(Ranks(), ip, limit_s, torch.device("cpu"), rollout.check_weights)

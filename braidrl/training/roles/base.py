@@ -26,8 +26,7 @@ from braidrl.training.parallel.replicated import OnPrediction
 from braidrl.training.role_settings import merges_adapters
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, saving_tasks
 from braidrl.training.roles.model import RoleModel
-from braidrl.weights.shard_index import WeightPart, weight_parts
-from braidrl.weights.shards import storages
+from braidrl.weights.shards import WeightPart, storages, weight_parts
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from braidrl.training.lora import adapter_parameters
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.base import RoleWorker
 from braidrl.weights.publisher import TransferVolume
-from braidrl.weights.shard_index import Parts, WeightPart, weight_parts
+from braidrl.weights.shards import Parts, WeightPart, weight_parts
 from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy
 
 

@@ -7,19 +7,22 @@ import signal
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from braidrl.cluster.world import Ranks
 from braidrl.engines import engine_contract as contract
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.requests import Request, Response
+from braidrl.weights.collective import WeightOffer
 from braidrl.weights.publisher import ModelWeights
+from braidrl.weights.shards import weight_parts
 from tests.engines.served import (
     LIMIT,
     LONG_OF_SLOW,
@@ -119,6 +122,20 @@ def test_an_engine_with_a_killed_worker_fails_and_recovers_completely(divided: S
     divided.run(engine.update_weights(5, ModelWeights(MODEL)))
     again = divided.run(engine.submit(request))
     assert again.tokens.tolist() == first.tokens.tolist() and set(again.versions.tolist()) == {5}
+
+
+@pytest.mark.soak
+def test_an_engine_whose_transfer_failed_is_given_weights_again_without_a_restart(divided: Served) -> None:
+    engine, (request, *_) = divided.engine, requests(subject(divided), 1)
+    divided.run(engine.update_weights(0, ModelWeights(MODEL)))
+    first, pid = divided.run(engine.submit(request)), engine.pid
+    with closing(WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"))) as offer:
+        with pytest.raises(EngineError, match="the weights have changed since that version"):
+            divided.run(engine.update_weights(6, offer.keep(6, weight_parts(MODEL), lambda: False)))
+        assert divided.run(engine.recover()) == -1 and engine.pid == pid
+        divided.run(engine.update_weights(7, offer.keep(7, weight_parts(MODEL))))
+    again = divided.run(engine.submit(request))
+    assert again.tokens.tolist() == first.tokens.tolist() and set(again.versions.tolist()) == {7}
 
 
 def test_workers_end_with_the_process_that_schedules_for_them(divided: Served) -> None:

@@ -30,8 +30,8 @@ from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, OfferedWeights
 from braidrl.weights.file import FileLayout, WeightFile, WeightWriter, blocks_to_write
 from braidrl.weights.in_place import EngineWeights
-from braidrl.weights.reshard_plan import plan_moves
-from braidrl.weights.shard_index import WeightPart, described, read_index, weight_parts
+from braidrl.weights.reshard_plan import described, plan_moves, read_index
+from braidrl.weights.shards import WeightPart, weight_parts
 from tests.tiny import MODELS
 
 

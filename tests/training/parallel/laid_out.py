@@ -32,8 +32,7 @@ from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights import file as weight_file
 from braidrl.weights.file import FileLayout, WeightWriter
 from braidrl.weights.publisher import TransferVolume
-from braidrl.weights.shard_index import weight_parts
-from braidrl.weights.shards import full_tensor, local_shard
+from braidrl.weights.shards import full_tensor, local_shard, weight_parts
 from braidrl.weights.transfer import LIMIT_BYTES, WeightTransfer
 from tests.tiny import TOKENIZER, settings
 from tests.training.activations import kept_bytes
