@@ -102,10 +102,6 @@ class PromptLoader(Admissions):
         self.sources, self.weights = list(sources), [source.weight for source in sources]
         super().__init__([len(source) for source in sources], self.weights, seed, shuffle)
 
-    def take(self, count: int) -> list[Admitted]:
-        """Return the next `count` prompts."""
-        return self.peek(self.advance(count))
-
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
         """Return the prompts with these admission numbers, past or future, without advancing."""
         found = []

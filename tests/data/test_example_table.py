@@ -43,7 +43,7 @@ def tables(cache: Path) -> list[Path]:
 
 
 def rows_of(source: LoadedSource) -> Rows:
-    return as_rows(PromptLoader([source], seed=3).take(2000), 2)
+    return as_rows(PromptLoader([source], seed=3).peek(range(2000)), 2)
 
 
 def test_a_kept_table_gives_the_same_rows_as_one_of_a_run(

@@ -49,33 +49,33 @@ def what(admitted: list[Admitted]) -> list[tuple[Any, ...]]:
 def test_any_split_of_takes_gives_the_same_sequence(
     sources: list[LoadedSource], parts: list[int], seed: int, shuffle: bool
 ) -> None:
-    whole = what(PromptLoader(sources, seed, shuffle).take(sum(parts)))
+    whole = what(PromptLoader(sources, seed, shuffle).peek(range(sum(parts))))
     loader = PromptLoader(sources, seed, shuffle)
-    assert [entry for part in parts for entry in what(loader.take(part))] == whole
+    assert [entry for part in parts for entry in what(loader.peek(loader.advance(part)))] == whole
     assert [entry[0] for entry in whole] == list(range(sum(parts)))
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 5))
 def test_a_restored_loader_continues_exactly(sources: list[LoadedSource], before: int, after: int, seed: int) -> None:
     loader = PromptLoader(sources, seed)
-    loader.take(before)
+    loader.peek(loader.advance(before))
     state = json.loads(json.dumps(loader.state()))
     resumed = PromptLoader(sources, seed)
     resumed.restore(state)
     assert resumed.admitted == loader.admitted
-    assert what(resumed.take(after)) == what(loader.take(after))
+    assert what(resumed.peek(resumed.advance(after))) == what(loader.peek(loader.advance(after)))
 
 
 @given(st.lists(st.integers(0, 500), max_size=10))
 def test_peek_works_for_any_number_without_advancing(sources: list[LoadedSource], numbers: list[int]) -> None:
     loader = PromptLoader(sources, 1)
-    sequence = what(PromptLoader(sources, 1).take(501))
+    sequence = what(PromptLoader(sources, 1).peek(range(501)))
     assert what(loader.peek(numbers)) == [sequence[number] for number in numbers]
     assert loader.admitted == 0
 
 
 def test_every_example_comes_exactly_once_in_each_epoch_of_its_source(sources: list[LoadedSource]) -> None:
-    admitted = PromptLoader(sources, 3).take(200)
+    admitted = PromptLoader(sources, 3).peek(range(200))
     for position, source in enumerate(sources):
         mine = [a for a in admitted if a.source == position]
         assert len(mine) >= 2 * len(source)
@@ -87,25 +87,28 @@ def test_every_example_comes_exactly_once_in_each_epoch_of_its_source(sources: l
 
 def test_an_epoch_has_the_prompts_of_all_sources(make: Make) -> None:
     loader = PromptLoader([make(4), make(4, 3.0)])
-    assert Counter(admitted.epoch for admitted in loader.take(32) if admitted.source == 0) == {0: 4, 1: 4}
+    assert Counter(admitted.epoch for admitted in loader.peek(loader.advance(32)) if admitted.source == 0) == {
+        0: 4,
+        1: 4,
+    }
     assert loader.epoch_size == 8
 
 
 def test_sources_are_drawn_by_their_weights(sources: list[LoadedSource]) -> None:
-    counts = Counter(a.source for a in PromptLoader(sources, 5).take(700))
+    counts = Counter(a.source for a in PromptLoader(sources, 5).peek(range(700)))
     assert [counts[i] for i in range(3)] == pytest.approx([200, 400, 100], abs=3)
 
 
 def test_another_seed_or_epoch_gives_another_order(make: Make) -> None:
     source = [make(50)]
-    first = PromptLoader(source, 0).take(100)
-    other = PromptLoader(source, 1).take(50)
+    first = PromptLoader(source, 0).peek(range(100))
+    other = PromptLoader(source, 1).peek(range(50))
     assert [a.index for a in first[:50]] != [a.index for a in other]
     assert [a.index for a in first[:50]] != [a.index for a in first[50:]]
 
 
 def test_without_shuffling_the_order_is_the_files(make: Make) -> None:
-    assert [a.index for a in PromptLoader([make(3)], shuffle=False).take(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [a.index for a in PromptLoader([make(3)], shuffle=False).peek(range(7))] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_checkpoint_of_other_data_is_refused(make: Make) -> None:

@@ -259,7 +259,7 @@ def test_arguments_of_the_template_are_of_the_run_the_source_and_the_row(write: 
         False, False,
     ]  # fmt: skip
     data = DataConfig(train=[SourceConfig(path=path)], template=of_run)
-    rows = as_rows(PromptLoader(load_train(data, qwen()), shuffle=False).take(2), 1)
+    rows = as_rows(PromptLoader(load_train(data, qwen()), shuffle=False).peek(range(2)), 1)
     assert rows["metadata"][1]["chat_template_kwargs"] == {"enable_thinking": True}
 
 
@@ -506,7 +506,7 @@ def test_rows_train_on_the_turns_of_the_assistant_alone(write: Write) -> None:
     from braidrl.algorithms.responses import join_response
 
     path = write([{"messages": CONVERSATION}, {"prompt": "a", "response": "b"}])
-    rows = as_rows(PromptLoader([load(path, llama(), responses=True)], shuffle=False).take(2), 1)
+    rows = as_rows(PromptLoader([load(path, llama(), responses=True)], shuffle=False).peek(range(2)), 1)
     tokens, mask, _, length, actions = join_response(rows["prompt"], rows["response"], rows["response_mask"])
     assert llama().decode(tokens[0][mask[0]]) == "one<|eot|>two<|eot|>" and actions.tolist() == [8, 2]
     assert length.tolist() == tokens.lengths.tolist() and llama().decode(tokens[1][mask[1]]) == "b<|eot|>"
