@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -43,6 +43,10 @@ gc.enable()
 # The fork server of this process imports at its start whatever the ranks and workers of tests need.
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.preloaded"])
+PRINTED = Path(OWN_MEMORY.name) / "printed"
+PRINTED.touch()
+PRINTED_SHOWN = 20_000
+"""The most characters of a failed test's processes that are shown."""
 # The files that take longest come first, so that no process is left with a long one at the end.
 LONGEST = tuple(f"tests/{file}" for file in (
     "engines/http/test_http_engine.py", "runtimes/streaming/test_program.py", "engines/vllm/test_hosted.py",
@@ -63,9 +67,35 @@ settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the fork server, unless worker processes run the tests."""
-    if config.getoption("dist", "no") == "no":
+    """Start the fork server, unless worker processes run the tests. It and its copies print to a file."""
+    if config.getoption("dist", "no") != "no":
+        return
+    kept = {stream: os.dup(stream) for stream in (1, 2)}
+    try:
+        with PRINTED.open("ab") as file:
+            for stream in kept:
+                os.dup2(file.fileno(), stream)
         forkserver.ensure_running()
+    finally:
+        for stream, copy in kept.items():
+            os.dup2(copy, stream)
+            os.close(copy)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Begin the file of a test's processes anew."""
+    os.truncate(PRINTED, 0)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what a failed test's processes have printed."""
+    report = yield
+    if report.failed and (printed := PRINTED.read_text(errors="replace")[-PRINTED_SHOWN:]):
+        report.sections.append(("Printed by its processes", printed))
+    return report
 
 
 def pytest_collection_finish() -> None:
