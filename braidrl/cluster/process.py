@@ -222,6 +222,8 @@ class Launcher(ABC):
     """The address at which other processes reach this one."""
     node = "here"
     """The name of this process's node."""
+    devices_of_node: int | None = None
+    """CUDA devices of the largest of several nodes; None on one machine, and without devices."""
 
     @abstractmethod
     def reserve(self, pools: "Sequence[Pool]") -> None:

@@ -104,6 +104,13 @@ class RayCluster:
         # A worker with a device takes a CPU too.
         check_devices(pools, int(self.ray.cluster_resources().get("CPU", 0)), "CPUs")
         each = devices_each(pools, self.devices, "the cluster") if self.kind == "GPU" else {}
+        largest = max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
+        for pool in pools:
+            if each.get(pool.name, 0) > largest:
+                raise UserError(
+                    f"{pool.name} needs {each[pool.name]} CUDA devices on one node, and the largest has {largest}; lower rollout.tensor or "
+                    "rollout.engines, or let engines of vLLM span nodes (runtime=streaming, rollout.nodes=2)"
+                )
         util = self.ray.util
         for pool in pools:
             # Ranks that share a node of a pinned pool share one bundle.

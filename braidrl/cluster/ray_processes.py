@@ -124,7 +124,10 @@ class RayLauncher(Launcher):
         self.cluster = RayCluster(config, device)
         self.node = self.cluster.own_node
         self._reserved: dict[str, list[Reservation]] = {}
-        self._ips = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._ips = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in nodes}
+        if self.cluster.kind == "GPU":
+            self.devices_of_node = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
         self.ip = self._reached_at(self.node)
 
     def reserve(self, pools: Sequence[Pool]) -> None:

@@ -186,6 +186,9 @@ class RolloutConfig(Section):
     With `engines` 0, under `runtime: distributed` or `hybrid`, so many of the ranks that train decode together; see `grouping`."""
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Pipeline-parallel ranks of an engine of vLLM or a server, each with `tensor` ranks; or of ranks that train and generate."""
+    nodes: int | None = Field(None, ge=1, le=MOST_PROCESSES)
+    """Nodes that each engine of vLLM spans, with equal numbers of its ranks, under `runtime: streaming`. By default as few as have devices
+    for them, with `cluster.launcher: ray`; else 1."""
     grouping: Literal["interval", "neighbour", "gather"] | None = None
     """Groups of training ranks that generate together, and the weights that they receive. `interval`: ranks at equal distances; the
     shard that a rank trains is part of the one that it generates with, and it receives the rest (HybridFlow). `neighbour`: the ranks of
@@ -240,6 +243,11 @@ class RolloutConfig(Section):
                 )
             self.__dict__[axis] = ranks
             self.model_fields_set.add(axis)
+        for key in ("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"):
+            if key in self.vllm:
+                raise ValueError(
+                    f"vllm.{key} is set for each engine; remove it, and write rollout.nodes for one over several nodes"
+                )
         shape = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
         self.__dict__["vllm"] = {key: value for key, value in self.vllm.items() if key not in shape}
         return self

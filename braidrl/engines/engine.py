@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from braidrl.cluster.process_groups import interface_of
 from braidrl.data.rows import Uid
 from braidrl.engines.requests import Request, Response
 from braidrl.importing import PluginRegistry
@@ -62,6 +63,20 @@ class Load:
 
 
 @dataclass(frozen=True)
+class NodePart:
+    """A node's part of one start of an engine over several nodes."""
+
+    node: int
+    """The node's rank; 0 has the scheduler."""
+    nodes: int
+    address: str
+    """This node's address, as the others reach it."""
+    host: str
+    """The first node's address, where the ranks meet at `port`."""
+    port: int
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """The settings of an engine, as plain data for its process."""
 
@@ -89,6 +104,8 @@ class EngineSpec:
     """The CUDA devices that its processes see, one each, by index among the run's devices; None for all."""
     reproducible: bool = True
     """True where a row's own random numbers must draw its tokens."""
+    part: NodePart | None = None
+    """The part of its process, where an engine spans several nodes."""
 
     @property
     def ranks(self) -> int:
@@ -100,7 +117,10 @@ class EngineSpec:
         """Return the environment variables to set before the engine's packages are imported."""
         if self.kind != "vllm":
             return {}
-        own = {name: value for name, value in OF_VLLM.items() if name not in os.environ}
+        own = dict(OF_VLLM)
+        if self.part is not None:
+            own |= {"VLLM_HOST_IP": self.part.address, "GLOO_SOCKET_IFNAME": interface_of(self.part.address)}
+        own = {name: value for name, value in own.items() if value and name not in os.environ}
         # On the CPU vLLM computes eagerly, but would still compile small parts of its sampling with a C++ compiler.
         return own | ({"TORCHDYNAMO_DISABLE": "1"} if self.device == "cpu" else {})
 

@@ -33,6 +33,7 @@ from braidrl.engines.divided.followers import ForkedFollowers, lead
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import ENGINES, NOTHING_YET, Engine, EngineError, EngineSpec, Load, ServedEngine
 from braidrl.engines.requests import Request, Response
+from braidrl.engines.spanning import LOOK_S, SpanningEngine
 from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.errors import UserError
 from braidrl.native.malloc import keep_freed_memory
@@ -160,10 +161,14 @@ class EngineProcess:
     """An engine process, in the event loop in which it is started. Calls fail after `limit_s` seconds without a message from it."""
 
     def __init__(
-        self, spec: EngineSpec, name: str = "engine", python: Path | None = None, limit_s: float = 600.0
-    ) -> None:
-        """Describe the process; `python` is an interpreter with the engine's packages, by default this process's."""
-        self.spec, self.name, self.limit_s = spec, name, limit_s
+        self, spec: EngineSpec, name: str = "engine", python: Path | None = None, limit_s: float = 600.0,
+        spanning: SpanningEngine | None = None,
+    ) -> None:  # fmt: skip
+        """Describe the process; `python` is an interpreter with the engine's packages, by default this process's.
+
+        With `spanning` the process is this node's part of an engine.
+        """
+        self.spec, self.name, self.limit_s, self.spanning = spec, name, limit_s, spanning
         self.max_sequence_tokens = spec.max_sequence_tokens
         self._python = str(python or sys.executable)
         self._process: LocalProcess | None = None
@@ -176,6 +181,7 @@ class EngineProcess:
         self._held: OfferedWeights | None = None
         """The weights that the process holds, if it received them over a process group."""
         self._recovering = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._load = Load(spec.slots, 0, 0)
         self._heard = 0.0
@@ -191,6 +197,8 @@ class EngineProcess:
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
         # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
+        if self.spanning is not None and self.spanning.node == 0:
+            self.spec = replace(self.spec, part=self.spanning.begin())
         copied = self.spec.kind == "embedded" and self.spec.device == "cpu" and self._python == sys.executable
         start = from_server if copied else Spawned
         self._held = None
@@ -210,6 +218,8 @@ class EngineProcess:
         reader, self._writer = await asyncio.open_connection(sock=line)
         ready = self._answers[READY] = asyncio.get_running_loop().create_future()
         self._listener = asyncio.create_task(self._listen(reader, self._writer))
+        if self.spanning is not None and self.spanning.node == 0:
+            self._watcher = asyncio.create_task(self._watch_nodes(self.spanning, self._writer))
         self._writer.write(framed(self.spec))
         await self._wait(ready, "loading the model")
 
@@ -278,9 +288,33 @@ class EngineProcess:
 
     async def close(self) -> None:
         """End the process and wait until it is gone."""
+        if self.spanning is not None and self.spanning.node == 0:
+            self.spanning.end()
         self._die("was closed")
-        if self._listener is not None:
-            await asyncio.gather(self._listener, return_exceptions=True)
+        tasks = [task for task in (self._listener, self._watcher) if task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def follow(self) -> None:
+        """Add this node's part to each start of an engine that another node starts, until its end. Raises UserError as `start`."""
+        spanning = self.spanning
+        assert spanning is not None and spanning.node > 0
+        while (part := await spanning.next_start()) is not None:
+            self.spec = replace(self.spec, part=part)
+            starting = asyncio.create_task(self.start())
+            while not spanning.is_over() and not (starting.done() and self._writer is None):
+                await asyncio.sleep(LOOK_S)
+            self._die("is not needed any more")
+            # The first node is told, and starts the engine again.
+            with contextlib.suppress(EngineError):
+                await starting
+            spanning.lose()
+
+    async def _watch_nodes(self, spanning: SpanningEngine, writer: asyncio.StreamWriter) -> None:
+        """End the engine when another node has lost its part; a rank that waits for it might not notice."""
+        while self._writer is writer:
+            if (node := spanning.lost()) is not None:
+                self._die(f"lost its part on node {node}")
+            await asyncio.sleep(LOOK_S)
 
     async def _ask(self, order: Order) -> Any:
         """Send an order and return its result."""
@@ -357,9 +391,19 @@ def vllm_engine(spec: EngineSpec) -> SteppingEngine:
         ) from error
     return VllmEngine(
         Path(spec.model), load_tokenizer(spec.model), spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype,
-        {**spec.options, "tensor_parallel_size": spec.tensor, "pipeline_parallel_size": spec.pipeline},
-        spec.reproducible,
+        vllm_options(spec), spec.reproducible,
     )  # fmt: skip
+
+
+def vllm_options(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine that the configuration sets: the user's, and the engine's shape."""
+    own = {**spec.options, "tensor_parallel_size": spec.tensor, "pipeline_parallel_size": spec.pipeline}
+    if (part := spec.part) is not None:
+        own |= {
+            "distributed_executor_backend": "mp", "nnodes": part.nodes, "node_rank": part.node, "master_addr": part.host,
+            "master_port": part.port,
+        }  # fmt: skip
+    return own
 
 
 class Host:
@@ -425,6 +469,14 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
     reader, writer = await asyncio.open_connection(sock=connection)
     keep_freed_memory()
     try:
+        if spec.part is not None and spec.part.node > 0:
+            # Only ranks, which the first node's scheduler calls.
+            from braidrl.engines.vllm.vllm_engine import ranks_of_node
+
+            with ranks_of_node(spec, vllm_options(spec)):
+                writer.write(framed(CallDone(READY)))
+                await reader.read()
+            return
         made: SteppingEngine | ServedEngine = lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec)
         engine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
         await engine.start()

@@ -5,6 +5,7 @@ engine processes                                 file in shared memory; collecti
 servers                                          file in a folder, or collective
 """
 
+import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.routing.router import EngineService
+from braidrl.engines.spanning import OneOf
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
@@ -88,14 +90,9 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
         return reach_servers(worker, config, tokenizer, spec.max_sequence_tokens)
     if hosts_vllm(config) or pools_ranks(config):
         return spmd_engine(worker, config, tokenizer, spec)
-    if count := engine_processes(config):
+    if engine_processes(config):
         limit_s, store = config.cluster.wait_limit_s, partial(stored_in_memory, check=rollout.check_weights)
-        names = (f"{worker.role}'s engine {n}" for n in range(count))
-        engines = [
-            EngineProcess(own, name, rollout.python, limit_s)
-            for own, name in zip(on_devices(spec, count), names, strict=True)
-        ]
-        return EngineService(engines, limit_s, store)
+        return EngineService(engines_of(worker.role, worker.ranks, spec, config), limit_s, store)
     if rollout.engine != "embedded":
         # A user's engine in this process.
         made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
@@ -107,6 +104,25 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
     return EmbeddedEngine(
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, dtype=dtype, compile=rollout.compile
     )
+
+
+def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config) -> list[EngineProcess]:
+    """Return the engine processes of a generating process, not started; of a node that does not lead, its parts of the engines."""
+    specs = on_devices(spec, engine_processes(config), ranks_per_node(config))
+    return [
+        EngineProcess(
+            own, f"{role}'s engine {number}", config.rollout.python, config.cluster.wait_limit_s,
+            ranks.spanning(number) if isinstance(ranks, OneOf) else None,
+        )
+        for number, own in enumerate(specs)
+    ]  # fmt: skip
+
+
+async def follow_engines(role: str, ranks: DataParallel, config: Config) -> None:
+    """Compute a node's parts of the engines that another node of the same worker calls, until they are closed."""
+    async with asyncio.TaskGroup() as group:
+        for part in engines_of(role, ranks, engine_spec(role, config), config):
+            group.create_task(part.follow())
 
 
 def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) -> Publisher:
@@ -184,6 +200,8 @@ def is_collective(config: Config) -> bool:
     rollout, available = config.rollout, device_count(config.device)
     if rollout.engine == "http":
         return rollout.servers.weights == "network"
+    if nodes_of(config) > 1:
+        return True
     if rollout.weights not in (None, "collective"):
         return rollout.weights != "file"
     if not available:
@@ -191,7 +209,7 @@ def is_collective(config: Config) -> bool:
     if config.runtime == "streaming":
         # Each process has a device of its own, unless the machine has only one.
         return rollout.weights == "collective" or available > 1
-    devices = own_devices(available, engine_processes(config), generation_layout(config).ranks)
+    devices = own_devices(available, engine_processes(config), ranks_per_node(config))
     shared = any(set(own) & set(devices.every[:1]) for own in devices.engines)
     if rollout.weights == "collective" and shared:
         raise UserError(
@@ -212,7 +230,7 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
     rollout, path = config.rollout, model_path(role, config).expanduser()
     longest, dtype = config.max_sequence_tokens, DTYPES[rollout.dtype] if rollout.dtype else dtype_of(role, config)
     longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
-    processes = max(1, engine_processes(config)) * generation_layout(config).ranks
+    processes = max(1, engine_processes(config)) * ranks_per_node(config)
     options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
     if not rollout.is_reproducible and (modes := vllm_log_prob_modes(training_sampling(config))):
         options["vllm"] = {"logprobs_mode": modes[0], **rollout.vllm}
@@ -266,17 +284,40 @@ def generation_layout(config: Config) -> GenerationLayout:
     return GenerationLayout(config.rollout.pipeline, config.rollout.tensor, config.rollout.grouping)
 
 
-def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
-    """Return `count` engines' settings, each with CUDA devices of its own. Raises UserError for too few devices."""
+def nodes_of(config: Config) -> int:
+    """Return the number of nodes that an engine spans."""
+    return config.rollout.nodes or 1
+
+
+def ranks_per_node(config: Config) -> int:
+    """Return the number of an engine's ranks on each of its nodes."""
+    return generation_layout(config).ranks // nodes_of(config)
+
+
+def with_nodes(config: Config, devices_of_node: int | None) -> Config:
+    """Return the configuration with engines of vLLM over as few nodes as have devices for them, unless it names a number.
+
+    `devices_of_node` are the devices of the largest node; None without any. Engines for which no number of nodes is enough stay on one.
+    """
+    ranks, engines = generation_layout(config).ranks, own_engines(config)
+    if config.rollout.nodes is not None or config.rollout.engine != "vllm" or devices_of_node is None:
+        return config
+    fitting = (n for n in range(1, ranks + 1) if ranks % n == 0 and engines * ranks // n <= devices_of_node)
+    rollout = config.rollout.model_copy(update={"nodes": next(fitting, 1)})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def on_devices(spec: EngineSpec, count: int, each: int) -> list[EngineSpec]:
+    """Return `count` engines' settings, each with `each` CUDA devices of its own. Raises UserError for too few devices."""
     available = device_count(spec.device)
     if available is None:
         return [spec] * count
-    return [replace(spec, devices=devices) for devices in own_devices(available, count, spec.ranks).engines]
+    return [replace(spec, devices=devices) for devices in own_devices(available, count, each).engines]
 
 
 def with_engines(pools: Sequence[Pool], config: Config) -> tuple[Pool, ...]:
     """Return the pools; each generating pool has the number of engine processes that it starts."""
-    engines, each = own_engines(config), generation_layout(config).ranks
+    engines, each = own_engines(config), ranks_per_node(config)
     return tuple(replace(pool, engines=engines, engine_devices=each) if pool.generating else pool for pool in pools)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from braidrl.cluster.pools import GENERATE, place
 from braidrl.config.layout import ParallelLayout
-from braidrl.engines.factory import generation_layout, own_engines
+from braidrl.engines.factory import generation_layout, own_engines, ranks_per_node
 from braidrl.flow import Kind, Stage
 from braidrl.plan.choices import Choice, SetChoice, Sets
 from braidrl.plan.problem import USABLE, Problem
@@ -42,7 +42,7 @@ def configured_pools(problem: Problem) -> Pools:
     config = problem.config
     if config.runtime == "streaming":
         groups = [group for group in worker_groups(config, problem.flow, None) if group.role]
-        each = max(1, own_engines(config) * generation_layout(config).ranks)
+        each = max(1, own_engines(config) * ranks_per_node(config))
         return {(g.name,): g.processes * (each if g.kind == "generate" else 1) for g in groups}
     if config.runtime == "hybrid":
         generating = [model.role for model in problem.models.values() if model.generates]

@@ -15,7 +15,14 @@ from math import floor
 from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory
 from braidrl.cluster.pools import Pool, place
 from braidrl.config import Config
-from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
+from braidrl.engines.factory import (
+    generation_layout,
+    hosts_vllm,
+    own_engines,
+    pools_ranks,
+    ranks_per_node,
+    with_engines,
+)
 from braidrl.errors import UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, longest
@@ -101,7 +108,7 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
 
     if config.runtime == "streaming":
         groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
-        each = max(1, own_engines(config) * generation_layout(config).ranks)
+        each = max(1, own_engines(config) * ranks_per_node(config))
         found = []
         for group in groups:
             if group.role:

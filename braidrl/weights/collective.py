@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from braidrl.cluster.process_groups import address_towards, connect_store, group_between, open_store
 from braidrl.cluster.shared_memory import machine
@@ -33,6 +35,8 @@ from braidrl.weights.transfer import WeightTransfer
 POLL_S = 0.02
 JOIN_S = 2.0
 """Seconds that an engine whose workers are ready waits for another engine that has asked for the same version."""
+CONNECT_S = 60.0
+"""Time limit for processes that are all there to connect."""
 END_S = 2.0
 """Seconds that `close` waits for the sending thread."""
 
@@ -384,7 +388,9 @@ def transfer_group(
         store.set("complete", "")
     meet(store, "complete", 0, size, senders.limit_s)
     nccl = device.type == "cuda" and senders.transport == "collective"
-    ranks = Ranks(group_between(store, rank, size, senders.limit_s, nccl, address))
+    # All are there: only one that dies now keeps the others waiting, and the next request with them.
+    ranks = Ranks(group := group_between(store, rank, size, min(senders.limit_s, CONNECT_S), nccl, address))
+    _set_pg_timeout(timedelta(seconds=senders.limit_s), group)
     with closing(TRANSPORTS.find(senders.transport)(ranks, device)) as made:
         yield ranks, made
         if device.type == "cuda":

@@ -191,9 +191,13 @@ def test_pools_pin_nodes_and_kinds_and_ranks_are_in_node_order(monkeypatch: pyte
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
         for kind in ("H100", "H100", "L4"):
-            nodes.add_node(num_cpus=4, resources={f"accelerator_type:{kind}": 1})
+            nodes.add_node(num_cpus=4, num_gpus=2, resources={f"accelerator_type:{kind}": 1})
         nodes.wait_for_nodes()
         ray.init(nodes.address)
+        with pytest.raises(
+            UserError, match=r"actor needs 4 CUDA devices on one node, and the largest has 2; .* rollout.nodes=2"
+        ):
+            RayCluster(ClusterConfig(), "cuda").reserve([Pool(("actor",), 1, engines=1, engine_devices=4)])
         cluster = RayCluster(ClusterConfig(start_limit_s=120), "cpu")
         with pytest.raises(
             UserError, match=r"actor needs devices of kind A100-80GB, and the cluster has H100, L4; make a plan"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from braidrl.cluster.devices import Devices, assign_devices
 from braidrl.cluster.pools import Pool
+from braidrl.cluster.process_groups import open_store
 from braidrl.config.config import RolloutConfig
-from braidrl.engines.factory import engine_spec, on_devices, with_engines
+from braidrl.engines.engine import EngineSpec
+from braidrl.engines.engine_process import vllm_options
+from braidrl.engines.factory import engine_spec, on_devices, ranks_per_node, with_engines, with_nodes
 from braidrl.engines.routing.router import EngineService
+from braidrl.engines.spanning import SpanningEngine
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.step_metrics import GAP, GapWatch
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 from tests.engines.served import vllm_python
 from tests.invariants.traces import assert_same_weights
 from tests.tiny import SIZES, TOKENIZER, Workshop, recorded, weights_of
@@ -166,6 +173,22 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
             {"rollout": {"engine": "vllm", "vllm": {"data_parallel_size": 2}}},
             "copies of an engine are engines; write rollout.engines=2",
         ),
+        (
+            {"rollout": {"engine": "vllm", "vllm": {"nnodes": 2}}},
+            "vllm.nnodes is set for each engine; remove it, and write rollout.nodes for one over several nodes",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "tensor": 2, "nodes": 2}},
+            r"rollout.nodes=2 is for engines of vLLM under runtime=streaming, .* runtime=eager; remove it",
+        ),
+        (
+            {"runtime": "streaming", "rollout": {"engine": "vllm", "tensor": 2, "nodes": 4}},
+            r"rollout.nodes=4 does not divide the 2 ranks of an engine .* write a number that divides 2",
+        ),
+        (
+            {"runtime": "streaming", "rollout": {"engine": "vllm", "tensor": 2, "nodes": 2, "weights": "file"}},
+            "rollout.weights=file is in the memory of one machine, and rollout.nodes=2; remove it",
+        ),
         ({"rollout": {"engines": 1, "tensor": 4}}, "does not divide the model's 2 key/value heads"),
         ({"rollout": {"engine": "http"}}, "name them, as in rollout.servers=http://"),
         ({"rollout": {"servers": SERVER}}, "rollout.servers are asked with rollout.engine=http"),
@@ -220,7 +243,7 @@ def test_vllm_gets_the_devices_of_its_shape(
     assert assign_devices(with_engines([Pool(("rank",), 1, generating=("actor",))], config), available) == {
         "rank-0": expected
     }
-    specs = on_devices(engine_spec("actor", config), len(expected.engines))
+    specs = on_devices(engine_spec("actor", config), len(expected.engines), ranks_per_node(config))
     assert [spec.devices for spec in specs] == list(expected.engines)
     assert {spec.ranks for spec in specs} == {len(expected.engines[0])}
 
@@ -229,4 +252,54 @@ def test_vllm_without_devices_for_its_shape_is_refused(workshop: Workshop, monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = workshop.config(device="cuda", rollout={"engine": "vllm", "tensor": 2})
     with pytest.raises(UserError, match=r"need 2 CUDA devices \(rank: 2\) and this machine has 1; .* `rollout.tensor`"):
-        on_devices(engine_spec("actor", config), 1)
+        on_devices(engine_spec("actor", config), 1, ranks_per_node(config))
+
+
+@pytest.mark.parametrize(
+    ("devices_of_node", "rollout", "nodes", "each"),
+    [
+        (8, {"tensor": 8}, 1, 8),
+        (8, {"tensor": 16}, 2, 8),
+        (8, {"tensor": 8, "pipeline": 2, "engines": 2}, 4, 4),
+        (2, {"tensor": 3}, 3, 1),
+        (8, {"tensor": 16, "nodes": 4}, 4, 4),
+        (None, {"tensor": 16}, 1, 16),
+    ],
+)
+def test_an_engine_spans_as_few_nodes_as_have_devices_for_it(
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    devices_of_node: int | None,
+    rollout: dict[str, Any],
+    nodes: int,
+    each: int,
+) -> None:
+    engines = rollout.get("engines", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: each * engines)
+    given = workshop.config(runtime="streaming", device="cuda", rollout={"engine": "vllm", **rollout})
+    config = with_nodes(given, devices_of_node)
+    groups = worker_groups(config, build_flow(config), None)
+    (pool,) = (pool for pool in pools_of(groups, config) if pool.generating)
+    assert (pool.workers, pool.engine_devices, config.rollout.nodes or 1) == (nodes, each, nodes)
+    specs = on_devices(engine_spec("actor", config), engines, ranks_per_node(config))
+    assert [spec.devices for spec in specs] == [tuple(range(n * each, (n + 1) * each)) for n in range(engines)]
+
+
+def test_nodes_join_each_start_of_an_engine_and_report_what_they_lose() -> None:
+    store = open_store("127.0.0.1", 30.0)
+    first, second = (SpanningEngine(store, node, 2, "127.0.0.1") for node in range(2))
+    for _ in range(2):
+        begun = first.begin()
+        joined = asyncio.run(second.next_start())
+        assert joined is not None and (joined.node, joined.nodes, begun.node) == (1, 2, 0)
+        assert (joined.host, joined.port) == (begun.host, begun.port)
+        assert not second.is_over() and first.lost() is None
+        second.lose()
+        assert first.lost() == 1
+        spec = EngineSpec("vllm", "model", 4, 64, tensor=4, options={"seed": 3}, part=joined)
+        options = vllm_options(spec)
+        assert (options["nnodes"], options["node_rank"], options["master_port"]) == (2, 1, begun.port)
+        assert (options["tensor_parallel_size"], options["seed"]) == (4, 3)
+        assert spec.environment["VLLM_HOST_IP"] == "127.0.0.1"
+    first.end()
+    assert second.is_over() and asyncio.run(second.next_start()) is None

@@ -25,10 +25,11 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import NOTHING_YET, EngineError
+from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
 from braidrl.engines.requests import Response, row_draws
 from braidrl.engines.row_request import EngineRow, RemoteRow
 from braidrl.engines.stepping import SteppingEngine
@@ -72,15 +73,10 @@ class VllmEngine(SteppingEngine):
         self._slots, self._reproducible = slots, reproducible
         self._expected = shapes_of(folder)
         arguments = arguments_of(folder, slots, max_sequence_tokens, dtype, options or {}, reproducible)
-        if reproducible:
-            os.environ.update(REPRODUCIBLE_SETTINGS)
         # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
         gc.freeze()
-        try:
+        with refusals_in_a_line():
             self._engine = self._start(arguments)
-        except REFUSALS as error:
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            raise UserError(f"rollout.engine=vllm: {kind}{' '.join(str(error).split())}") from error
         self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
         self._waiting: deque[EngineRow] = deque()
         self._flights: dict[str, RemoteRow] = {}
@@ -249,6 +245,31 @@ class VllmEngine(SteppingEngine):
         self._engine.abort_request([flight.name])
 
 
+@contextmanager
+def refusals_in_a_line() -> Iterator[None]:
+    """Raise UserError where vLLM refuses a model or a setting."""
+    try:
+        yield
+    except REFUSALS as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise UserError(f"rollout.engine=vllm: {kind}{' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def ranks_of_node(spec: EngineSpec, options: dict[str, Any]) -> Iterator[None]:
+    """Hold this node's ranks of an engine that another node schedules. The process ends when one of them does."""
+    arguments = arguments_of(
+        Path(spec.model), spec.slots, spec.max_sequence_tokens, spec.dtype, options, spec.reproducible
+    )
+    with refusals_in_a_line():
+        executor = MultiprocExecutor(EngineArgs(**arguments).create_engine_config(headless=True))
+    executor.register_failure_callback(partial(os._exit, 1))
+    try:
+        yield
+    finally:
+        executor.shutdown()
+
+
 def key_numbers(config: Any) -> int:
     """Return the numbers of a token's keys in the widest layer; Gemma 4 has layers with heads of several widths."""
     layers = getattr(config, "per_layer_config", None)
@@ -260,7 +281,9 @@ def key_numbers(config: Any) -> int:
 def arguments_of(
     folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any], reproducible: bool
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine: Braid's, then the user's `options` in their place."""
+    """Return the arguments of vLLM's engine: Braid's, then the user's `options` in their place; set the environment that they need."""
+    if reproducible:
+        os.environ.update(REPRODUCIBLE_SETTINGS)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     more: dict[str, Any] = {}
     if config.model_type == "deepseek_v3" and not hasattr(config, "scoring_func"):

@@ -16,7 +16,14 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
 from braidrl.engines.embedded.sharded_decoding import check_heads
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import engine_processes, generation_layout, hosts_vllm, pools_ranks, training_sampling
+from braidrl.engines.factory import (
+    engine_processes,
+    generation_layout,
+    hosts_vllm,
+    nodes_of,
+    pools_ranks,
+    training_sampling,
+)
 from braidrl.engines.http.dialects import DIALECTS, vllm_log_prob_modes
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
@@ -88,6 +95,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     """Raise UserError if engines of several processes are not supported with the stages of a run."""
     generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
     layout, rollout = generation_layout(config), config.rollout
+    check_spanning_engines(config)
     if hosts_vllm(config):
         check_hosted_vllm(config, generating, any("environment" in stage.params for stage in stages))
         return
@@ -121,6 +129,27 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
                 f"rollout.pipeline={layout.pipeline} does not divide the model's {settings['num_hidden_layers']} layers; "
                 f"write a number that divides {settings['num_hidden_layers']}"
             )
+
+
+def check_spanning_engines(config: Config) -> None:
+    """Raise UserError if engines cannot span as many nodes as configured."""
+    rollout, nodes, ranks = config.rollout, nodes_of(config), generation_layout(config).ranks
+    if nodes == 1:
+        return
+    if rollout.engine != "vllm" or config.runtime != "streaming":
+        raise UserError(
+            f"rollout.nodes={nodes} is for engines of vLLM under runtime=streaming, and this is rollout.engine={rollout.engine} under "
+            f"runtime={config.runtime}; remove it"
+        )
+    if ranks % nodes:
+        raise UserError(
+            f"rollout.nodes={nodes} does not divide the {ranks} ranks of an engine (rollout.tensor times rollout.pipeline); "
+            f"write a number that divides {ranks}"
+        )
+    if rollout.weights == "file":
+        raise UserError(
+            f"rollout.weights=file is in the memory of one machine, and rollout.nodes={nodes}; remove it, or write collective"
+        )
 
 
 def check_hosted_vllm(config: Config, generating: Iterable[str], environments: bool) -> None:

@@ -27,8 +27,8 @@ MAY_CHANGE = (
     "trainer.activation_checkpointing", "trainer.layout", "trainer.inference_layout", "trainer.resident_gib", "trainer.learning_rate",
     "trainer.max_staleness", "trainer.skip_bad_updates", "trainer.max_skipped_updates", "trainer.accept_changes",
     "rollout.engine", "rollout.engines", "rollout.reproducible", "rollout.servers", "rollout.slots",
-    "rollout.tensor", "rollout.pipeline", "rollout.grouping", "rollout.vllm", "reward.processes", "reward.timeout_s", "reward.max_abs",
-    "reward.max_failed_fraction", "reward.max_failed_steps",
+    "rollout.tensor", "rollout.pipeline", "rollout.nodes", "rollout.grouping", "rollout.vllm", "reward.processes", "reward.timeout_s",
+    "reward.max_abs", "reward.max_failed_fraction", "reward.max_failed_steps",
     "reward.sandbox", "rollout.environment.sandbox",
 )  # fmt: skip
 """Keys, or sections, that may change in a resumed run; all others belong to the trained state."""

@@ -13,7 +13,7 @@ from typing import Literal
 from braidrl.cluster.pools import Pool
 from braidrl.config import Config
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import with_engines
+from braidrl.engines.factory import nodes_of, with_engines
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import older_places
@@ -40,11 +40,13 @@ class Group:
     trained: bool = False
     divided: bool = False
     """True if a layout says how processes hold the model together."""
+    nodes: int = 1
+    """Processes of a generating worker, one for each node that its engines span."""
 
     @property
     def ranks(self) -> int:
         """Return the number of processes that share a lease."""
-        return self.processes if self.trained or self.divided else 1
+        return self.processes if self.trained or self.divided else self.nodes
 
     def leads(self, number: int) -> bool:
         """Return True if the process with this number takes leases."""
@@ -120,7 +122,8 @@ def _group(name: str, consumers: Sequence[Consumer], flow: Flow, config: Config)
     names, role = tuple(consumer.name for consumer in reversed(consumers)), consumers[0].stages[0].role
     asked = config.streaming.workers.get(name)
     if consumers[0].kind is Kind.GENERATE:
-        return Group(name, "generate", role, names, asked or 1)
+        nodes = nodes_of(config)
+        return Group(name, "generate", role, names, (asked or 1) * nodes, nodes=nodes)
     layout = layout_of(name, config)
     processes = asked or layout.ranks_per_replica * (layout.data or 1)
     divided = not layout.is_replicated or (layout.data or 1) > 1
@@ -196,7 +199,7 @@ def older_groups(config: Config) -> int | None:
 
 def most_out(config: Config, groups: Sequence[Group]) -> int:
     """Return how many engines may be draining at a time: half of them under `rolling`. Raises UserError for a single engine."""
-    engines = sum(group.processes for group in groups if group.kind == "generate")
+    engines = sum(group.processes // group.ranks for group in groups if group.kind == "generate")
     if config.streaming.weights != "rolling":
         return engines
     if engines == 1:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from braidrl.cluster.devices import choose_device
+from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, join_group, open_store
@@ -22,6 +23,8 @@ from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
+from braidrl.engines.factory import follow_engines
+from braidrl.engines.spanning import OneOf
 from braidrl.errors import LostProcess, WorkerError
 from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client
@@ -128,7 +131,8 @@ class Processes:
 
     def _replace(self, member: Member) -> None:
         """Restart a worker after the end of one process, with all of its ranks. Raises as `watch`."""
-        peers = [peer for peer in self.members if peer.group == member.group] if member.group.ranks > 1 else [member]
+        worker = member.group.name, member.number // member.group.ranks
+        peers = [peer for peer in self.members if (peer.group.name, peer.number // peer.group.ranks) == worker]
         # The error of a process that only lost its peers is not the cause: that is a peer's error, or a kill.
         failure, limit, is_killed = failure_of(member), time.monotonic() + PEERS_LIMIT_S, False
         while failure is not None and failure.follows and time.monotonic() < limit and not is_killed:
@@ -220,10 +224,17 @@ def work(arguments: Mapping[str, Any]) -> None:
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
-    world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
     generating = [str(group.role)] if group.kind == "generate" else []
-    one = OneOf(number=arguments["number"], processes=group.processes)
-    ranks = one if generating else DataParallel(world.group, world)
+    ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
+    if generating:
+        ranks: DataParallel = one_of(group, arguments, ip)
+        if arguments["rank"] > 0:
+            with Runner() as runner:
+                run_cancelled_by_interrupts(runner, follow_engines(str(group.role), ranks, config))
+            return
+    else:
+        world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
+        ranks = DataParallel(world.group, world)
     consumers = {**Consumers(flow).by_name, **Consumers(evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
     executor = StageExecutor(
@@ -232,7 +243,7 @@ def work(arguments: Mapping[str, Any]) -> None:
         progress, generating, ranks, group.trained,
     )  # fmt: skip
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
-    leader, ip = (arguments["leader"], arguments["queue"]), urlsplit(place.address).hostname or LOOPBACK
+    leader = arguments["leader"], arguments["queue"]
     context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, place.run, ip)
     try:
         # Only leading ranks take from the queue.
@@ -250,20 +261,15 @@ def work(arguments: Mapping[str, Any]) -> None:
         executor.close()
 
 
-@dataclass(frozen=True)
-class OneOf(DataParallel):
-    """One of several independent processes that generate for a role."""
-
-    number: int = 0
-    processes: int = 1
-
-    @property
-    def rank(self) -> int:
-        return self.number
-
-    @property
-    def size(self) -> int:
-        return self.processes
+def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
+    """Return this generating process as one of the workers of its role, or as one of a worker's nodes."""
+    number, workers = arguments["number"] // group.nodes, group.processes // group.nodes
+    if group.nodes == 1:
+        return OneOf(number=number, workers=workers)
+    started = f"{arguments['secret']}/{group.name}.{number}.{arguments['starts']}"
+    host, port = arguments["meeting"]
+    store = dist.PrefixStore(started, connect_store(host, port, RANKS_LIMIT_S))
+    return OneOf(number=number, workers=workers, store=store, node=arguments["rank"], nodes=group.nodes, address=ip)
 
 
 def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:

@@ -21,6 +21,7 @@ from braidrl.config import Config
 from braidrl.data.codec import encode
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
+from braidrl.engines.factory import with_nodes
 from braidrl.errors import BadUpdate, WorkerError
 from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
@@ -30,6 +31,7 @@ from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import HeldBlocks, StoredRows
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
+from braidrl.runtimes.prepare.checks import check_spanning_engines
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import Admission, Origin, Surplus, as_order
 from braidrl.runtimes.saving.background import check_written
@@ -109,7 +111,6 @@ class StreamingProgram:
         """
         config, flow = prepared.config, prepared.flow
         check_streaming(config, flow)
-        self.groups = worker_groups(config, flow, prepared.evaluation if config.data.evaluation_sources else None)
         self.loader, self.progress = loader, progress
         self.new_stream = partial(
             Stream, flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow), held=HeldBlocks()
@@ -119,20 +120,24 @@ class StreamingProgram:
         """The run's position just before each iteration that was started and not finished."""
         self.seen, self.watch_at = 0, 0.0
         with ExitStack() as resources:
-            self._start(prepared, folder, resources)
+            launcher: Launcher = (
+                RayLauncher(config.cluster, config.device)
+                if config.cluster.launcher == "ray"
+                else LocalLauncher(config.device)
+            )
+            resources.callback(launcher.close)
+            prepared = replace(prepared, config=with_nodes(config, launcher.devices_of_node))
+            check_spanning_engines(prepared.config)
+            evaluation = prepared.evaluation if config.data.evaluation_sources else None
+            self.groups = worker_groups(prepared.config, flow, evaluation)
+            self._start(prepared, folder, launcher, resources)
             self.backend = StreamingBackend(
                 self.rows.make, self.rows.write, prepared.evaluation, self.control, self.processes, self.wait,
                 self._admit, resources.pop_all(),
             )  # fmt: skip
 
-    def _start(self, prepared: Prepared, folder: Path, resources: ExitStack) -> None:
+    def _start(self, prepared: Prepared, folder: Path, launcher: Launcher, resources: ExitStack) -> None:
         config, streaming = prepared.config, prepared.config.streaming
-        launcher: Launcher = (
-            RayLauncher(config.cluster, config.device)
-            if config.cluster.launcher == "ray"
-            else LocalLauncher(config.device)
-        )
-        resources.callback(launcher.close)
         # A client, also on this machine, needs a secret that only this run's processes know.
         secret = secrets.token_hex(32)
         node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
