@@ -41,7 +41,7 @@ class PluginRegistry:
 
     def find(self, name: str) -> Any:
         """Return the plug-in `name`. Raises UserError, with the most similar known name, if there is none."""
-        return import_object(self.place(name), self.type)
+        return import_function(self.place(name), self.type)
 
     def check(self, name: str, load: bool = True) -> None:
         """Raise UserError for an unknown name. Built-in plug-ins are not imported: only another process may have their packages.
@@ -52,7 +52,7 @@ class PluginRegistry:
         """
         place = self.place(name)
         if load and name not in self.built_in:
-            import_object(place, self.type)
+            import_function(place, self.type)
 
     def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
         """Check the settings that a configuration gives to a plug-in.
@@ -95,13 +95,8 @@ def version_of(package: str) -> str:
         return "not installed"
 
 
-def import_function(name: str) -> Callable[..., Any]:
-    """Import the function or class `module:name` or `file.py:name`. Raises UserError if there is none."""
-    return import_object(name, Callable)
-
-
-def import_object(name: str, type: Any) -> Any:
-    """Import the object `module:name` or `file.py:name`, an instance of `type`. Raises UserError if there is none."""
+def import_function(name: str, type: Any = Callable) -> Any:
+    """Import the function or class `module:name` or `file.py:name`, or another instance of `type`. Raises UserError if there is none."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")

@@ -19,6 +19,7 @@ from braidrl.errors import UserError
 
 MOST_LEVELS = 64
 """Maximum nesting depth: few readers and writers of nested values accept a thousand levels."""
+TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
 JSON_BYTES = 64 << 20
 YAML_BYTES = 1 << 20
 YAML_VALUES = 100_000
@@ -49,7 +50,7 @@ def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = T
     except UnicodeDecodeError:
         raise NotUtf8("not UTF-8; save the file as UTF-8") from None
     except RecursionError:
-        raise too_deep() from None
+        raise ValueError(TOO_DEEP) from None
     # A text with fewer brackets cannot be deeper.
     if text.count("[") + text.count("{") > MOST_LEVELS:
         check_levels(value)
@@ -101,11 +102,7 @@ def check_levels(value: Any) -> None:
         layer = [part for parts in held for part in parts if isinstance(part, dict | list | tuple)]
         if not layer:
             return
-    raise too_deep()
-
-
-def too_deep() -> ValueError:
-    return ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+    raise ValueError(TOO_DEEP)
 
 
 def finite_float(text: str) -> float:
@@ -145,7 +142,7 @@ def check_events(text: str) -> None:
             anchors.append(event.anchor)
             counts.append(1)
             if len(counts) > MOST_LEVELS + 1:
-                raise too_deep()
+                raise ValueError(TOO_DEEP)
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, count = anchors.pop(), counts.pop()

@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 from braidrl.cluster.device_kinds import Cluster, read_cluster
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.plan.choices import Choice, Sets
+from braidrl.plan.choices import Choice, Choices
 from braidrl.plan.problem import Problem
 from braidrl.plan.search import Plan, Search, fixed, halves
 from braidrl.plan.work import Lengths
@@ -123,8 +123,9 @@ def predict(run: dict[str, Any], folders: dict[str, Path]) -> tuple[float, dict[
         if plan is None:
             return math.nan, {}
         return plan.seconds, {name: round(float(cost.seconds), 1) for name, cost in plan.costs.items()}
-    engines = Sets(problem, allowed, "generate").of_set(("actor",), group, run["apart"])
-    models = Sets(problem, allowed, "model").of_set(roles, group, group.size - run["apart"])
+    choices = Choices(problem, allowed)
+    engines = choices.of_set(("actor",), group, run["apart"], "generate")
+    models = choices.of_set(roles, group, group.size - run["apart"], "model")
     assert engines is not None and models is not None, run["name"]
     costs = {name: round(float(cost.seconds), 1) for name, cost in {**engines.costs, **models.costs}.items()}
     # One step off: generation overlaps with training.

@@ -8,37 +8,22 @@ index   1 0 1 0 0      the same, counted from 0
 An earlier stage may write `statistics_mask` (B,): rows with 0 are excluded from their group's statistics and get the advantage 0.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from braidrl.algorithms.registry import Needs, advantages, selections
 
 
-@dataclass(frozen=True, eq=False)
 class Groups:
-    """The groups of some rows: `numbers` (K,) are the group numbers, ascending; `index` (B,) is each row's position among them."""
+    """The groups of some rows: their numbers (K,), ascending, and sizes (K,); `index` (B,) is each row's position among them."""
 
-    numbers: Tensor
-    index: Tensor
-
-    @staticmethod
-    def of(group: Tensor) -> "Groups":
-        """Return the groups of rows with the group numbers `group` (B,) int64."""
-        numbers, index = torch.unique(group, return_inverse=True)
-        return Groups(numbers, index)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def __init__(self, group: Tensor) -> None:
+        """Find the groups of rows with the group numbers `group` (B,) int64."""
+        self.numbers, self.index, self.sizes = torch.unique(group, return_inverse=True, return_counts=True)
 
     def sums(self, per_row: Tensor) -> Tensor:
         """Return the sum of `per_row` (B,) in each group, (K,)."""
-        return per_row.new_zeros(len(self)).index_add(0, self.index, per_row)
-
-    def sizes(self) -> Tensor:
-        """Return the number of rows in each group, (K,) int64."""
-        return self.sums(torch.ones_like(self.index))
+        return per_row.new_zeros(len(self.numbers)).index_add(0, self.index, per_row)
 
     def means(self, per_row: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean of `per_row` (B,) in each group, (K,), weighted by `weights` (B,); 0 where the weights add up to 0."""
@@ -54,14 +39,10 @@ class Groups:
         """
         high = per_row if counted is None else per_row.masked_fill(~counted, -torch.inf)
         low = per_row if counted is None else per_row.masked_fill(~counted, torch.inf)
-        start = per_row.new_zeros(len(self))
+        start = per_row.new_zeros(len(self.numbers))
         highest = start.scatter_reduce(0, self.index, high, "amax", include_self=False)
         lowest = start.scatter_reduce(0, self.index, low, "amin", include_self=False)
         return highest > lowest
-
-    def spread(self, per_group: Tensor) -> Tensor:
-        """Repeat one number per group (K,) at each of its rows, (B,)."""
-        return per_group[self.index]
 
 
 # A single sample has no group to be compared with.
@@ -77,9 +58,9 @@ def counted_rows(like: Tensor, statistics_mask: Tensor | None) -> Tensor:
 
 def centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None) -> tuple[Tensor, Groups, Tensor]:
     """Return R − R̄ (B,) in float64, exactly 0 in a group of equal scores; the groups; and the rows that count, (B,) bool."""
-    groups, counted, scores = Groups.of(group), counted_rows(reward, statistics_mask), reward.double()
-    difference = scores - groups.spread(groups.means(scores, counted))
-    return difference * groups.spread(groups.varies(scores, counted)) * counted, groups, counted
+    groups, counted, scores = Groups(group), counted_rows(reward, statistics_mask), reward.double()
+    difference = scores - groups.means(scores, counted)[groups.index]
+    return difference * groups.varies(scores, counted)[groups.index] * counted, groups, counted
 
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
@@ -96,7 +77,7 @@ def group_normalized(
     difference, groups, counted = centered(reward, group, statistics_mask)
     freedom = (groups.sums(counted.double()) - 1).clamp(min=1)
     deviation = (groups.sums(difference**2) / freedom).sqrt()
-    return (difference / (groups.spread(deviation) + epsilon)).to(reward.dtype)
+    return (difference / (deviation[groups.index] + epsilon)).to(reward.dtype)
 
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
@@ -113,7 +94,7 @@ def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None 
     """
     difference, groups, counted = centered(reward, group, statistics_mask)
     size = groups.sums(counted.double())
-    return (difference * groups.spread(size / (size - 1).clamp(min=1))).to(reward.dtype)
+    return (difference * (size / (size - 1).clamp(min=1))[groups.index]).to(reward.dtype)
 
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
@@ -121,9 +102,9 @@ def optimal_baseline(
     reward: Tensor, action_tokens: Tensor, group: Tensor, statistics_mask: Tensor | None = None
 ) -> Tensor:
     """Return R − Σ l_j R_j / Σ l_j with the lengths l in action tokens as weights, (B,). OPO, arXiv 2505.23585."""
-    groups, counted, scores = Groups.of(group), counted_rows(reward, statistics_mask), reward.double()
-    baseline = groups.spread(groups.means(scores, action_tokens * counted))
-    varies = groups.spread(groups.varies(scores, counted))
+    groups, counted, scores = Groups(group), counted_rows(reward, statistics_mask), reward.double()
+    baseline = groups.means(scores, action_tokens * counted)[groups.index]
+    varies = groups.varies(scores, counted)[groups.index]
     return ((scores - baseline) * varies * counted).to(reward.dtype)
 
 
@@ -137,7 +118,7 @@ def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
 def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
     """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
     difference, groups, counted = centered(correct, group, statistics_mask)
-    mean = groups.spread(groups.means(correct.double(), counted))
+    mean = groups.means(correct.double(), counted)[groups.index]
     return (difference / mean.masked_fill(mean == 0, 1)).to(floating(correct))
 
 
@@ -159,17 +140,16 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
     Raises:
         ValueError: A group has fewer than k samples.
     """
-    groups, counted = Groups.of(group), counted_rows(correct, statistics_mask)
+    groups, counted = Groups(group), counted_rows(correct, statistics_mask)
     n = groups.sums(counted.double())
     wrong = groups.sums((counted & (correct <= 0)).double())
     if bool(((n < k) & (n > 0)).any()):
         raise ValueError(f"pass_at_k with k={k} needs at least {k} samples per prompt, a group has {int(n.min())}")
-    all_wrong = subset_share(wrong, n, k)
-    deviation = (all_wrong * (1 - all_wrong)).sqrt()
-    right = all_wrong
-    of_wrong = all_wrong - subset_share(wrong - 1, n - 1, k - 1)
+    of_right = subset_share(wrong, n, k)
+    of_wrong = of_right - subset_share(wrong - 1, n - 1, k - 1)
+    deviation = (of_right * (1 - of_right)).sqrt()
     scale = torch.where(deviation > 0, 1 / deviation.masked_fill(deviation == 0, 1), 0.0)
-    of_row = torch.where(correct > 0, groups.spread(right * scale), groups.spread(of_wrong * scale))
+    of_row = torch.where(correct > 0, (of_right * scale)[groups.index], (of_wrong * scale)[groups.index])
     return (of_row * counted).to(floating(correct))
 
 
@@ -198,14 +178,14 @@ def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
 
     Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
     """
-    groups = Groups.of(group)
+    groups = Groups(group)
     right = groups.sums((correct > 0).long())
     dropped = dict.fromkeys(groups.numbers[right == 0].tolist(), "all wrong")
-    return dropped | dict.fromkeys(groups.numbers[right == groups.sizes()].tolist(), "all correct")
+    return dropped | dict.fromkeys(groups.numbers[right == groups.sizes].tolist(), "all correct")
 
 
 @selections.register(scope="group", needs=Needs(group_size=2))
 def informative_rewards(reward: Tensor, group: Tensor) -> dict[int, str]:
     """Drop groups whose rewards (B,) are all equal, for graded rewards without right and wrong."""
-    groups = Groups.of(group)
+    groups = Groups(group)
     return dict.fromkeys(groups.numbers[~groups.varies(reward)].tolist(), "all rewards equal")

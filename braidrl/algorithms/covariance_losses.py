@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.kl import estimate, ratio
-from braidrl.algorithms.policy_losses import CLIP, Metrics, clip_metrics, clipped_surrogate, kl_metrics, stopped
+from braidrl.algorithms.policy_losses import CLIP, Metrics, clipped_surrogate, kl_metrics
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, divergences, losses, shapes
 
@@ -34,9 +34,8 @@ def clip_cov(
         high: Largest increase of a ratio above 1.
     """
     r = ratio(log_probs, old_log_probs)
-    metrics = clip_metrics(*stopped(r, advantages, low, high), log_probs, old_log_probs)
-    metrics["covariance_fraction"] = high_covariance
-    return clipped_surrogate(r, advantages, low, high) * (1 - high_covariance), metrics
+    loss, metrics = clipped_surrogate(r, advantages, low, high, log_probs, old_log_probs)
+    return loss * (1 - high_covariance), metrics | {"covariance_fraction": high_covariance}
 
 
 @losses.register(needs=Needs({"coef": (0, 1e6)}, {"estimator": divergences}))
@@ -98,29 +97,21 @@ def covariance(
     return rollout_log_probs.with_values(product.to(rollout_log_probs.values.dtype))
 
 
-def bin_of(values: Tensor) -> Tensor:
-    """Return the bin of each covariance (N,), int64: 0 for all at or below SMALLEST."""
-    low, high = math.log10(SMALLEST), math.log10(LARGEST)
-    edges = torch.logspace(low, high, BINS, dtype=torch.float64, device=values.device)
-    return torch.bucketize(values.double(), edges)
+def bins_within(values: Tensor, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
+    """Return the bin of each covariance (N,), int64, 0 for all at or below SMALLEST; and True for those in (low, high), (N,) bool."""
+    edges = torch.logspace(math.log10(SMALLEST), math.log10(LARGEST), BINS, dtype=torch.float64, device=values.device)
+    within = torch.ones_like(values, dtype=torch.bool) if low is None else values > low
+    return torch.bucketize(values.double(), edges), within if high is None else within & (values < high)
 
 
 def covariance_histogram(
     covariance: Ragged, *, fraction: float, low: float | None = None, high: float | None = None
 ) -> dict[str, Tensor]:
     """Count the tokens per bin among those within bounds, and all tokens."""
-    within = in_bounds(covariance.values, low, high)
+    bins, within = bins_within(covariance.values, low, high)
     counts = torch.zeros(BINS + 1, dtype=torch.int64, device=within.device)
-    return {
-        "histogram": counts.index_add(0, bin_of(covariance.values), within.long()),
-        "tokens": torch.ones_like(within, dtype=torch.int64).sum(),
-    }
-
-
-def in_bounds(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return True for covariances in (low, high), (N,) bool."""
-    within = torch.ones_like(values, dtype=torch.bool) if low is None else values > low
-    return within if high is None else within & (values < high)
+    tokens = torch.ones_like(within, dtype=torch.int64).sum()
+    return {"histogram": counts.index_add(0, bins, within.long()), "tokens": tokens}
 
 
 @shapes.register(
@@ -145,5 +136,5 @@ def highest_covariance(
     from_top = totals["histogram"].flip(0).cumsum(0).flip(0)
     wanted = (totals["tokens"] * fraction).clamp(min=1).ceil()
     lowest_bin = (from_top >= wanted).sum().clamp(min=2) - 1
-    chosen = (bin_of(covariance.values) >= lowest_bin) & in_bounds(covariance.values, low, high)
-    return covariance.with_values(chosen.to(covariance.values.dtype))
+    bins, within = bins_within(covariance.values, low, high)
+    return covariance.with_values(((bins >= lowest_bin) & within).to(covariance.values.dtype))

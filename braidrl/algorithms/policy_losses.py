@@ -32,8 +32,7 @@ def clip(
         dual: The c of dual clip, above 1.
     """
     r = ratio(log_probs, old_log_probs)
-    loss = clipped_surrogate(r, advantages, low, high)
-    metrics = clip_metrics(*stopped(r, advantages, low, high), log_probs, old_log_probs)
+    loss, metrics = clipped_surrogate(r, advantages, low, high, log_probs, old_log_probs)
     if dual is not None:
         bound = -dual * advantages
         metrics["clip_fraction_dual"] = ((advantages < 0) & (loss > bound)).to(loss.dtype)
@@ -41,14 +40,13 @@ def clip(
     return loss, metrics
 
 
-def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return −min(r·A, clip(r, 1 − low, 1 + high)·A), (N,)."""
-    return -torch.minimum(r * advantages, r.clamp(1 - low, 1 + high) * advantages)
-
-
-def stopped(r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return masks of the tokens without gradient: clipped from above, and clipped from below, (N,) bool each."""
-    return (advantages > 0) & (r > 1 + high), (advantages < 0) & (r < 1 - low)
+def clipped_surrogate(
+    r: Tensor, advantages: Tensor, low: float, high: float, log_probs: Tensor, old_log_probs: Tensor
+) -> tuple[Tensor, Metrics]:
+    """Return −min(r·A, clip(r, 1 − low, 1 + high)·A), (N,), with its metrics; a clipped token has no gradient."""
+    above, below = (advantages > 0) & (r > 1 + high), (advantages < 0) & (r < 1 - low)
+    loss = -torch.minimum(r * advantages, r.clamp(1 - low, 1 + high) * advantages)
+    return loss, clip_metrics(above, below, log_probs, old_log_probs)
 
 
 def clip_metrics(above: Tensor, below: Tensor, log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
@@ -144,9 +142,8 @@ def decoupled(
     over = w > cap
     weight = w.clamp(max=cap) if over_cap == "clamp" else w.masked_fill(over, 0)
     u = ratio(log_probs, old_log_probs)
-    metrics = clip_metrics(*stopped(u, advantages, low, high), log_probs, old_log_probs)
-    metrics |= {"ratio": w, "ratio_squared": w**2, "cut_fraction": over.to(w.dtype)}
-    return weight * clipped_surrogate(u, advantages, low, high), metrics
+    loss, metrics = clipped_surrogate(u, advantages, low, high, log_probs, old_log_probs)
+    return weight * loss, metrics | {"ratio": w, "ratio_squared": w**2, "cut_fraction": over.to(w.dtype)}
 
 
 @losses.register()

@@ -57,8 +57,8 @@ def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Te
         reward: R, (B,).
         group: Number of each row's prompt, (B,) int64.
     """
-    groups = Groups.of(group)
-    right, size, equal = groups.sums((correct > 0).long()), groups.sizes(), ~groups.varies(reward)
+    groups = Groups(group)
+    right, size, equal = groups.sums((correct > 0).long()), groups.sizes, ~groups.varies(reward)
     return {
         "all_correct_fraction": share_of((right == size) & equal),
         "all_wrong_fraction": share_of((right == 0) & equal),
@@ -73,8 +73,8 @@ def share_of(chosen: Tensor) -> Tensor:
 
 def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:
     """Return the mean over prompts of the share of right samples: avg@k for groups of k."""
-    groups = Groups.of(group)
-    return groups.means(correct.double()).sum() / max(len(groups), 1)
+    groups = Groups(group)
+    return groups.means(correct.double()).sum() / max(len(groups.sizes), 1)
 
 
 def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
@@ -86,12 +86,12 @@ def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
     Raises:
         ValueError: A group has fewer than k samples.
     """
-    groups = Groups.of(group)
-    sizes = groups.sizes()
+    groups = Groups(group)
+    sizes = groups.sizes
     if bool((sizes < k).any()):
         raise ValueError(f"pass@{k} needs at least {k} samples per prompt, a group has {int(sizes.min())}")
     wrong = sizes - groups.sums((correct > 0).long())
-    return (1 - subset_share(wrong.double(), sizes.double(), k)).sum() / max(len(groups), 1)
+    return (1 - subset_share(wrong.double(), sizes.double(), k)).sum() / max(len(sizes), 1)
 
 
 def reflection_counts(responses: Sequence[str], phrases: Sequence[str]) -> Tensor:

@@ -34,13 +34,15 @@ def hashed(*keys: Key) -> Tensor:
             key = key.to(torch.int64)
             # A state that is still a Python number needs no device.
             state = _mix_tensor((key ^ (_signed(state) if isinstance(state, int) else state)).add_(_signed(INCREMENT)))
-        elif isinstance(state, int):
-            x = (state ^ _number(key)) + INCREMENT & MASK
+            continue
+        number = key_of(key) if isinstance(key, str) else key & MASK
+        if isinstance(state, int):
+            x = (state ^ number) + INCREMENT & MASK
             x = (x ^ (x >> 30)) * MULTIPLIER_1 & MASK
             x = (x ^ (x >> 27)) * MULTIPLIER_2 & MASK
             state = x ^ (x >> 31)
         else:
-            state = _mix_tensor((state ^ _signed(_number(key))).add_(_signed(INCREMENT)))
+            state = _mix_tensor((state ^ _signed(number)).add_(_signed(INCREMENT)))
     return torch.tensor(_signed(state)) if isinstance(state, int) else state
 
 
@@ -78,10 +80,6 @@ def permutation(seed: Key | tuple[Key, ...], n: int) -> Tensor:
 def key_of(text: str) -> int:
     """Hash a text to a 64-bit key, the same in every process and release."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
-def _number(key: int | str) -> int:
-    return key_of(key) if isinstance(key, str) else key & MASK
 
 
 def _signed(bits: int) -> int:

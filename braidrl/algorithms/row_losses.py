@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.kl import LOG_RATIO_LIMIT
-from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surrogate, stopped
+from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surrogate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, losses
 
@@ -37,8 +37,7 @@ def gspo(
     rows = Ragged((log_probs - old_log_probs).detach(), offsets)
     mean = rows.spread(rows.row_means())
     s = (mean + log_probs - log_probs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    metrics = clip_metrics(*stopped(s, advantages, low, high), log_probs, old_log_probs)
-    return clipped_surrogate(s, advantages, low, high), metrics
+    return clipped_surrogate(s, advantages, low, high, log_probs, old_log_probs)
 
 
 @losses.register(needs=Needs({"low": (0, 100), "high": (0, 100)}, aggregations=ROWS))
@@ -69,15 +68,15 @@ PAIRS = Needs(group_size=2, whole_groups=True, aggregations=("seq-mean-token-mea
 
 def pair_loss(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor, Metrics]:
     """Return −log σ(score of the chosen − score of the rejected) at each row, (B,), and metrics, (B,) each."""
-    groups = Groups.of(group)
+    groups = Groups(group)
     chosen = sample == 0
     if bool((groups.sums(chosen.long()) != 1).any() | (groups.sums((sample == 1).long()) != 1).any()):
         raise ValueError(
             "a preference pair has sample 0, the chosen response, and sample 1, the rejected one, in one micro-batch"
         )
-    if len(group) != 2 * len(groups):
+    if len(group) != 2 * len(groups.numbers):
         raise ValueError("a preference pair has two samples, there are groups with more")
-    margin = groups.spread(groups.sums(torch.where(chosen, scores, -scores)))
+    margin = groups.sums(torch.where(chosen, scores, -scores))[groups.index]
     shown = scores.detach()
     return -logsigmoid(margin), {
         "accuracy": (margin.detach() > 0).to(shown.dtype),

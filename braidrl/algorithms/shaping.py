@@ -8,7 +8,7 @@ from torch import Tensor
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, divergences, shapes
-from braidrl.algorithms.token_advantages import at_row_end, same_for_rows, sums_to_go
+from braidrl.algorithms.token_advantages import at_row_end, sums_to_go
 
 KL = Needs({"coef": (0, 1e6)}, {"estimator": divergences})
 
@@ -102,7 +102,7 @@ def advantage_kl_penalty(
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
-    to_go = sums_to_go(kl, same_for_rows(kl, 1.0)).values
+    to_go = sums_to_go(kl, 1.0).values
     return policy.with_values(policy.spread(advantage).to(to_go.dtype) - coef * to_go)
 
 

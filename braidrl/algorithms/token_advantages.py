@@ -25,38 +25,31 @@ def at_row_end(per_row: Tensor, rows: Ragged) -> Ragged:
     return rows.with_values(rows.spread(per_row) * is_row_end(rows))
 
 
-def sums_to_go(rows: Ragged, decay: Tensor) -> Ragged:
-    """Return x_t + d·x_{t+1} + d²·x_{t+2} + ... to the row's end, with a decay d per row (B,).
+def sums_to_go(rows: Ragged, decay: Tensor | float) -> Ragged:
+    """Return x_t + d·x_{t+1} + d²·x_{t+2} + ... to the row's end, with one decay d, or one per row (B,).
 
     Rows are aligned at their ends, so that the loop has one step per position of the longest row and not one per token.
     """
     row, lengths = rows.row_ids(), rows.lengths
+    decay_B = decay.to(rows.values) if isinstance(decay, Tensor) else rows.values.new_full((len(rows),), decay)
     from_end = rows.spread(rows.offsets[1:]) - 1 - torch.arange(len(row), device=row.device)
     longest = int(lengths.max()) if len(rows) else 0
     sums_TB = rows.values.new_zeros((longest, len(rows)))
     sums_TB[from_end, row] = rows.values
     for position in range(1, longest):
-        sums_TB[position].addcmul_(sums_TB[position - 1], decay)
+        sums_TB[position].addcmul_(sums_TB[position - 1], decay_B)
     return rows.with_values(sums_TB[from_end, row])
 
 
-def same_for_rows(rows: Ragged, number: float) -> Tensor:
-    """Repeat a number for every row, (B,), with the dtype and device of the values."""
-    return rows.values.new_full((len(rows),), number)
+def residuals(values: Ragged, reward: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
+    """Return δ_t = r_t + γ·V_{t+1} − V_t; V after the row's last action token is 0.
 
-
-def residuals(values: Ragged, rewards: Ragged, gamma: float) -> Ragged:
-    """Return δ_t = r_t + γ·V_{t+1} − V_t; V after the row's last action token is 0."""
+    r are the `token_rewards`, or the row's `reward` (B,) at its last action token.
+    """
     v = values.values
+    rewards = at_row_end(reward.to(v.dtype), values) if token_rewards is None else token_rewards
     following = torch.cat([v[1:], v.new_zeros(min(len(v), 1))]) * ~is_row_end(values)
     return values.with_values(rewards.values.to(v.dtype) + gamma * following - v)
-
-
-def rewards_of_tokens(reward: Tensor, token_rewards: Ragged | None, like: Ragged) -> Ragged:
-    """Return the rewards per action token: `token_rewards`, or the row's `reward` (B,) at its last action token."""
-    if token_rewards is not None:
-        return token_rewards
-    return at_row_end(reward.to(like.values.dtype), like)
 
 
 @advantages.register(writes=["advantages", "returns"], needs=DISCOUNTS)
@@ -72,8 +65,8 @@ def gae(
         gamma: Discount per action token.
         lam: λ: 0 looks one token ahead, 1 looks to the end of the row.
     """
-    delta = residuals(values, rewards_of_tokens(reward, token_rewards, values), gamma)
-    result = sums_to_go(delta, same_for_rows(values, gamma * lam))
+    delta = residuals(values, reward, token_rewards, gamma)
+    result = sums_to_go(delta, gamma * lam)
     return result, values.with_values(result.values + values.values)
 
 
@@ -95,16 +88,12 @@ def decoupled_gae(
         lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
         alpha: See `lam_actor`.
     """
-    delta = residuals(values, rewards_of_tokens(reward, token_rewards, values), gamma)
-    lam = actor_lambda(values.lengths, alpha) if lam_actor is None else same_for_rows(values, lam_actor)
-    result = sums_to_go(delta, (gamma * lam).to(values.values))
-    of_critic = sums_to_go(delta, same_for_rows(values, gamma * lam_critic))
+    delta = residuals(values, reward, token_rewards, gamma)
+    adaptive = (1 - 1 / (alpha * values.lengths.clamp(min=1).double())).clamp(0, 1)
+    lam = adaptive if lam_actor is None else values.values.new_full((), lam_actor)
+    result = sums_to_go(delta, gamma * lam)
+    of_critic = sums_to_go(delta, gamma * lam_critic)
     return result, values.with_values(of_critic.values + values.values)
-
-
-def actor_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """Return λ = 1 − 1/(alpha·l), clamped to [0, 1], for rows of `lengths` (B,) action tokens; (B,) float64."""
-    return (1 - 1 / (alpha * lengths.clamp(min=1).double())).clamp(0, 1)
 
 
 advantages.register(
@@ -156,8 +145,8 @@ def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged |
     """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) is given at the row's last one."""
     if token_rewards is None:
         empty = reward.new_zeros(int(action_tokens.sum()))
-        token_rewards = rewards_of_tokens(reward, None, Ragged.from_lengths(empty, action_tokens))
-    return sums_to_go(token_rewards, same_for_rows(token_rewards, gamma))
+        token_rewards = at_row_end(reward, Ragged.from_lengths(empty, action_tokens))
+    return sums_to_go(token_rewards, gamma)
 
 
 def return_sums(

@@ -308,10 +308,10 @@ def report(run: RunFolder) -> None:
 @app.command()
 def timeline(run: RunFolder) -> None:
     """Show busy and idle times of processes, in a table here and in RUN/timeline.html; RUN/timeline.json is for Perfetto."""
-    from braidrl.observe.timeline import busy_lines, write_timeline
+    from braidrl.observe.timeline import write_timeline
 
-    page, chrome = write_timeline(run)
-    for line in busy_lines(run):
+    page, chrome, lines = write_timeline(run)
+    for line in lines:
         typer.echo(line)
     typer.echo(f"{page}\n{chrome}")
 

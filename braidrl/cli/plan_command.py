@@ -169,10 +169,10 @@ def measured(config: Config, devices: str, file: Path, say: Callable[[str], obje
                 run.train()
             runs.append(run.folder)
         rates = calibrated(runs, devices, file)
-        for seen in (observe(run, read_cluster(devices)) for run in runs):
+        cluster = read_cluster(devices)
+        for seen in (observe(run, cluster) for run in runs):
             steps = list(seen.steps())
-            fitted = {read_cluster(devices).groups[0].kind: rates}
-            said = [predicted(replace(problem, rates=fitted)) for _, problem in steps]
+            said = [predicted(replace(problem, rates={cluster.groups[0].kind: rates})) for _, problem in steps]
             took = median(seen.step_seconds[step] for step, _ in steps)
             say(
                 f"{steps[0][1].rows} rows: {took:.3g} s a step, {median(plan.seconds for plan in said):.3g} s by the fitted rates"

@@ -133,7 +133,7 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
             raise UserError(explain(error)) from None
         lines = dict[str, str]()
         for found in error.errors():
-            lines.setdefault(".".join(map(str, keys_of(found))), explained(found, error))
+            lines.setdefault(".".join(map(str, keys_of(found))), explain(error, found))
         raise Problems(list(lines.values())) from None
 
 
@@ -159,17 +159,14 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             tree[last] = float(parsed)
 
 
-def explain(error: ValidationError) -> str:
-    return explained(error.errors()[0], error)
-
-
 def keys_of(found: Any) -> tuple[int | str, ...]:
     """Return the keys of an invalid value, without the names of union members that pydantic adds."""
     return tuple(part for part in found["loc"] if not re.search(r"[\[(<]|^(str|int|float|bool)$", str(part)))
 
 
-def explained(first: Any, error: ValidationError) -> str:
-    """Build a message of one line for one of pydantic's errors."""
+def explain(error: ValidationError, one: Any = None) -> str:
+    """Build a message of one line for one of pydantic's errors, by default the first."""
+    first = error.errors()[0] if one is None else one
     keys = keys_of(first)
     place = shown(".".join(map(str, keys))).strip("'")
     if first["type"] == "extra_forbidden":

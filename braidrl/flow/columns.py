@@ -66,28 +66,24 @@ def resolve_columns(stages: Sequence[Stage]) -> Inputs:
 
 
 def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) -> list[str]:
-    """Return the columns that a stage reads, given those written before it. Raises UserError for a missing one."""
+    """Return the columns that a stage reads, given those written before it.
+
+    Raises UserError for a missing one: its writer comes later, or there is none.
+    """
     signature = stage.signature
-    for name in signature.reads:
-        if name not in latest:
-            raise UserError(missing_column(stage, (name,), latest, later))
     names = [*signature.reads, *(name for name in signature.optional if name in latest)]
-    for choices in signature.one_of:
+    for choices in [*((name,) for name in signature.reads), *signature.one_of]:
         found = next((name for name in choices if name in latest), None)
-        if found is None:
-            raise UserError(missing_column(stage, choices, latest, later))
-        names.append(found)
+        if found is not None:
+            names.append(found)
+            continue
+        reads = f"stage {stage.name} reads {' or '.join(map(repr, choices))}, which"
+        writer = next((other.name for other in later if set(choices) & set(other.writes)), None)
+        if writer:
+            raise UserError(f"{reads} {writer} writes later; move {writer} before {stage.name}")
+        known = {*latest, *(name for other in later for name in other.writes)} - set(ADMITTED_IF_GIVEN)
+        raise UserError(f"{reads} no earlier stage writes. {suggest(choices[-1], known)}")
     return list(dict.fromkeys(names))
-
-
-def missing_column(stage: Stage, names: Sequence[str], latest: Mapping[str, str], later: Sequence[Stage]) -> str:
-    """Build the error message for missing columns: their writer comes later, or there is none."""
-    reads = f"stage {stage.name} reads {' or '.join(repr(name) for name in names)}, which"
-    writer = next((s.name for s in later if set(names) & set(s.writes)), None)
-    if writer:
-        return f"{reads} {writer} writes later; move {writer} before {stage.name}"
-    known = {*latest, *(name for s in later for name in s.writes)} - set(ADMITTED_IF_GIVEN)
-    return f"{reads} no earlier stage writes. {suggest(names[-1], known)}"
 
 
 def version_numbers(stages: Sequence[Stage]) -> dict[ColumnVersion, int]:

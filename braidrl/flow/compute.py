@@ -14,7 +14,7 @@ from torch import Tensor
 
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Scope, Stage
-from braidrl.flow.lookup import compute_entry
+from braidrl.flow.signatures import compute_entry
 
 State = dict[str, float]
 

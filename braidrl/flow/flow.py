@@ -20,7 +20,7 @@ from braidrl.flow.columns import (
     serial_order,
     unique_names,
 )
-from braidrl.flow.lookup import entry_of
+from braidrl.flow.signatures import entry_of
 from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage
 
@@ -187,7 +187,16 @@ def serial_chain(flow: Flow) -> tuple[Stage, ...]:
 
     The stages up to a `select` stay in front: they run in waves, the others once.
     """
-    before = constraints(flow)
+    # A column's next version overwrites the last, so that its readers come before.
+    before: dict[str, set[str]] = {stage.name: set() for stage in flow.stages}
+    for edge in flow.edges:
+        if edge.source != ADMISSION:
+            before[edge.target].add(edge.source)
+    for i, stage in enumerate(flow.stages):
+        read = {column.name for column in flow.inputs[stage.name]}
+        for later in flow.stages[i + 1 :]:
+            if read & set(later.writes):
+                before[later.name].add(stage.name)
     segment = {stage.name for stage in flow.sampling_segment}
     waiting = list(flow.stages)
     chain: list[Stage] = []
@@ -201,20 +210,6 @@ def serial_chain(flow: Flow) -> tuple[Stage, ...]:
         waiting.remove(chosen)
         chain.append(chosen)
     return tuple(chain)
-
-
-def constraints(flow: Flow) -> dict[str, set[str]]:
-    """Return, for each stage, those that must run before it if a column's next version overwrites the last."""
-    before: dict[str, set[str]] = {stage.name: set() for stage in flow.stages}
-    for edge in flow.edges:
-        if edge.source != ADMISSION:
-            before[edge.target].add(edge.source)
-    for i, stage in enumerate(flow.stages):
-        read = {column.name for column in flow.inputs[stage.name]}
-        for later in flow.stages[i + 1 :]:
-            if read & set(later.writes):
-                before[later.name].add(stage.name)
-    return before
 
 
 def parallel_groups(flow: Flow) -> tuple[tuple[Stage, ...], ...]:

@@ -14,7 +14,7 @@ stages overlap, `groups_wanted` admits groups ahead of the waves; this never cha
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -166,12 +166,23 @@ class GroupSelector:
     def needless(self, decided: Mapping[int, bool]) -> list[int]:
         """Return the undecided groups that cannot be in the batch any more, given that those in `decided` are kept or not.
 
-        It returns none if surplus is kept, because then every group is used.
+            groups   0 kept   1 dropped   2 kept   3 ...   4 ...      target 2: 0 and 2 are the batch, and 3 and 4 are needless
+
+        A group is needless only if all groups before it are decided and enough of them are kept. There are none if surplus is kept,
+        because then every group is used.
         """
         if self.surplus == "keep":
             return []
         known = {group: verdict.reason is None for group, verdict in self.verdicts.items()}
-        return groups_to_abort(self.pending, {**dict.fromkeys(self.waiting, True), **known, **decided}, self.target)
+        kept_of = {**dict.fromkeys(self.waiting, True), **known, **decided}
+        kept, left = 0, sorted(set(self.pending) - kept_of.keys())
+        for group in sorted({*left, *kept_of}):
+            if group not in kept_of:
+                return []
+            kept += kept_of[group]
+            if kept == self.target:
+                return [later for later in left if later > group]
+        return []
 
     def admit(self, groups: Sequence[int]) -> None:
         """Record admitted groups. Raises ValueError unless their numbers increase."""
@@ -238,7 +249,8 @@ class GroupSelector:
                 reasons[group] = verdict.reason
         self._end(after, carried, returned)
         self.pending = sorted({*self.pending, *unfinished})
-        self.verdicts = {group: verdict for group, verdict in self.verdicts.items() if group not in unfinished}
+        for group in unfinished:
+            self.verdicts.pop(group, None)
         return Selection(
             groups, dict(Counter(reasons.values())), tuple(sorted(reasons)), tuple(after), tuple(carried),
             tuple(returned),
@@ -348,25 +360,6 @@ class GroupSelector:
                     "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
                     f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{graded}"
                 )
-
-
-def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wanted: int) -> list[int]:
-    """Return the groups in progress that cannot be in the batch any more, ascending.
-
-    groups   0 kept   1 dropped   2 kept   3 ...   4 ...      wanted=2: 0 and 2 are the batch, so that 3 and 4 may be aborted
-
-    `decided` maps each finished group to True if it is kept. The batch is the first `wanted` kept groups by number. A group may be
-    aborted only if all groups before it are decided and enough of them are kept.
-    """
-    left = sorted(set(under_way) - decided.keys())
-    kept = 0
-    for group in sorted({*left, *decided}):
-        if group not in decided:
-            return []
-        kept += decided[group]
-        if kept == wanted:
-            return [later for later in left if later > group]
-    return []
 
 
 GRADED = (

@@ -1,18 +1,20 @@
-"""Signatures of a role's stages: columns read and written, by type. A function's keyword parameters are the type's parameters in YAML.
+"""Registered functions by name, and the signatures of stages: the columns that each reads and writes, by type.
 
-A stage may also call a method of a user's class, `methods.py:Surprise.surprise`, registered with the columns that it reads and writes.
+A function's keyword parameters are the type's parameters in YAML. A stage may also call a method of a user's class,
+`methods.py:Surprise.surprise`, registered with the columns that it reads and writes.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import braidrl.algorithms.library  # noqa: F401  (registers what comes with Braid)
 from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Entry, Registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.lookup import entry_of
 from braidrl.flow.stage import Kind, Scope, Signature
-from braidrl.importing import import_function
+from braidrl.importing import LOADED_FROM_FILE, import_function
 
 SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
 GENERATED = (
@@ -37,84 +39,90 @@ CHOICES: dict[str, Registry] = {
 }
 # Log-probs that a policy's update reads if they exist, to report the divergence from them.
 MONITORED = ("rollout_log_probs", "ref_log_probs")
+FAMILIES: dict[str, Registry] = {
+    "advantage": registry.advantages,
+    "shape": registry.shapes,
+    "select": registry.selections,
+    "data": registry.responses,
+}
+"""Families of the functions of compute and select stages."""
 OLD = ("recompute", "rollout", "self")
+ROLE_TYPES: dict[str, tuple[str, ...]] = {
+    "generate": ("into", "greedy", "temperature", "top_p", "top_k", "purpose", "environment"),
+    "verify": ("correct_score", "wrong_score", "weight", "of"),
+    "score": ("weight", "of"),
+    "log_probs": (),
+    "values": (),
+    "update": (
+        "loss", "aggregate", "old", "kl", "entropy_coef", "correction", "source", "decay", "ptx_coef", "positive_coef",
+    ),
+}  # fmt: skip
+"""The types of a role's stages, the methods of `Role`, with their parameters."""
 # Parameters of losses that the training pass itself computes: they are not columns.
 COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "group_tokens")
 
 
-def generate(
-    role: str, into: str | None = None, greedy: bool = False, temperature: float | None = None,
-    top_p: float | None = None, top_k: int | None = None, purpose: str = "train", environment: str | None = None,
-) -> Signature:  # fmt: skip
-    """Return the signature of `Role.generate`; with an environment, the score and the reward come from it."""
-    if into is not None and not into.isidentifier():
-        raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
-    writes = GENERATED if environment is None else PLAYED
-    return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), in_namespace(into, (*writes, *COUNTED)))
+def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature:
+    """Return the signature of a role's stage. Raises UserError for an unknown or invalid parameter.
 
-
-def verify(
-    role: str, correct_score: float | None = None, wrong_score: float | None = None, weight: float = 1.0,
-    of: str | None = None,
-) -> Signature:  # fmt: skip
-    """Return the signature of `Role.verify`: `correct`, and scores that are added to `score` and `reward`."""
-    reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
-    writes = in_namespace(of, ("score", "correct", "reward"))
-    return Signature(Kind.COMPUTE, reads, writes, optional=in_namespace(of, SUMMED))
-
-
-def score(role: str, weight: float | None = None, of: str | None = None) -> Signature:
-    """Return the signature of `Role.score`: the column `<role>_score`, added to `score` and `reward` times `weight`.
-
-    Without a weight, the role `reward` has weight 1. The score of any other role is then not a reward: its column is named as the role.
+    generate   a trajectory; with an environment, the score and the reward come from it
+    verify     `correct`, and scores that are added to `score` and `reward`
+    score      `<role>_score`, added to `score` and `reward` times its weight; if it is no reward, a column with the role's name
+    log_probs  log-probabilities of the action tokens under the role's weights
+    values     one value per action token
     """
-    reads = in_namespace(of, SEQUENCE)
-    if not is_reward(role, weight):
-        return Signature(Kind.INFER, reads, in_namespace(of, (role,)))
-    writes = in_namespace(of, (f"{role}_score", *SUMMED))
-    return Signature(Kind.INFER, reads, writes, optional=in_namespace(of, SUMMED))
+    for name in params:
+        if name not in ROLE_TYPES[type]:
+            raise UserError(f"{role}.{type} has no parameter {name!r}. {suggest(name, ROLE_TYPES[type])}")
+    if type == "update":
+        return update_signature(role, params)
+    if type == "generate":
+        into = params.get("into")
+        if into is not None and not into.isidentifier():
+            raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
+        writes = in_namespace(into, (*(PLAYED if "environment" in params else GENERATED), *COUNTED))
+        return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), writes)
+    of = params.get("of")
+    if type == "verify":
+        reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
+        return Signature(
+            Kind.COMPUTE, reads, in_namespace(of, ("score", "correct", "reward")), in_namespace(of, SUMMED)
+        )
+    if type == "score" and is_reward(role, params.get("weight")):
+        writes = in_namespace(of, (f"{role}_score", *SUMMED))
+        return Signature(Kind.INFER, in_namespace(of, SEQUENCE), writes, in_namespace(of, SUMMED))
+    columns = {
+        "score": role, "log_probs": LOG_PROBS.get(role, f"{role}_log_probs"), "values": VALUES.get(role, f"{role}_values"),
+    }  # fmt: skip
+    return Signature(Kind.INFER, in_namespace(of, SEQUENCE), in_namespace(of, (columns[type],)))
 
 
 def is_reward(role: str, weight: float | None) -> bool:
-    """Return True if a role's score is part of the reward."""
+    """Return True if a role's score is part of the reward: by default only that of the role `reward`."""
     return role == "reward" or weight is not None
 
 
-def log_probs(role: str) -> Signature:
-    """Return the signature of `Role.log_probs`: log-probabilities of the action tokens under the role's weights."""
-    return Signature(Kind.INFER, SEQUENCE, (LOG_PROBS.get(role, f"{role}_log_probs"),))
-
-
-def values(role: str) -> Signature:
-    """Return the signature of `Role.values`: one value per action token."""
-    return Signature(Kind.INFER, SEQUENCE, (VALUES.get(role, f"{role}_values"),))
-
-
-def update(
-    role: str, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] = "token-mean",
-    old: str | None = None, kl: Mapping[str, Any] | None = None, entropy_coef: float = 0.0,
-    correction: Mapping[str, Any] | None = None, source: str | None = None, decay: float = 0.0, ptx_coef: float = 0.0,
-    positive_coef: float = 0.0,
-) -> Signature:  # fmt: skip
-    """Return the signature of `Role.update`: one pass over the batch in `rows_per_update` steps, or a copy of weights."""
-    if source is not None:
-        if loss is not None:
+def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
+    """Return the signature of an update: one pass over the batch in `rows_per_update` steps, or a copy of weights."""
+    if "source" in params:
+        if "loss" in params:
             raise UserError(f"{role}.update takes a loss or a source, not both")
         return Signature(Kind.TRAIN)
-    if loss is None:
+    if "loss" not in params:
         raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
-    chosen = {"loss": loss, "aggregate": aggregate, "kl": kl, "correction": correction}
-    entries = {name: chosen_entry(role, name, choice) for name, choice in chosen.items() if choice is not None}
+    chosen = {"aggregate": "token-mean", **params}
+    entries = {name: chosen_entry(role, name, chosen[name]) for name in CHOICES if name in chosen}
     try:
         entries["loss"].check_aggregation(entries["aggregate"].name)
     except ValueError as error:
         raise UserError(f"{role}.update: {error}") from None
     if "correction" in entries and entries["loss"].needs.weighs_rollout:
         raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
-    likelihood = {"ptx_tokens": ptx_coef, "correct": positive_coef}
+    likelihood = {"ptx_tokens": params.get("ptx_coef", 0.0), "correct": params.get("positive_coef", 0.0)}
     for column, coefficient in likelihood.items():
         if coefficient < 0:
             raise UserError(f"{role}.update: the likelihood's weight must be at least 0, got {coefficient} ({column})")
+    old = params.get("old")
     if old is not None and old not in OLD:
         raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
     reads, optional, computed = {column for column, weight in likelihood.items() if weight}, list[str](), set[str]()
@@ -177,22 +185,8 @@ def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Sig
     )  # fmt: skip
 
 
-def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature:
-    """Return the signature of a stage of a role. Raises UserError for an unknown parameter."""
-    known = [name for name in inspect.signature(ROLE_TYPES[type]).parameters if name != "role"]
-    for name in params:
-        if name not in known:
-            raise UserError(f"{role}.{type} has no parameter {name!r}. {suggest(name, known)}")
-    return ROLE_TYPES[type](role, **params)
-
-
 def in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{namespace}.{name}" for name in columns) if namespace else tuple(columns)
-
-
-ROLE_TYPES: dict[str, Callable[..., Signature]] = {
-    f.__name__: f for f in (generate, verify, score, log_probs, values, update)
-}
 
 
 def is_method(type: str, role: str | None) -> bool:
@@ -230,3 +224,56 @@ def method_signature(type: str, params: Mapping[str, Any]) -> Signature:
         if name not in parameters:
             raise UserError(f"{type} has no parameter {name!r}. {suggest(name, parameters)}")
     return Signature(Kind.INFER, registration.reads, registration.writes)
+
+
+def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
+    """Return the registered function of a compute or select stage's type. Raises UserError for an unknown type.
+
+    `also` are other valid types, for the hint in the message.
+    """
+    if ":" in type:
+        return by_function(type, *FAMILIES.values())
+    family, _, name = type.partition(".")
+    if family not in FAMILIES:
+        known = [*also, *(f"{f}.{n}" for f, registered in FAMILIES.items() for n in registered)]
+        raise UserError(f"no stage type is called {type!r}. {suggest(type, known)}")
+    return entry_of(FAMILIES[family], name)
+
+
+def entry_of(registered: Registry, name: str) -> Entry:
+    """Return the entry with a registered name or `module:function`. Raises UserError for an unknown name."""
+    if ":" in name:
+        return by_function(name, registered)
+    try:
+        return registered[name]
+    except KeyError as error:
+        raise UserError(str(error.args[0])) from None
+
+
+def by_function(name: str, *registries: Registry) -> Entry:
+    """Return the entry of the function `module:function`. Raises UserError if it is not registered in these registries."""
+    function = import_function(name)
+    found = [e for registered in registries for e in registered.entries.values() if e.function is function]
+    if not found:
+        families = " or ".join(registered.family for registered in registries)
+        raise UserError(f"{name} is no registered {families}; put the family's decorator above the function")
+    if len(found) > 1:
+        raise UserError(
+            f"{name} is registered as {' and '.join(e.name for e in found)}; give each a function of its own"
+        )
+    return found[0]
+
+
+def public_name(entry: Entry, name: str) -> str:
+    """Return `name` for a built-in function, and `module:function` or `file.py:function` for a user's function.
+
+    The Python and the YAML form are then equal, and another process can import the function.
+    """
+    module = sys.modules.get(entry.function.__module__)
+    if module is None or module.__name__.startswith("braidrl."):
+        return name
+    attribute = entry.function.__name__
+    if getattr(module, attribute, None) is not entry.function:
+        return name
+    by_file = module.__name__ == "__main__" or module.__name__.startswith(LOADED_FROM_FILE)
+    return f"{module.__file__ if by_file else module.__name__}:{attribute}"

@@ -3,7 +3,7 @@
 The Python form (`actor.generate()`, `advantage.gae(gamma=1.0)`) and the YAML form both end in `make_stage`, so both give equal stages.
 
 type                 signature comes from
-generate, update...  `signatures.ROLE_TYPES`
+generate, update...  `signatures.role_signature`
 advantage.gae ...    the function registered in braidrl.algorithms
 module:function      the user's registered function, or file.py:function
 module:Class.method  the user's registered method for the workers of a role
@@ -17,8 +17,18 @@ from typing import Any
 
 from braidrl.algorithms.registry import Registry
 from braidrl.errors import UserError
-from braidrl.flow.lookup import FAMILIES, compute_entry, entry_of, public_name
-from braidrl.flow.signatures import CHOICES, ROLE_TYPES, compute_signature, is_method, method_signature, role_signature
+from braidrl.flow.signatures import (
+    CHOICES,
+    FAMILIES,
+    ROLE_TYPES,
+    compute_entry,
+    compute_signature,
+    entry_of,
+    is_method,
+    method_signature,
+    public_name,
+    role_signature,
+)
 from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 
 

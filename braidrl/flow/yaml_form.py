@@ -69,12 +69,22 @@ class _Place:
 
 def from_yaml(source: str | Path) -> Flow:
     """Load a flow from a YAML text or a YAML file. Raises UserError, which names the file and the stage."""
+    text, place = str(source), _Place("flow", Path())
     if isinstance(source, Path) or source.endswith(SUFFIXES):
         path = Path(source)
         if not path.is_file():
             raise UserError(f"no flow file {path}")
-        return _read_flow(read_text(path), _Place(str(path), path.parent))
-    return _read_flow(source, _Place("flow", Path()))
+        text, place = read_text(path), _Place(str(path), path.parent)
+    tree = _mapping(parse_yaml(text, place.text, _Loader), FLOW_KEYS, place)
+    if not isinstance(tree.get("flow"), str):
+        raise place.error("the flow has no name, as in `flow: grpo`")
+    if not isinstance(tree.get("stages"), list):
+        raise place.error("the flow has no list of stages, as in `stages: [{role: actor, type: generate}]`")
+    stages = [_read_stage(stage, place, number) for number, stage in enumerate(tree["stages"], 1)]
+    try:
+        return Flow(tree["flow"], stages)
+    except UserError as error:
+        raise place.error(error) from None
 
 
 def to_yaml(flow: Flow) -> str:
@@ -91,19 +101,6 @@ def to_yaml(flow: Flow) -> str:
         stages.append({key: value for key, value in every.items() if value})
     tree = {"flow": flow.name, "stages": stages}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
-
-
-def _read_flow(text: str, place: _Place) -> Flow:
-    tree = _mapping(parse_yaml(text, place.text, _Loader), FLOW_KEYS, place)
-    if not isinstance(tree.get("flow"), str):
-        raise place.error("the flow has no name, as in `flow: grpo`")
-    if not isinstance(tree.get("stages"), list):
-        raise place.error("the flow has no list of stages, as in `stages: [{role: actor, type: generate}]`")
-    stages = [_read_stage(stage, place, number) for number, stage in enumerate(tree["stages"], 1)]
-    try:
-        return Flow(tree["flow"], stages)
-    except UserError as error:
-        raise place.error(error) from None
 
 
 def _read_stage(tree: Any, place: _Place, number: int) -> Stage:

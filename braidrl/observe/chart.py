@@ -1,4 +1,4 @@
-"""HTML pages from the templates of `assets`, which escape all values, and charts for plotly.js.
+"""The HTML templates of `assets`, which escape all values, and charts for plotly.js.
 
 A chart shows curves or stacked bars over steps.
 """
@@ -30,11 +30,6 @@ class Tile(NamedTuple):
     label: str
     value: str
     detail: str = ""
-
-
-def page(kind: str, name: str, **content: Any) -> str:
-    """Return a whole HTML document: the template `kind` with its values. The title names the kind and the run."""
-    return TEMPLATES.get_template(f"{kind}.html").render(kind=kind, name=name, **content)
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,11 @@ def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool =
             traces.append(curve | {"mode": "lines+markers" if len(one.numbers) <= DOTS_UP_TO else "lines"})
         else:
             # Many points are drawn faintly behind their moving mean.
-            smooth = moving_mean(one.values, max(2, len(one.values) // 30))
+            reach = max(2, len(one.values) // 30)
+            smooth = [
+                None if value is None else mean(one.values[max(0, i - reach) : i + reach + 1])
+                for i, value in enumerate(one.values)
+            ]
             traces += [curve | {"opacity": 0.32}, curve | {"y": smooth, "hoverinfo": "skip"}]
     return Chart(title, note, curves, traces, stacked)
 
@@ -99,13 +98,6 @@ def thinned(series: Series, most: int) -> Series:
     stretches = [slice(i, i + size) for i in range(0, len(series.steps), size)]
     middles = tuple(series.steps[s][len(series.steps[s]) // 2] for s in stretches)
     return Series(series.name, middles, tuple(mean(series.values[s]) for s in stretches))
-
-
-def moving_mean(values: Sequence[float | None], reach: int) -> list[float | None]:
-    """Average each value with the `reach` values before and after it; None stays None."""
-    return [
-        None if value is None else mean(values[max(0, i - reach) : i + reach + 1]) for i, value in enumerate(values)
-    ]
 
 
 def mean(values: Sequence[float | None]) -> float | None:

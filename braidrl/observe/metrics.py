@@ -165,12 +165,6 @@ class Sums:
         counts = {name: count for name, (_, count) in self._pairs.items() if name.startswith(FAILURE)}
         return [name.removeprefix(FAILURE) for name in sorted(counts, key=lambda name: -counts[name])]
 
-    def highest(self, name: str, value: float | Tensor) -> None:
-        """Keep the largest value seen. Raises ValueError unless the name ends in `_max`, which separates maxima from sums."""
-        if not name.endswith("_max"):
-            raise ValueError(f"{name}: only names that end in _max are reduced by their maximum")
-        self.add(name, value)
-
     def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
         """Add per-token numbers, tensors (A,) by name, under a role's name. A name that ends in `_max` is reduced by its maximum."""
         found = [values.max() if name.endswith("_max") else values.sum() for name, values in metrics.items()]

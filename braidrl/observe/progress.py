@@ -8,7 +8,7 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -62,17 +62,21 @@ class Progress:
     """The stages that run now, shown on the terminal. Stages may be nested or run in several threads."""
 
     def __init__(
-        self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Start without stages; `steps` is the number of iterations, and the stream is by default stderr."""
+        self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
+        shown: bool = True,
+    ) -> None:  # fmt: skip
+        """Start without stages; `steps` is the number of iterations, and the stream is by default stderr.
+
+        Of several equal processes only one is `shown`.
+        """
         self._steps = steps
-        self._console = Console(file=stream or sys.stderr, highlight=False)
-        self._clock = clock
+        self._console = Console(file=(stream or sys.stderr) if shown else io.StringIO(), highlight=False)
+        self._clock = clock if shown else lambda: 0.0
         self._lock = threading.RLock()
         self._step: int | None = None
         self._bars: list[Bar] = []
         self._live: Live | None = None
-        self._last_shown = clock()
+        self._last_shown = self._clock()
 
     def step(self, step: int) -> None:
         """Set the iteration of the stages that follow."""
@@ -100,44 +104,38 @@ class Progress:
     def _changed(self) -> None:
         with self._lock:
             now = self._clock()
+            slow = [bar for bar in self._bars if now - bar.started > SHOW_AFTER]
             if self._console.is_terminal:
-                self._draw(now)
+                self._draw(slow, now)
             elif now - self._last_shown >= PLAIN_EVERY:
-                for bar in self._bars:
-                    if now - bar.started > SHOW_AFTER:
-                        where = " ".join(filter(None, [self._where(), bar.name]))
-                        self.print(f"{where}: {', '.join(bar.details(now))}")
-                        self._last_shown = now
+                for bar in slow:
+                    where = " ".join(filter(None, [self._where(), bar.name]))
+                    self.print(f"{where}: {', '.join(bar.details(now))}")
+                    self._last_shown = now
 
-    def _draw(self, now: float) -> None:
-        slow = [bar for bar in self._bars if now - bar.started > SHOW_AFTER]
-        if not slow:
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
-        elif self._live is None or now - self._last_shown >= REDRAW_EVERY:
-            table = Table.grid(padding=(0, 1))
-            for bar in slow:
-                drawn = ProgressBar(bar.total_rows, min(bar.rows, bar.total_rows or 0), width=BAR_WIDTH)
-                table.add_row(self._where(), bar.name, drawn if bar.total_rows else "", " · ".join(bar.details(now)))
-            if self._live is None:
-                self._live = Live(table, console=self._console, auto_refresh=False, transient=True)
-                self._live.start(refresh=True)
-            else:
-                self._live.update(table, refresh=True)
-        else:
+    def _draw(self, slow: Sequence[Bar], now: float) -> None:
+        if slow and self._live is not None and now - self._last_shown < REDRAW_EVERY:
             return
         self._last_shown = now
+        if not slow and self._live is not None:
+            self._live.stop()
+            self._live = None
+        if not slow:
+            return
+        table = Table.grid(padding=(0, 1))
+        for bar in slow:
+            drawn = ProgressBar(bar.total_rows, min(bar.rows, bar.total_rows or 0), width=BAR_WIDTH)
+            table.add_row(self._where(), bar.name, drawn if bar.total_rows else "", " · ".join(bar.details(now)))
+        if self._live is None:
+            self._live = Live(table, console=self._console, auto_refresh=False, transient=True)
+            self._live.start(refresh=True)
+        else:
+            self._live.update(table, refresh=True)
 
     def _where(self) -> str:
         if self._step is None:
             return ""
         return f"step {self._step}" if self._steps is None else f"step {self._step}/{self._steps}"
-
-
-def silent_progress() -> Progress:
-    """Return a progress that shows nothing, for all but one of several equal processes."""
-    return Progress(stream=io.StringIO(), clock=lambda: 0.0)
 
 
 def spell_seconds(seconds: float) -> str:

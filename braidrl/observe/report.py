@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from braidrl.data.records import whole_text
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError, first_line
-from braidrl.observe.chart import SMOOTH_FROM, Chart, Series, Tile, chart, mean, page, spell
+from braidrl.observe.chart import SMOOTH_FROM, TEMPLATES, Chart, Series, Tile, chart, mean, spell
 from braidrl.observe.metrics import read_metrics, whole_file
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.rollouts import (
@@ -113,8 +113,8 @@ def write_report(run: Path) -> Path:
         speed = curves.get("throughput/tokens_per_second")
         note = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
         tiles.append(Tile("Tokens trained", spell(sum(curves["tokens/trained"].numbers)), note))
-    html = page(
-        "report", run.resolve().name, summary=summary(lines), tiles=tiles,
+    html = TEMPLATES.get_template("report.html").render(
+        kind="report", name=run.resolve().name, summary=summary(lines), tiles=tiles,
         sections=[(title, charts_of(pictures, curves)) for title, pictures in SECTIONS.items()],
         samples=sample_groups(run), longest=SHOWN_CHARACTERS,
         other=charts_of([Picture(name, (re.escape(name),)) for name in curves if name not in known], curves),
@@ -205,21 +205,6 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
-def over_time(run: Path, name: str) -> dict[str, list[Sample]]:
-    """Return the first response at several steps, for the first few prompts of an evaluation set."""
-    chosen: dict[str, list[Sample]] = {}
-    for step in spread(recorded_steps(run, name), MOST_STEPS):
-        found: dict[str, Sample] = {}
-        for sample in read_samples(evaluation_path(run, name, step), step):
-            found.setdefault(sample.prompt, sample)
-        if not chosen:
-            chosen = {prompt: [] for prompt in list(found)[:PROMPTS_PER_SET]}
-        for prompt, samples in chosen.items():
-            if prompt in found:
-                samples.append(found[prompt])
-    return chosen
-
-
 def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
     """Return the rows with the highest and the lowest score; only one row if all scores are equal or missing."""
     if not samples:
@@ -242,13 +227,23 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def sample_groups(run: Path) -> list[SampleGroup]:
-    """Return the recorded responses for the report; empty if nothing was recorded."""
-    groups = [
-        SampleGroup(f"{name}: the same prompt over time", samples, prompt)
-        for name in recorded_evaluations(run)
-        for prompt, samples in over_time(run, name).items()
-    ]
+    """Return the recorded responses for the report; empty if nothing was recorded.
+
+    These are the first response at several steps for the first few prompts of each evaluation set, and the best and worst training rows.
+    """
+    groups: list[SampleGroup] = []
+    for name in recorded_evaluations(run):
+        chosen: dict[str, list[Sample]] = {}
+        for step in spread(recorded_steps(run, name), MOST_STEPS):
+            found: dict[str, Sample] = {}
+            for sample in read_samples(evaluation_path(run, name, step), step):
+                found.setdefault(sample.prompt, sample)
+            chosen = chosen or {prompt: [] for prompt in list(found)[:PROMPTS_PER_SET]}
+            for prompt in chosen.keys() & found.keys():
+                chosen[prompt].append(found[prompt])
+        title = f"{name}: the same prompt over time"
+        groups += [SampleGroup(title, samples, prompt) for prompt, samples in chosen.items()]
     for step in spread(recorded_steps(run), MOST_STEPS):
-        chosen = best_and_worst(read_samples(rollout_path(run, step), step))
-        groups += [SampleGroup(f"Training, step {step}", chosen)] if chosen else []
+        if rows := best_and_worst(read_samples(rollout_path(run, step), step)):
+            groups.append(SampleGroup(f"Training, step {step}", rows))
     return groups

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from braidrl.observe.chart import Tile, page
+from braidrl.observe.chart import TEMPLATES, Tile
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.trace import Span, read_trace
 
@@ -106,23 +106,22 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_timeline(run: Path) -> tuple[Path, Path]:
-    """Write `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError if the run has no trace."""
+def write_timeline(run: Path) -> tuple[Path, Path, list[str]]:
+    """Write `run`/timeline.html and `run`/timeline.json (Chrome trace); return both paths, and the table as text for a terminal.
+
+    Raises UserError if the run has no trace.
+    """
     spans = read_trace(run)
-    table, chrome = run / "timeline.html", run / "timeline.json"
-    table.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
+    page, chrome = run / "timeline.html", run / "timeline.json"
+    page.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
     chrome.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
-    return table, chrome
-
-
-def busy_lines(run: Path) -> list[str]:
-    """Return the table as text for a terminal. Raises UserError if the run has no trace."""
-    header = f"{'role':<14}{'stage':<34}{'workers':>8}{'rows':>10}{'busy s':>10}{'waiting s':>11}{'busy':>7}"
-    return [header] + [
-        f"{line.role:<14}{line.stage:<34}{line.workers:>8}{line.rows:>10,}{line.busy_seconds:>10.2f}"
-        f"{line.waiting_seconds:>11.2f}{line.busy_share:>7.0%}"
-        for line in busy_table(read_trace(run))
-    ]
+    lines = [f"{'role':<14}{'stage':<34}{'workers':>8}{'rows':>10}{'busy s':>10}{'waiting s':>11}{'busy':>7}"]
+    for line in busy_table(spans):
+        lines.append(
+            f"{line.role:<14}{line.stage:<34}{line.workers:>8}{line.rows:>10,}{line.busy_seconds:>10.2f}"
+            f"{line.waiting_seconds:>11.2f}{line.busy_share:>7.0%}"
+        )
+    return page, chrome, lines
 
 
 def timeline_page(name: str, spans: Sequence[Span]) -> str:
@@ -135,4 +134,5 @@ def timeline_page(name: str, spans: Sequence[Span]) -> str:
         Tile("Workers", f"{len({span.worker for span in spans}):,}"),
         *(Tile(f"{line.role} busy", f"{line.busy_share:.0%}", f"waiting {line.waiting_share:.0%}") for line in whole),
     ]
-    return page("timeline", name, tiles=tiles, table=table, all_stages=ALL_STAGES)
+    template = TEMPLATES.get_template("timeline.html")
+    return template.render(kind="timeline", name=name, tiles=tiles, table=table, all_stages=ALL_STAGES)

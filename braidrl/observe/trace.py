@@ -23,6 +23,8 @@ from braidrl.observe.metrics import LineFile, Sums, read_lines
 BusyState = Literal["busy", "waiting"]
 WAITING_WORTH_S = 1e-3
 """Shorter pauses of a worker are not recorded."""
+MOST_UIDS = 8
+"""Rows that an error names."""
 
 
 @dataclass
@@ -123,7 +125,9 @@ class WorkerTrace(TraceWriter):
         try:
             yield span
         except Exception as error:
-            error.add_note(f"in {self.worker}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
+            rows = ", ".join(map(str, uids[:MOST_UIDS])) or "none"
+            more = f" and {len(uids) - MOST_UIDS} more" if len(uids) > MOST_UIDS else ""
+            error.add_note(f"in {self.worker}, stage {stage}, iteration {iteration}, rows {rows}{more}")
             raise
         finally:
             span.rows = len(uids)
@@ -152,12 +156,6 @@ class WorkerTrace(TraceWriter):
         self._under_way -= 1
         self._idle_since = None if self._under_way else span.end
         self.record(span)
-
-
-def shortened(uids: Sequence[Any], most: int = 8) -> str:
-    """Format the first few uids and the number of the rest."""
-    more = f" and {len(uids) - most} more" if len(uids) > most else ""
-    return ", ".join(map(str, uids[:most])) + more if uids else "none"
 
 
 def traced(

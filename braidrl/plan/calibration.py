@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Kind
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.trace import Span
-from braidrl.plan.configured import deployment, devices_of, predicted
+from braidrl.plan.configured import deployment, predicted
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import VLLM, EngineRates, Phase, PhaseRates, Rates, RuntimeRates, Work, rates_for
 from braidrl.plan.work import Lengths
@@ -26,9 +26,7 @@ from braidrl.plan.work import Lengths
 WARM_UP = 2
 """First iterations of a run that are ignored: kernels compile and allocators warm up."""
 OWN = ("operations", "activations", "tokens", "calls", "rows", "steps")
-"""Quantities whose unit cost is fitted per phase."""
-SHARED = ("memory", "link", "network", "collectives")
-"""Quantities whose unit cost is the same in all phases."""
+"""Quantities whose unit cost is fitted per phase; the others' is the same in all phases."""
 FITTED_AS: Mapping[Phase, Phase] = {"train": "train", "infer": "infer", "prefill": "infer", "decode": "decode"}
 """Prefill is priced as inference: traces do not record its seconds separately."""
 REWEIGHED = 20
@@ -53,16 +51,42 @@ class Observed:
                 yield step, replace(self.problem, lengths=lengths)
 
 
-def stage_seconds(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
-    """Return the seconds of each (stage, iteration) on its busiest worker."""
-    busy: dict[tuple[str, int, str], float] = defaultdict(float)
-    for span in spans:
-        if span.state == "busy":
-            busy[span.stage, span.iteration, span.worker] += span.seconds
-    found: dict[tuple[str, int], float] = defaultdict(float)
-    for (stage, iteration, _), seconds in busy.items():
-        found[stage, iteration] = max(found[stage, iteration], seconds)
-    return dict(found)
+def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
+    """Fit rates to runs on one kind of device; values that no run shows stay as `before`.
+
+    Raises UserError if the runs have no iteration after the warm-up.
+    """
+    cluster, models = runs[0].problem.cluster, runs[0].problem.models
+    kind = cluster.groups[0].kind
+    rates = rates_for(kind, before)
+    samples: list[tuple[dict[str, float], float]] = []
+    compute: dict[str, list[float]] = defaultdict(list)
+    # Streaming stages run concurrently and slow each other on shared cores: prefer runs of other runtimes.
+    apart = [run for run in runs if run.problem.config.runtime != "streaming"]
+    for run in apart or runs:
+        busy: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for span in run.spans:
+            if span.state == "busy":
+                busy[span.stage, span.iteration][span.worker] += span.seconds
+        for step, problem in run.steps():
+            for stage in problem.flow.stages:
+                # A stage takes as long as its busiest worker.
+                seconds = max(busy[stage.name, step].values(), default=0.0)
+                if seconds <= 0:
+                    continue
+                if stage.kind in (Kind.COMPUTE, Kind.SELECT) or stage.role not in problem.models:
+                    compute[stage.type].append(seconds / problem.rows)
+                elif stage.kind is not Kind.TRAIN or is_optimized(stage):
+                    use, devices = deployment(problem, stage)
+                    done = problem.works(stage, use, cluster.groups[0], devices)
+                    samples.append((quantities(done, rates.behind, problem.config.rollout.engine), seconds))
+    if not samples:
+        raise UserError(f"--calibrate: the runs have no iterations after the first {WARM_UP}; make longer ones")
+    costs = least_squares(*zip(*samples, strict=True))
+    stages = {**rates.stages, **{name: median(values) for name, values in compute.items()}}
+    fitted = fitted_rates(costs, rates, cluster.kinds[kind], next(iter(models.values())).dtype)
+    fitted = fitted.model_copy(update={"stages": stages, "runtimes": {}})
+    return fitted.model_copy(update={"runtimes": {**rates.runtimes, **runtime_rates(runs, {kind: fitted})}})
 
 
 def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, float]:
@@ -126,54 +150,21 @@ def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.N
     return x
 
 
-def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
-    """Fit rates to runs on one kind of device; values that no run shows stay as `before`.
-
-    Raises UserError if the runs have no iteration after the warm-up.
-    """
-    cluster, models = runs[0].problem.cluster, runs[0].problem.models
-    group, rates = cluster.groups[0].kind, rates_for(cluster.groups[0].kind, before)
-    samples: list[tuple[dict[str, float], float]] = []
-    compute: dict[str, list[float]] = defaultdict(list)
-    # Streaming stages run concurrently and slow each other on shared cores: prefer runs of other runtimes.
-    apart = [run for run in runs if run.problem.config.runtime != "streaming"]
-    for run in apart or runs:
-        seen = stage_seconds(run.spans)
-        for step, problem in run.steps():
-            for stage in problem.flow.stages:
-                seconds = seen.get((stage.name, step), 0.0)
-                if seconds <= 0:
-                    continue
-                if stage.kind in (Kind.COMPUTE, Kind.SELECT) or stage.role not in problem.models:
-                    compute[stage.type].append(seconds / problem.rows)
-                elif stage.kind is not Kind.TRAIN or is_optimized(stage):
-                    devices = devices_of(problem, stage)
-                    done = problem.works(stage, deployment(problem, stage, devices), cluster.groups[0], devices)
-                    samples.append((quantities(done, rates.behind, problem.config.rollout.engine), seconds))
-    if not samples:
-        raise UserError(f"--calibrate: the runs have no iterations after the first {WARM_UP}; make longer ones")
-    costs = least_squares(*zip(*samples, strict=True))
-    fitted = fitted_rates(costs, rates, cluster.kinds[group], next(iter(models.values())).dtype)
-    stages = {**rates.stages, **{name: median(values) for name, values in compute.items()}}
-    fitted = fitted.model_copy(update={"stages": stages, "runtimes": {}})
-    return fitted.model_copy(update={"runtimes": {**rates.runtimes, **added(runs, {group: fitted})}})
-
-
 def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dtype: str) -> Rates:
     """Return unit costs as rates; keep those that no run shows."""
+    known: dict[str, tuple[str, PhaseRates]] = {
+        **{phase: (source, rates.of(phase)) for phase, source in FITTED_AS.items()},
+        "vllm.prefill": ("infer", rates.vllm.prefill), "vllm.decode": ("vllm", rates.vllm.decode),
+    }  # fmt: skip
     found: dict[str, Any] = {}
-
-    def fitted(source: str, known: PhaseRates) -> PhaseRates:
-        if f"{source}.operations" not in costs:
-            return known
-        operations, *others = (costs.get(f"{source}.{name}", 0.0) for name in OWN)
-        peak = kind.peak[dtype]
-        unit = dict(zip(("activation_s", "token_s", "call_s", "row_s", "step_s"), others, strict=True))
-        return PhaseRates(share=1.0 / (max(operations, 0.1 / peak) * peak), **unit)
-
-    for phase, source in FITTED_AS.items():
-        found[phase] = fitted(source, rates.of(phase))
-    found["vllm"] = EngineRates(prefill=fitted("infer", rates.vllm.prefill), decode=fitted("vllm", rates.vllm.decode))
+    for name, (source, phase_rates) in known.items():
+        found[name] = phase_rates
+        if f"{source}.operations" in costs:
+            operations, *others = (costs.get(f"{source}.{quantity}", 0.0) for quantity in OWN)
+            peak = kind.peak[dtype]
+            unit = dict(zip(("activation_s", "token_s", "call_s", "row_s", "step_s"), others, strict=True))
+            found[name] = PhaseRates(share=1.0 / (max(operations, 0.1 / peak) * peak), **unit)
+    found["vllm"] = EngineRates(prefill=found.pop("vllm.prefill"), decode=found.pop("vllm.decode"))
     for name, full in (("memory", kind.bandwidth), ("link", kind.link), ("network", kind.network)):
         if costs.get(name, 0.0) > 0:
             found[name] = 1.0 / (costs[name] * full)
@@ -182,19 +173,12 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
     return rates.model_copy(update=found)
 
 
-def added(runs: Sequence[Observed], rates: Mapping[str, Rates]) -> dict[str, RuntimeRates]:
+def runtime_rates(runs: Sequence[Observed], rates: Mapping[str, Rates]) -> dict[str, RuntimeRates]:
     """Fit the overhead of each runtime: the step seconds that stages at the fitted rates do not explain."""
-    seen: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    steps: dict[str, list[tuple[dict[str, float], float, float]]] = defaultdict(list)
     for run in runs:
         for step, problem in run.steps():
             explained = predicted(replace(problem, rates=rates)).seconds
-            seen[problem.config.runtime].append((problem.rows, run.step_seconds[step], explained))
-    return {runtime: runtime_rates(steps) for runtime, steps in seen.items()}
-
-
-def runtime_rates(steps: Sequence[tuple[int, float, float]]) -> RuntimeRates:
-    """Fit a runtime's overhead to (rows, seconds, seconds explained by stages) of steps."""
-    rows, seconds, explained = zip(*steps, strict=True)
-    pairs = zip(rows, explained, strict=True)
-    samples = [{"iteration_s": 1.0, "row_s": float(n), "slower": taken} for n, taken in pairs]
-    return RuntimeRates(**least_squares(samples, seconds, explained))
+            sample = {"iteration_s": 1.0, "row_s": float(problem.rows), "slower": explained}
+            steps[problem.config.runtime].append((sample, run.step_seconds[step], explained))
+    return {runtime: RuntimeRates(**least_squares(*zip(*own, strict=True))) for runtime, own in steps.items()}

@@ -25,6 +25,7 @@ from braidrl.runtimes.memory.budget import (
     EngineUse,
     assets,
     at_once,
+    engine_use,
     role_memory,
     taking_turns,
 )
@@ -32,7 +33,6 @@ from braidrl.runtimes.memory.residency import PUBLISH, Asset, AssetPart
 from braidrl.runtimes.sizing import MOST_SLOTS
 from braidrl.training.memory.footprint import Shape, saved_bytes
 from braidrl.training.role_settings import slots_of, usual_max_tokens
-from braidrl.weights.generation_layout import GenerationLayout
 
 RolePart = Literal["all", "model", "generate"]
 PARTS: tuple[AssetPart, ...] = ("weights", "optimizer", "engine", "inference")
@@ -64,139 +64,6 @@ class Choice:
         """Return the peak bytes on a device, with working memory."""
         return at_once([self.resident], self.working)
 
-    @cached_property
-    def largest(self) -> int:
-        """Return the most resident bytes that one stage needs, without working memory."""
-        return largest_stage("", self.resident)
-
-    def measure(self) -> tuple[float, ...]:
-        """Return the numbers that the Pareto front compares: seconds, and bytes of each part."""
-        held = assets("", dict(self.resident))
-        weights = self.resident.get(ENGINE, 0)  # the part of an engine that stays during sleep
-        return (self.busy, *(held.get(Asset("", part), 0) for part in PARTS), weights, self.working)
-
-
-def best(choices: Iterable[Choice]) -> list[Choice]:
-    """Return the Pareto front of the choices, fastest first."""
-    front: list[tuple[tuple[float, ...], Choice]] = []
-    for numbers, choice in sorted(((choice.measure(), choice) for choice in choices), key=lambda pair: pair[0]):
-        if not any(all(a <= b for a, b in zip(other, numbers, strict=True)) for other, _ in front):
-            front.append((numbers, choice))
-    return [choice for _, choice in front]
-
-
-class Choices:
-    """The cached choices of a problem's roles; `layouts_tried` counts evaluated deployments."""
-
-    def __init__(self, problem: Problem, allowed: Callable[[Choice], bool] | None = None) -> None:
-        """Prepare an empty cache; `allowed` filters the choices of a named placement, None allows all."""
-        self.problem, self.allowed = problem, allowed
-        self.layouts_tried = 0
-        self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
-
-    def of_role(self, role: str, group: NodeGroup, devices: int, part: RolePart = "all") -> list[Choice]:
-        """Return the Pareto front of a role's choices that fit the devices; `part` names the half of a role that has its own."""
-        key = (role, group.kind, devices, part)
-        if key not in self._roles:
-            keep = list if self.allowed else best
-            every = self.every_choice(self.problem.models[role], group, devices, part, keep)
-            self._roles[key] = best(filter(self.allowed, every) if self.allowed else every)
-        return self._roles[key]
-
-    def every_choice(
-        self, model: Model, group: NodeGroup, devices: int, part: RolePart = "all",
-        keep: Callable[[Iterable[Choice]], list[Choice]] = list,
-    ) -> Iterator[Choice]:  # fmt: skip
-        """Yield each choice of a role that fits the devices.
-
-        `keep` reduces the choices of one layout: the best micro-batch does not depend on the engine.
-        """
-        if part == "generate":
-            # Engines on separate devices, with their own weights.
-            alone = self.problem.use(model.role, ParallelLayout(data=devices), usual_max_tokens(self.problem.config))
-            alone = replace(alone, shape=model.plain, trained=False)
-            engines = [
-                engine and replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype), own_weights=True)
-                for engine in self.engines(model, group, devices)
-            ]
-            uses = [replace(alone, engine=engine) for engine in engines]
-            yield from self._fitting(model, group, uses, devices, part, True)
-            return
-        longest, given = self.problem.config.max_sequence_tokens, usual_max_tokens(self.problem.config)
-        tried = sorted({longest, max(longest, given), max(longest, given * 4)})
-        every = layouts(model.shape, devices, group, model.trained, longest)
-        found = [layout for layout in every if self.problem.allows(model.role, layout)]
-        for layout in found:
-            # If training gathers its weights, inference may use a copy in a layout that does not.
-            copies: list[ParallelLayout | None] = [None]
-            if model.infers and model.trained and layout.shard == "full":
-                copies += [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1][:2]
-            checkpointing = (False, True) if model.trained else (False,)
-            uses = [
-                replace(self.problem.use(model.role, layout, tokens, again), inference=inference)
-                for tokens, again, inference in itertools.product(tried, checkpointing, copies)
-            ]
-            models = keep(self._fitting(model, group, uses, devices, "model"))
-            if not model.generates or part == "model":
-                yield from models
-                continue
-            whole, order = self.problem.use(model.role, layout, 1), [stage.name for stage in self.problem.flow.stages]
-            decoding = [replace(whole, engine=engine) for engine in self.engines(model, group, devices, layout)]
-            decoders = keep(self._fitting(model, group, decoding, devices, "generate"))
-            for one, other in itertools.product(models, decoders):
-                costs = {**other.costs, **one.costs}
-                costs = {name: costs[name] for name in order if name in costs}
-                use = replace(one.use, engine=other.use.engine)
-                yield Choice(use, costs, {**one.resident, **other.resident}, one.working)
-
-    def _fitting(
-        self, model: Model, group: NodeGroup, uses: Iterable[Deployment], devices: int, part: RolePart,
-        apart: bool = False,
-    ) -> Iterator[Choice]:  # fmt: skip
-        """Yield the choices that fit their devices alone, with the seconds of this part's stages."""
-        room = self.problem.kind(group).memory * USABLE
-        stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
-        for use in uses:
-            self.layouts_tried += 1
-            resident, working = role_memory(use, activations)
-            if part == "generate":
-                # The trainer's own memory is counted with its model part.
-                resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
-            if largest_stage(model.role, resident) + sum(working.values()) > room:
-                continue
-            costs = {s.name: self.problem.stage_cost(s, use, group, devices, apart) for s in stages}
-            yield Choice(use, costs, resident, sum(working.values()))
-
-    def engines(
-        self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None = None
-    ) -> Iterator[EngineUse | None]:
-        """Yield the engines to try on devices that train in `layout`, or on devices of their own; None stands for servers."""
-        engine = self.problem.config.rollout.engine
-        if engine == "http":
-            yield None
-            return
-        sizes = model.shape.sizes
-        heads = sizes.num_attention_heads
-        if engine == "embedded":
-            heads = math.gcd(heads, sizes.num_key_value_heads)
-        # An engine stays within a node. Ranks that decode together take no turns in an environment.
-        found = divisors(math.gcd(heads, math.gcd(devices, group.devices)))
-        plays = engine == "embedded" and layout is not None and any("environment" in s.params for s in model.stages)
-        if engine not in ("embedded", "vllm") or plays:
-            found = [1]
-        elif layout is not None:  # a grouping fits some layouts alone
-            found = [ranks for ranks in found if nests(self.problem.generation(ranks), layout, devices)]
-        for divisor in found:
-            for slots in self._slots(devices // divisor):
-                yield self.problem.engine(model.role, layout or ParallelLayout(), slots, divisor)
-
-    def _slots(self, engines: int) -> list[int]:
-        """Return the slot counts to try: all rows of the engine at once, halves of that, and the configured count."""
-        rows = math.ceil(self.problem.rows * self.problem.lengths.generated / max(1, engines))
-        enough = min(-(-rows // FEWEST_SLOTS) * FEWEST_SLOTS, MOST_SLOTS)
-        halves = {(enough >> power) // FEWEST_SLOTS * FEWEST_SLOTS for power in range(enough.bit_length())} - {0}
-        return sorted({min(slots_of(self.problem.config), enough), *halves})
-
 
 @dataclass(frozen=True)
 class SetChoice:
@@ -215,26 +82,36 @@ class SetChoice:
         return sum(cost.seconds for cost in self.costs.values())
 
 
-class Sets:
-    """The cached choices of sets of roles; `choices` has those of single roles."""
+class Choices:
+    """The cached choices of a problem's roles, and of sets of them; `layouts_tried` counts evaluated deployments."""
 
-    def __init__(
-        self, problem: Problem, allowed: Callable[[Choice], bool] | None = None, part: RolePart = "all"
-    ) -> None:
-        """Prepare an empty cache; `allowed` filters choices (named placements), `part` is as in `Choices.of_role`."""
-        self.problem, self.part = problem, part
-        self.choices = Choices(problem, allowed=allowed)
-        self._known: dict[tuple[tuple[str, ...], str, int], SetChoice | None] = {}
+    def __init__(self, problem: Problem, allowed: Callable[[Choice], bool] | None = None) -> None:
+        """Prepare an empty cache; `allowed` filters the choices of a named placement, None allows all."""
+        self.problem, self.allowed = problem, allowed
+        self.layouts_tried = 0
+        self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
+        self._sets: dict[tuple[tuple[str, ...], str, int, str], SetChoice | None] = {}
 
-    def of_set(self, roles: tuple[str, ...], group: NodeGroup, devices: int) -> SetChoice | None:
+    def of_role(self, role: str, group: NodeGroup, devices: int, part: RolePart = "all") -> list[Choice]:
+        """Return the Pareto front of a role's choices that fit the devices; `part` names the half of a role that has its own."""
+        key = (role, group.kind, devices, part)
+        if key not in self._roles:
+            keep = list if self.allowed else best
+            every = self.every_choice(self.problem.models[role], group, devices, part, keep)
+            self._roles[key] = best(filter(self.allowed, every) if self.allowed else every)
+        return self._roles[key]
+
+    def of_set(
+        self, roles: tuple[str, ...], group: NodeGroup, devices: int, part: RolePart = "all"
+    ) -> SetChoice | None:
         """Return the fastest choices of roles that share these devices; None if they do not fit.
 
         Combinations are tried in order of seconds without offloading. The search stops once the rest cannot beat the best one, or
         after MOST_TRIED if memory is too tight for that.
         """
-        key = (roles, group.kind, devices)
-        if key not in self._known:
-            options = [self.choices.of_role(role, group, devices, self.part) for role in roles]
+        key = (roles, group.kind, devices, part)
+        if key not in self._sets:
+            options = [self.of_role(role, group, devices, part) for role in roles]
             quickest: SetChoice | None = None
             for tried, (busy, picked) in enumerate(in_order(options)):
                 if tried >= MOST_TRIED or (
@@ -245,8 +122,103 @@ class Sets:
                 found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit)
                 if found is not None and (quickest is None or found.busy < quickest.busy):
                     quickest = found
-            self._known[key] = quickest
-        return self._known[key]
+            self._sets[key] = quickest
+        return self._sets[key]
+
+    def every_choice(
+        self, model: Model, group: NodeGroup, devices: int, part: RolePart = "all",
+        keep: Callable[[Iterable[Choice]], list[Choice]] = list,
+    ) -> Iterator[Choice]:  # fmt: skip
+        """Yield each choice of a role that fits the devices.
+
+        `keep` reduces the choices of one layout: the best micro-batch does not depend on the engine.
+        """
+        problem, longest = self.problem, self.problem.config.max_sequence_tokens
+        given = usual_max_tokens(problem.config)
+        if part == "generate":
+            # Engines on separate devices, with their own weights.
+            alone = problem.use(model.role, ParallelLayout(data=devices), given)
+            alone = replace(alone, shape=model.plain, trained=False)
+            engines = [
+                engine and replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype), own_weights=True)
+                for engine in self.engines(model, group, devices)
+            ]
+            uses = [replace(alone, engine=engine) for engine in engines]
+            yield from self._fitting(model, group, uses, devices, part, True)
+            return
+        tried = sorted({longest, max(longest, given), max(longest, given * 4)})
+        every = layouts(model.shape, devices, group, model.trained, longest)
+        found = [layout for layout in every if problem.allows(model.role, layout)]
+        for layout in found:
+            # If training gathers its weights, inference may use a copy in a layout that does not.
+            copies: list[ParallelLayout | None] = [None]
+            if model.infers and model.trained and layout.shard == "full":
+                copies += [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1][:2]
+            checkpointing = (False, True) if model.trained else (False,)
+            uses = [
+                replace(problem.use(model.role, layout, tokens, again), inference=inference)
+                for tokens, again, inference in itertools.product(tried, checkpointing, copies)
+            ]
+            models = keep(self._fitting(model, group, uses, devices, "model"))
+            if not model.generates or part == "model":
+                yield from models
+                continue
+            whole, order = problem.use(model.role, layout, 1), [stage.name for stage in problem.flow.stages]
+            decoding = [replace(whole, engine=engine) for engine in self.engines(model, group, devices, layout)]
+            decoders = keep(self._fitting(model, group, decoding, devices, "generate"))
+            for one, other in itertools.product(models, decoders):
+                costs = {**other.costs, **one.costs}
+                costs = {name: costs[name] for name in order if name in costs}
+                use = replace(one.use, engine=other.use.engine)
+                yield Choice(use, costs, {**one.resident, **other.resident}, one.working)
+
+    def _fitting(
+        self, model: Model, group: NodeGroup, uses: Iterable[Deployment], devices: int, part: RolePart,
+        apart: bool = False,
+    ) -> Iterator[Choice]:  # fmt: skip
+        """Yield the choices that fit their devices alone, with the seconds of this part's stages."""
+        room = self.problem.cluster.kinds[group.kind].memory * USABLE
+        stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
+        for use in uses:
+            self.layouts_tried += 1
+            resident, working = role_memory(use, activations)
+            if part == "generate":
+                # The trainer's own memory is counted with its model part.
+                resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
+            if largest_stage(resident) + sum(working.values()) > room:
+                continue
+            costs = {s.name: self.problem.stage_cost(s, use, group, devices, apart) for s in stages}
+            yield Choice(use, costs, resident, sum(working.values()))
+
+    def engines(
+        self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None = None
+    ) -> Iterator[EngineUse | None]:
+        """Yield the engines to try on devices that train in `layout`, or on devices of their own; None stands for servers.
+
+        The slots are those for all rows of the engine at once, halves of that, and the configured count.
+        """
+        problem, engine = self.problem, self.problem.config.rollout.engine
+        if engine == "http":
+            yield None
+            return
+        sizes = model.shape.sizes
+        heads = sizes.num_attention_heads
+        if engine == "embedded":
+            heads = math.gcd(heads, sizes.num_key_value_heads)
+        # An engine stays within a node. Ranks that decode together take no turns in an environment.
+        plays = engine == "embedded" and layout is not None and any("environment" in s.params for s in model.stages)
+        alone = plays or engine not in ("embedded", "vllm")
+        for divisor in [1] if alone else divisors(math.gcd(heads, math.gcd(devices, group.devices))):
+            if layout is not None and not alone:
+                try:
+                    problem.generation(divisor).check(layout, devices)
+                except UserError:  # a grouping fits some layouts alone
+                    continue
+            rows = math.ceil(problem.rows * problem.lengths.generated / max(1, devices // divisor))
+            enough = min(-(-rows // FEWEST_SLOTS) * FEWEST_SLOTS, MOST_SLOTS)
+            halves = {(enough >> power) // FEWEST_SLOTS * FEWEST_SLOTS for power in range(enough.bit_length())} - {0}
+            for slots in sorted({min(slots_of(problem.config), enough), *halves}):
+                yield engine_use(model.role, model.shape, layout or ParallelLayout(), problem.config, slots, divisor)
 
     def together(
         self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, limit: float = math.inf
@@ -255,39 +227,62 @@ class Sets:
 
         Return None if a single stage does not fit, or if offloading takes at least `limit` seconds.
         """
-        room = int(self.problem.kind(group).memory * USABLE)
-        working = max(choice.working for choice in roles.values())
-        most = at_once([choice.resident for choice in roles.values()], working)
-        costs = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
-        if most <= room:
-            return SetChoice(group, devices, roles, costs, most)
-        if max(choice.largest for choice in roles.values()) + working > room:
+        kind = self.problem.cluster.kinds[group.kind]
+        room = int(kind.memory * USABLE)
+        whole, working = all_resident(roles, group, devices), max(choice.working for choice in roles.values())
+        if whole.memory <= room:
+            return whole
+        if max(largest_stage(choice.resident) for choice in roles.values()) + working > room:
             return None
         # Lower bound: the excess is offloaded and loaded at least once.
-        if 2 * (most - room) / self._host(group) >= limit:
+        if 2 * (whole.memory - room) / (kind.host * self.problem.rates[group.kind].host) >= limit:
             return None
-        return self.in_turns(roles, group, devices, room - working)
+        return in_turns(self.problem, roles, group, devices, room - working)
 
-    def in_turns(self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, budget: int) -> SetChoice | None:
-        """Return these choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
-        problem, working = self.problem, max(choice.working for choice in roles.values())
-        generating = [role for role, one in roles.items() if one.use.engine]
-        resident = {role: dict(one.resident) for role, one in roles.items()}
-        try:
-            sizes, plan, peak = taking_turns(problem.flow, resident, generating, budget)
-        except UserError:
-            return None
-        moved = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
-        for step, moves in plan.before.items():
-            # Loads before publication are charged to the next generation.
-            name = next(iter(moved)) if step == PUBLISH else step
-            seconds = sum(sizes[move.asset] for move in moves) / self._host(group)
-            if name in moved and seconds:
-                moved[name] = moved[name].plus(Cost(moves=seconds))
-        return SetChoice(group, devices, roles, moved, peak + working, budget)
 
-    def _host(self, group: NodeGroup) -> float:
-        return self.problem.kind(group).host * self.problem.rates_of(group).host
+def best(choices: Iterable[Choice]) -> list[Choice]:
+    """Return the Pareto front of the choices, fastest first: of their seconds, and of the bytes of each part."""
+    measured: list[tuple[tuple[float, ...], Choice]] = []
+    for choice in choices:
+        held = assets("", dict(choice.resident))
+        weights = choice.resident.get(ENGINE, 0)  # the part of an engine that stays during sleep
+        parts = (held.get(Asset("", part), 0) for part in PARTS)
+        measured.append(((choice.busy, *parts, weights, choice.working), choice))
+    front: list[tuple[tuple[float, ...], Choice]] = []
+    for numbers, choice in sorted(measured, key=lambda pair: pair[0]):
+        if not any(all(a <= b for a, b in zip(other, numbers, strict=True)) for other, _ in front):
+            front.append((numbers, choice))
+    return [choice for _, choice in front]
+
+
+def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) -> SetChoice:
+    """Return these choices on shared devices, without offloading."""
+    costs = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
+    working = max(choice.working for choice in roles.values())
+    memory = at_once([choice.resident for choice in roles.values()], working)
+    return SetChoice(group, devices, roles, costs, memory)
+
+
+def in_turns(
+    problem: Problem, roles: Mapping[str, Choice], group: NodeGroup, devices: int, budget: int
+) -> SetChoice | None:
+    """Return these choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
+    generating = [role for role, one in roles.items() if one.use.engine]
+    resident = {role: dict(one.resident) for role, one in roles.items()}
+    try:
+        sizes, plan, peak = taking_turns(problem.flow, resident, generating, budget)
+    except UserError:
+        return None
+    host = problem.cluster.kinds[group.kind].host * problem.rates[group.kind].host
+    moved = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
+    for step, moves in plan.before.items():
+        # Loads before publication are charged to the next generation.
+        name = next(iter(moved)) if step == PUBLISH else step
+        seconds = sum(sizes[move.asset] for move in moves) / host
+        if name in moved and seconds:
+            moved[name] = moved[name].plus(Cost(moves=seconds))
+    working = max(choice.working for choice in roles.values())
+    return SetChoice(group, devices, roles, moved, peak + working, budget)
 
 
 def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple[Choice, ...]]]:
@@ -307,23 +302,11 @@ def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple
                 heapq.heappush(waiting, (sum(o[p].busy for o, p in zip(options, later, strict=True)), later))
 
 
-def nests(target: GenerationLayout, layout: ParallelLayout, devices: int) -> bool:
-    """Return whether ranks that train in `layout` can form generation groups of `target`."""
-    try:
-        target.check(layout, devices)
-    except UserError:
-        return False
-    return True
-
-
-def largest_stage(role: str, resident: Mapping[str, int]) -> int:
+def largest_stage(resident: Mapping[str, int]) -> int:
     """Return the most bytes of a role that one stage needs: to train, to infer, or to decode."""
-    sizes = assets(role, dict(resident))
-
-    def size(*parts: AssetPart) -> int:
-        return sum(sizes.get(Asset(role, part), 0) for part in parts)
-
-    return max(size("weights", "optimizer"), size("weights", "inference"), size("engine"))
+    sizes = assets("", dict(resident))
+    needed: tuple[tuple[AssetPart, ...], ...] = (("weights", "optimizer"), ("weights", "inference"), ("engine",))
+    return max(sum(sizes.get(Asset("", part), 0) for part in parts) for parts in needed)
 
 
 def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest: int) -> Iterator[ParallelLayout]:

@@ -11,11 +11,11 @@ from braidrl.cluster.pools import GENERATE, place
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import generation_layout, own_engines, ranks_per_node
 from braidrl.flow import Kind, Stage
-from braidrl.plan.choices import Choice, SetChoice, Sets
+from braidrl.plan.choices import Choice, all_resident, in_turns
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, Search
 from braidrl.plan.streaming import StreamingSearch
-from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, at_once, role_memory
+from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, engine_use, role_memory
 from braidrl.runtimes.streaming.groups import worker_groups
 from braidrl.training.role_settings import (
     checkpoints_activations,
@@ -30,11 +30,30 @@ Pools = dict[tuple[str, ...], int]
 
 
 def predicted(problem: Problem) -> Plan:
-    """Return the plan of a configuration, with predicted seconds."""
-    sets = [configured_set(problem, pool, devices) for pool, devices in configured_pools(problem).items()]
-    if problem.config.runtime == "streaming":
-        return StreamingSearch(problem).plan(sets, problem.config.trainer.max_staleness)
-    return Search(problem).plan(problem.config.runtime, sets)
+    """Return the plan of a configuration, with predicted seconds; roles are offloaded as its budget says."""
+    config, group, pools = problem.config, problem.cluster.groups[0], configured_pools(problem)
+    sets = []
+    for pool, devices in pools.items():
+        roles: dict[str, Choice] = {}
+        for name in pool:
+            role = name.removesuffix(GENERATE)
+            apart = any(role + GENERATE in other for other in pools)
+            stages = [
+                s for s in problem.models[role].stages if not apart or (s.kind is Kind.GENERATE) == (name != role)
+            ]
+            uses = {stage: deployment(problem, stage)[0] for stage in stages}
+            # Only generate stages have an engine in their deployment: prefer one of these.
+            use = next((one for one in uses.values() if one.engine), next(iter(uses.values())))
+            seconds = {s.name: problem.stage_cost(s, one, group, devices, name != role) for s, one in uses.items()}
+            resident, working = role_memory(use)
+            roles[name] = Choice(use, seconds, resident, sum(working.values()))
+        found = None
+        if config.trainer.resident_gib is not None and config.runtime != "streaming":
+            found = in_turns(problem, roles, group, devices, int(config.trainer.resident_gib * GIB))
+        sets.append(found or all_resident(roles, group, devices))
+    if config.runtime == "streaming":
+        return StreamingSearch(problem).plan(sets, config.trainer.max_staleness)
+    return Search(problem).plan(config.runtime, sets)
 
 
 def configured_pools(problem: Problem) -> Pools:
@@ -51,54 +70,27 @@ def configured_pools(problem: Problem) -> Pools:
     return {tuple(problem.models): config.workers if config.runtime == "distributed" else 1}
 
 
-def configured_set(problem: Problem, pool: tuple[str, ...], devices: int) -> SetChoice:
-    """Return the roles of one pool as the configuration deploys them, offloaded as its budget says."""
-    group, budget, roles = problem.cluster.groups[0], problem.config.trainer.resident_gib, dict[str, Choice]()
-    for name in pool:
-        role = name.removesuffix(GENERATE)
-        apart = any(role + GENERATE in other for other in configured_pools(problem))
-        stages = [s for s in problem.models[role].stages if not apart or (s.kind is Kind.GENERATE) == (name != role)]
-        uses = {stage: deployment(problem, stage, devices) for stage in stages}
-        # Only generate stages have an engine in their deployment: prefer one of these.
-        use = next((one for one in uses.values() if one.engine), next(iter(uses.values())))
-        seconds = {s.name: problem.stage_cost(s, one, group, devices, name != role) for s, one in uses.items()}
-        resident, working = role_memory(use)
-        roles[name] = Choice(use, seconds, resident, sum(working.values()))
-    if budget is not None and problem.config.runtime != "streaming":
-        offloaded = Sets(problem).in_turns(roles, group, devices, int(budget * GIB))
-        if offloaded is not None:
-            return offloaded
-    costs = {stage: cost for choice in roles.values() for stage, cost in choice.costs.items()}
-    memory = at_once([choice.resident for choice in roles.values()], max(choice.working for choice in roles.values()))
-    return SetChoice(group, devices, roles, costs, memory)
-
-
-def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:
-    """Return the configured deployment of a stage's role."""
-    config, role = problem.config, str(stage.role)
-    target = generation_layout(config)
+def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
+    """Return the configured deployment of a stage's role, and the number of devices that run the stage."""
+    config, role, pools = problem.config, str(stage.role), configured_pools(problem)
+    target, shape = generation_layout(config), problem.models[role].shape
     tokens, again = max_tokens_of(role, config), checkpoints_activations(role, config)
-    if stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in configured_pools(problem)):
+    apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
+    devices = next(devices for pool, devices in pools.items() if role + GENERATE * apart in pool)
+    if apart:
         # Engines alone hold their role's weights, by their own layout, without adapters.
         layout = ParallelLayout(pipeline=target.pipeline, tensor=target.tensor).resolve(devices)
         use = problem.use(role, layout, tokens, again)
-        engine = problem.engine(role, layout, slots_of(config), target.ranks)
+        engine = engine_use(role, shape, layout, config, slots_of(config), target.ranks)
         engine = engine and replace(engine, shape=replace(use.plain, dtype=engine.shape.dtype), own_weights=False)
-        return replace(use, shape=use.plain, trained=False, computes=False, engine=engine)
+        return replace(use, shape=use.plain, trained=False, computes=False, engine=engine), devices
     layout = layout_of(role, config).resolve(devices)
     use = problem.use(role, layout, tokens, again)
     if problem.models[role].trained and (other := inference_layouts(config, problem.flow).get(role)):
         use = replace(use, inference=other.resolve(devices))
-    if stage.kind is not Kind.GENERATE:
-        return use
-    return replace(use, engine=problem.engine(role, layout, slots_of(config), target.ranks))
-
-
-def devices_of(problem: Problem, stage: Stage) -> int:
-    """Return the number of devices that run a stage of a model."""
-    pools, role = configured_pools(problem), str(stage.role)
-    apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
-    return next(devices for pool, devices in pools.items() if role + GENERATE * apart in pool)
+    if stage.kind is Kind.GENERATE:
+        use = replace(use, engine=engine_use(role, shape, layout, config, slots_of(config), target.ranks))
+    return use, devices
 
 
 def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
@@ -122,7 +114,7 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         slots = min(engine.slots for engine in engines.values())
         tree["rollout"] = {"engines": None, "slots": slots, "tensor": shape.tensor, "pipeline": shape.pipeline}
     if engines and rollout.engine == "vllm" and problem.cluster.device == "cuda":
-        room = min(problem.kind(one.group).memory for one in plan.sets)
+        room = min(problem.cluster.kinds[one.group.kind].memory for one in plan.sets)
         held = max(e.shape.parameters * e.shape.element_bytes // e.divisor for e in engines.values())
         pages = max(
             role_memory(replace(c.use, computes=False))[0][CACHE]

@@ -30,34 +30,35 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
         # Use the last half: response lengths change during training.
         parts = [step_lengths(run, step) for step in steps[len(steps) // 2 :]]
         prompts, responses = (np.concatenate(one) for one in zip(*parts, strict=True))
-        order = np.argsort(responses, kind="stable")[places(len(responses), rows)]
+        picked = spread(responses, rows)
         lines, trained = read_metrics(run), len(parts[0][0])
         generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
-        return Lengths(prompts[order], responses[order], max(1.0, float(generated)))
-    known = [one.numpy() for source in sources if (one := source.lengths("prompt")) is not None]
-    longest = np.array([config.data.max_prompt_tokens])
-    prompts = spread(np.concatenate(known).astype(np.int64) if known else longest, rows)
-    responses = spread(response_lengths(config, given, sources, rows), rows)
+        return Lengths(prompts[picked], responses[picked], max(1.0, float(generated)))
+    names = ("prompt", *RESPONSES)
+    known = {name: [one.numpy() for s in sources if (one := s.lengths(name)) is not None] for name in names}
+    prompts = np.concatenate(known["prompt"] or [np.array([config.data.max_prompt_tokens])]).astype(np.int64)
+    if given is not None:
+        responses = given_lengths(given, rows)
+    else:
+        said = [lengths for name in RESPONSES for lengths in known[name]]
+        responses = np.concatenate(said or [np.array([config.rollout.max_response_tokens])]).astype(np.int64)
     # Shuffle: lengths of prompts and responses are taken as independent.
-    return Lengths(np.random.default_rng(0).permutation(prompts), responses, config.trainer.over_sampling)
+    shuffled = np.random.default_rng(0).permutation(prompts[spread(prompts, rows)])
+    return Lengths(shuffled, responses[spread(responses, rows)], config.trainer.over_sampling)
 
 
-def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> IntArray:
-    """Return the response lengths: as given, else those of the data, else the configured maximum."""
-    if given is None:
-        known = [one.numpy() for s in sources for name in RESPONSES if (one := s.lengths(name)) is not None]
-        longest = config.rollout.max_response_tokens
-        return np.concatenate(known).astype(np.int64) if known else np.array([longest])
-    median, _, longest_said = given.partition(":")
-    if not median.isdigit() or (longest_said and (not longest_said.isdigit() or int(longest_said) < int(median))):
+def given_lengths(given: str, rows: int) -> IntArray:
+    """Return the response lengths of `--lengths TOKENS` or `MEDIAN:LONGEST`, in ascending order."""
+    median, _, longest = given.partition(":")
+    if not median.isdigit() or (longest and (not longest.isdigit() or int(longest) < int(median))):
         raise UserError(
             f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in --lengths 300:2000"
         )
-    if not longest_said or longest_said == median:
+    if not longest or longest == median:
         return np.array([int(median)])
-    sigma = math.log(int(longest_said) / int(median)) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))
+    sigma = math.log(int(longest) / int(median)) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))
     quantiles = [NormalDist().inv_cdf((i + 0.5) / rows) for i in range(rows)]
-    drawn = [min(int(longest_said), int(int(median) * math.exp(sigma * q))) for q in quantiles]
+    drawn = [min(int(longest), int(int(median) * math.exp(sigma * q))) for q in quantiles]
     return np.array([max(1, tokens) for tokens in drawn])
 
 
@@ -69,12 +70,10 @@ def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:
 
 
 def spread(lengths: IntArray, rows: int) -> IntArray:
-    """Return `rows` lengths with the same distribution, ascending."""
-    picked: IntArray = np.sort(lengths)[places(len(lengths), rows)]
-    return picked
+    """Return the places of `rows` lengths with the same distribution, in ascending order of length.
 
-
-def places(known: int, rows: int) -> IntArray:
-    """Return the midpoints of `rows` equal parts of `range(known)`; midpoints, as not every batch has the longest row."""
-    found: IntArray = ((np.arange(rows) + 0.5) * known / rows).astype(np.int64)
-    return found
+    These are midpoints of equal parts, as not every batch has the longest row.
+    """
+    midpoints = ((np.arange(rows) + 0.5) * len(lengths) / rows).astype(np.int64)
+    places: IntArray = np.argsort(lengths, kind="stable")[midpoints]
+    return places

@@ -13,11 +13,11 @@ from braidrl.cluster.pools import GENERATE
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.flow import Kind
 from braidrl.observe.trace import Span
-from braidrl.plan.choices import Choice, SetChoice, activations
+from braidrl.plan.choices import SetChoice, activations
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan
-from braidrl.runtimes.memory.budget import CACHE, ENGINE, Deployment, at_once, in_units, role_memory
+from braidrl.runtimes.memory.budget import CACHE, ENGINE, at_once, in_units, role_memory
 
 SHOWN = 0.005
 """Differences below this share of an iteration are not listed as reasons."""
@@ -80,28 +80,25 @@ def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
 
 
 def roles_table(plan: Plan) -> Table:
-    """Return a table of each role's deployment."""
+    """Return a table of each role's deployment: its layouts, micro-batch and engine."""
     lines = table("roles of plan 1", ("role", "devices", "memory", "deployment"), (2,))
     for one in plan.sets:
         for name, choice in one.roles.items():
+            use, parts = choice.use, list[str]()
+            if use.computes:
+                parts.append(("trains in " if use.trained else "infers in ") + layout_name(use.layout))
+                if use.inference is not None:
+                    parts.append(f"infers in {layout_name(use.inference)}")
+                parts.append(f"{use.tokens:,} tokens at once" + (", recomputed" if use.checkpointing else ""))
+            if (engine := use.engine) is not None:
+                parts.append(f"{engine.slots:,} slots" + (f", tensor {engine.divisor}" if engine.divisor > 1 else ""))
             # If not everything fits at once, roles are offloaded while others work.
             memory = in_units(min(choice.peak, one.memory))
-            lines.add_row(name, f"{one.devices} x {one.group.kind}", memory, "; ".join(deployed(choice.use)))
+            lines.add_row(name, f"{one.devices} x {one.group.kind}", memory, "; ".join(parts))
     budgets = [one.budget for one in plan.sets if one.budget is not None]
     if budgets:
         lines.caption = f"roles take turns within {in_units(min(budgets))} of resident bytes"
     return lines
-
-
-def deployed(use: Deployment) -> Iterator[str]:
-    """Yield the parts of a role's deployment: its layouts, micro-batch and engine."""
-    if use.computes:
-        yield ("trains in " if use.trained else "infers in ") + layout_name(use.layout)
-        if use.inference is not None:
-            yield f"infers in {layout_name(use.inference)}"
-        yield f"{use.tokens:,} tokens at once" + (", recomputed" if use.checkpointing else "")
-    if use.engine is not None:
-        yield f"{use.engine.slots:,} slots" + (f", tensor {use.engine.divisor}" if use.engine.divisor > 1 else "")
 
 
 def layout_name(layout: ParallelLayout) -> str:
@@ -111,52 +108,54 @@ def layout_name(layout: ParallelLayout) -> str:
 
 
 def neighbours(problem: Problem, plan: Plan) -> Iterator[str]:
-    """Yield what changing one thing of a plan would do: the seconds of its stages, or that it does not fit."""
+    """Yield what other slots, or ranks, of an engine would do: the seconds of its generation, or that they do not fit."""
     for one in plan.sets:
         for name, choice in one.roles.items():
-            if (engine := choice.use.engine) is not None:
-                sizes = {"slots": engine.slots, "tensor": engine.divisor}
-                others = [{**sizes, key: size} for key, size in sizes.items() for size in (size * 2, size // 2) if size]
-                lines = [found for other in others if (found := changed(problem, one, name, choice, other))]
-                if lines:
-                    yield f"{name}: " + "; ".join(lines)
+            if choice.use.engine is None:
+                continue
+            sizes = {"slots": choice.use.engine.slots, "tensor": choice.use.engine.divisor}
+            others = [(key, n) for key, size in sizes.items() for n in (size * 2, size // 2) if n]
+            lines = [found for key, size in others if (found := changed(problem, one, name, key, size))]
+            if lines:
+                yield f"{name}: " + "; ".join(lines)
 
 
-def changed(problem: Problem, one: SetChoice, name: str, choice: Choice, sizes: dict[str, int]) -> str:
-    """Describe a role's generation with other slots, or ranks of an engine; empty if a run cannot have them."""
-    engine, role, group = choice.use.engine, name.removesuffix(GENERATE), one.group
+def changed(problem: Problem, one: SetChoice, name: str, key: str, size: int) -> str:
+    """Describe a role's generation with other `slots`, or ranks (`tensor`) of an engine; empty if a run cannot have them."""
+    choice, role, group = one.roles[name], name.removesuffix(GENERATE), one.group
+    engine = choice.use.engine
     assert engine is not None
+    slots, ranks = (size, engine.divisor) if key == "slots" else (engine.slots, size)
     heads = problem.models[role].shape.sizes.num_attention_heads
-    key, size = next((k, n) for k, n in sizes.items() if n != {"slots": engine.slots, "tensor": engine.divisor}[k])
-    if heads % sizes["tensor"] or one.devices % sizes["tensor"] or sizes["tensor"] > group.devices:
+    if heads % ranks or one.devices % ranks or ranks > group.devices:
         return ""
-    if key == "slots" and size > 2 * problem.rows * sizes["tensor"] / one.devices:
+    if key == "slots" and size > 2 * problem.rows * ranks / one.devices:
         return ""
-    other = replace(engine, slots=sizes["slots"], divisor=sizes["tensor"], own_weights=engine.own_weights or size > 1)
+    other = replace(engine, slots=slots, divisor=ranks, own_weights=engine.own_weights or size > 1)
     use = replace(choice.use, engine=other)
     resident, _ = role_memory(use, activations)
     if name != role:
         resident = {part: n for part, n in resident.items() if part in (ENGINE, CACHE)}
-    beside = [held.resident for key, held in one.roles.items() if key != name]
+    beside = [held.resident for held in one.roles.values() if held is not choice]
     working = max(held.working for held in one.roles.values())
-    room = problem.kind(group).memory * USABLE
+    room = problem.cluster.kinds[group.kind].memory * USABLE
     if one.budget is None and at_once([*beside, resident], working) > room:
         return f"{key} {size:,} does not fit"
-    stages = [stage for stage in problem.models[role].stages if stage.kind is Kind.GENERATE]
     more = sum(
         problem.stage_cost(stage, use, group, one.devices, name != role).seconds - choice.costs[stage.name].seconds
-        for stage in stages
+        for stage in problem.models[role].stages
+        if stage.kind is Kind.GENERATE
     )
     return f"{key} {size:,} takes {abs(more):,.2g} s {'more' if more >= 0 else 'less'}"
 
 
 def reason(plan: Plan, first: Plan) -> str:
     """Explain why a plan is slower than the first: slower stages and idle devices."""
-    worse = [
-        (cost.seconds - first.costs[name].seconds, name, cost.bound)
-        for name, cost in plan.costs.items()
-        if cost.seconds - first.costs[name].seconds > SHOWN * first.seconds
+    # A plan with more staleness may have stages that the first does not have.
+    slower = [
+        (cost.seconds - first.costs.get(name, Cost()).seconds, name, cost.bound) for name, cost in plan.costs.items()
     ]
+    worse = [one for one in slower if one[0] > SHOWN * first.seconds]
     reasons = [f"{name} takes {more:,.3g} s more ({what})" for more, name, what in sorted(worse, reverse=True)[:3]]
     idle = [(1 - one.busy / plan.seconds, one) for one in plan.sets]
     share, idlest = max(idle, key=lambda pair: pair[0])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from braidrl.cluster.device_kinds import Cluster, DeviceKind, NodeGroup
+from braidrl.cluster.device_kinds import Cluster, NodeGroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import generation_layout
@@ -17,8 +17,8 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
-from braidrl.plan.work import Lengths, generate_work, infer_work, reshard_bytes, train_work
-from braidrl.runtimes.memory.budget import Deployment, EngineUse, engine_use, shape_of
+from braidrl.plan.work import Lengths, generate_work, infer_work, share_received, train_work
+from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
 from braidrl.runtimes.prepare.checks import check_plan
 from braidrl.training.memory.footprint import Shape, model_shape
 from braidrl.training.optimizer import moment_bytes
@@ -54,6 +54,7 @@ class Problem:
     """The problem. `seconds` gives the seconds per iteration of stages by name, for stages that cannot be derived.
 
     Its configuration is the one of a run on the cluster: what a role's dtype and an engine's weights are depends on the device.
+    Its `rates` are completed by those of all of the cluster's kinds.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.config = self.config.model_copy(update={"device": self.cluster.device})
+        self.rates = {kind: rates_for(kind, self.rates) for kind in self.cluster.kinds}
         trainer = self.config.trainer
         self.rows = trainer.prompts_per_step * self.config.rollout.samples_per_prompt
         """The number of rows in a batch."""
@@ -89,22 +91,14 @@ class Problem:
             found[role] = Model(role, shape, plain, dtype, trained, scalar, stages, generates, infers)
         return found
 
-    def kind(self, group: NodeGroup) -> DeviceKind:
-        """Return the device kind of a node group."""
-        return self.cluster.kinds[group.kind]
-
-    def rates_of(self, group: NodeGroup) -> Rates:
-        """Return the achieved rates on a node group."""
-        return rates_for(group.kind, self.rates)
-
     def with_runtime(self, runtime: str, seconds: float) -> float:
         """Return the seconds of an iteration, with the runtime's overhead added to those of its stages."""
-        own = self.rates_of(self.cluster.groups[0]).runtimes.get(runtime, RuntimeRates())
+        own = self.rates[self.cluster.groups[0].kind].runtimes.get(runtime, RuntimeRates())
         return own.iteration_s + own.row_s * self.rows + (1 + own.slower) * seconds
 
     def check_stages(self) -> None:
         """Raise UserError for a stage without a known cost, with the option that gives it."""
-        calibrated = {name for group in self.cluster.groups for name in self.rates_of(group).stages}
+        calibrated = {name for group in self.cluster.groups for name in self.rates[group.kind].stages}
         for stage in self.flow.stages:
             plays, engine, what = "environment" in stage.params, self.config.rollout.engine, "is a function of yours"
             derived = stage.role is not None or stage.type.startswith(COMPUTED)
@@ -127,33 +121,28 @@ class Problem:
             )
         return self.lengths
 
-    def compute_cost(self, stage: Stage, group: NodeGroup) -> Cost:
-        """Return the cost of a stage without a model."""
-        if stage.name in self.seconds:
-            return Cost(overhead=self.seconds[stage.name])
-        return Cost(overhead=self.rates_of(group).stages.get(stage.type, 0.0) * len(self.rows_of(stage)))
-
     def stage_cost(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int, apart: bool = False) -> Cost:
         """Return the cost of a stage of a model on `devices` devices of a group; `apart` if engines have separate devices."""
         if stage.name in self.seconds:
             return Cost(overhead=self.seconds[stage.name])
-        model = self.models[str(stage.role)]
-        if stage.kind is Kind.GENERATE:
-            # Many training layouts share an engine configuration: simulate its generation once.
-            engine = use.engine
-            key = (model.role, group.kind, devices, engine and (engine.divisor, engine.slots, engine.shape.dtype))
-            if key not in self._generation:
-                prefill, decode = self.works(stage, use, group, devices)
-                self._generation[key] = self.price(model, prefill, group).plus(self.price(model, decode, group))
-            return self._generation[key].plus(Cost(weights=self.publication_seconds(use, group, apart)))
+        model, kind, rates = self.models[str(stage.role)], self.cluster.kinds[group.kind], self.rates[group.kind]
         if stage.kind is Kind.TRAIN and not is_optimized(stage):
-            return Cost(memory=3 * model.shape.parameters * 4 / self.kind(group).bandwidth)
-        (work,) = self.works(stage, use, group, devices)
-        cost = self.price(model, work, group)
+            return Cost(memory=3 * model.shape.parameters * 4 / kind.bandwidth)
+        # Many training layouts share an engine configuration: simulate its generation once.
+        engine = use.engine and (use.engine.divisor, use.engine.slots, use.engine.shape.dtype)
+        key = (model.role, group.kind, devices, engine)
+        cost = self._generation.get(key) if stage.kind is Kind.GENERATE else None
+        if cost is None:
+            cost = Cost()
+            for work in self.works(stage, use, group, devices):
+                cost = cost.plus(price(work, kind, rates, model.dtype, self.config.rollout.engine))
+        if stage.kind is Kind.GENERATE:
+            self._generation[key] = cost
+            return cost.plus(Cost(weights=self.publication_seconds(use, group, apart)))
         if stage.kind is Kind.INFER and use.inference is not None:
             target = GenerationLayout(use.inference.pipeline, use.inference.tensor, None)
-            moved = reshard_bytes(model.plain, use.layout, target, model.plain.element_bytes)
-            cost = cost.plus(Cost(weights=moved / (self.kind(group).link * self.rates_of(group).link)))
+            moved = model.plain.parameters * model.plain.element_bytes * share_received(use.layout, target)
+            cost = cost.plus(Cost(weights=moved / (kind.link * rates.link)))
         return cost
 
     def works(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int) -> list[Work]:
@@ -185,7 +174,7 @@ class Problem:
         Ranks that generate receive the slices that they lack. Engines on other devices receive theirs whole: by a process group between
         CUDA devices, else from a file in host memory.
         """
-        engine, kind, rates = use.engine, self.kind(group), self.rates_of(group)
+        engine, kind, rates = use.engine, self.cluster.kinds[group.kind], self.rates[group.kind]
         if engine is None:
             written = use.plain.parameters * use.plain.element_bytes
             return 2 * written / (kind.host * rates.host)
@@ -198,7 +187,7 @@ class Problem:
             if self.cluster.device == "cpu" or self.config.rollout.weights == "file":
                 return 2 * moved / host
             return moved / (link if self.cluster.size <= group.devices else network)
-        moved = reshard_bytes(engine.shape, use.layout, self.generation(engine.divisor), size)
+        moved = engine.shape.parameters * size * share_received(use.layout, self.generation(engine.divisor))
         sharing = use.layout.ranks_per_replica * (1 if use.layout.shard == "none" else use.layout.data or 1)
         return moved / (link if sharing <= group.devices else network)
 
@@ -216,14 +205,6 @@ class Problem:
             except UserError:
                 self._allowed[axes] = False
         return self._allowed.setdefault(axes, True)
-
-    def price(self, model: Model, work: Work, group: NodeGroup) -> Cost:
-        """Return the cost of work of a model."""
-        return price(work, self.kind(group), self.rates_of(group), model.dtype, self.config.rollout.engine)
-
-    def engine(self, role: str, layout: ParallelLayout, slots: int, divisor: int) -> EngineUse | None:
-        """Return the role's engine on devices that hold it in a layout."""
-        return engine_use(role, self.models[role].shape, layout, self.config, slots, divisor)
 
     def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
         """Return a role's deployment in a layout, without an engine."""

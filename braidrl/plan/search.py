@@ -24,7 +24,7 @@ from functools import cached_property
 from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.cluster.pools import GENERATE
 from braidrl.errors import UserError, suggest
-from braidrl.plan.choices import Choice, SetChoice, Sets
+from braidrl.plan.choices import Choice, Choices, RolePart, SetChoice
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.simulation import Runtime, call_times
@@ -106,7 +106,7 @@ class Search:
         problem.check_stages()
         self.problem, self.keep, self.until = problem, keep, until
         self.considered = Considered()
-        self.sets = Sets(problem, allowed)
+        self.choices = Choices(problem, allowed)
         self.edges = {
             stage.name: [edge.source for edge in problem.flow.edges if edge.target == stage.name]
             for stage in problem.flow.stages
@@ -118,7 +118,7 @@ class Search:
         Raises UserError if the models fit in no allocation; it names the smallest number of devices that works.
         """
         found: list[Plan] = []
-        roles = tuple(self.problem.flow.roles)
+        problem, roles = self.problem, tuple(self.problem.flow.roles)
         for partition in sorted(partitions(roles), key=len):
             if found and self.until is not None and time.monotonic() > self.until:
                 break
@@ -126,21 +126,39 @@ class Search:
             plan = self.best_of(partition, found[self.keep - 1].seconds if len(found) >= self.keep else math.inf)
             if plan is not None:
                 found = sorted([*found, plan], key=lambda plan: plan.seconds)[: self.keep]
-        self.considered.layouts = self.sets.choices.layouts_tried
-        if not found:
-            raise self.refusal()
-        return found
+        self.considered.layouts = self.choices.layouts_tried
+        if found:
+            return found
+        refused = f"the models of flow {problem.flow.name} fit on no allocation of {problem.cluster}"
+        for group in problem.cluster.groups:
+            for nodes in (2**power for power in range(1, 11)):
+                wider = group.model_copy(update={"nodes": group.nodes * nodes})
+                if self.choices.of_set(roles, wider, wider.size):
+                    smallest = f"{wider.nodes}x{wider.devices}x{wider.kind}"
+                    raise UserError(f"{refused}; the smallest that fits is --devices {smallest}")
+        largest = max(problem.models.values(), key=lambda model: model.shape.parameters)
+        raise UserError(
+            f"{refused}, nor of a thousand times as many devices: {largest.role} has "
+            f"{largest.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
+        )
 
     def best_of(self, partition: RoleSets, limit: float = math.inf) -> Plan | None:
         """Return the fastest plan of a partition; None if it does not fit, or takes at least `limit` seconds an iteration."""
         quickest: Plan | None = None
         for groups in itertools.product(self.problem.cluster.groups, repeat=len(partition)):
-            for sizes in self._sizes(groups):
+            # Each used node group gives all of its devices to its own sets.
+            members = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}
+            ways = [
+                [dict(zip(own, sizes, strict=True)) for sizes in allocations(group.size, len(own), unit_of(group))]
+                for group, own in members.items()
+            ]
+            for picked in itertools.product(*ways):
                 self.considered.allocations += 1
+                size_of = {i: size for one in picked for i, size in one.items()}
                 bar = min(limit, quickest.seconds if quickest else math.inf)
                 sets: list[SetChoice] = []
-                for roles, group, size in zip(partition, groups, sizes, strict=True):
-                    found = self.sets.of_set(roles, group, size)
+                for i, (roles, group) in enumerate(zip(partition, groups, strict=True)):
+                    found = self.choices.of_set(roles, group, size_of[i])
                     # Lower bound: an iteration takes at least as long as each set is busy.
                     if found is None or found.busy >= bar:
                         self.considered.cut += 1
@@ -151,24 +169,9 @@ class Search:
                     quickest = plan if plan.seconds < bar else quickest
         return quickest
 
-    def _sizes(self, groups: Sequence[NodeGroup]) -> Iterator[tuple[int, ...]]:
-        """Yield the number of devices of each set, given each set's node group; all devices of a used group are allocated."""
-        by_group = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}
-        ways = [
-            [dict(zip(places, sizes, strict=True)) for sizes in allocations(group.size, len(places), unit_of(group))]
-            for group, places in by_group.items()
-        ]
-        for picked in itertools.product(*ways):
-            sizes = {place: size for one in picked for place, size in one.items()}
-            yield tuple(sizes[i] for i in range(len(groups)))
-
     def plan(self, runtime: Runtime, sets: Sequence[SetChoice]) -> Plan:
         """Return the plan of these sets of devices, with its calls scheduled as a runtime makes them."""
-        modelled = {name: cost for one in sets for name, cost in one.costs.items()}
-        costs = {
-            stage.name: modelled.get(stage.name) or self.problem.compute_cost(stage, sets[0].group)
-            for stage in self.problem.flow.stages
-        }
+        costs = costs_of(self.problem, sets)
         # Only hybrid runs sets in parallel; stages without a model run with the first set.
         set_of = {name: i for i, one in enumerate(sets) for name in one.costs} if runtime == "hybrid" else {}
         pools = {name: set_of.get(name, 0) for name in costs}
@@ -178,27 +181,24 @@ class Search:
 
     def colocated(self, runtime: Runtime) -> list[Plan]:
         """Return the best plan in which all roles share all devices; empty if they do not fit."""
-        roles = tuple(self.problem.flow.roles)
         group = max(self.problem.cluster.groups, key=lambda group: group.size)
-        found = self.sets.of_set(roles, group, group.size)
+        found = self.choices.of_set(tuple(self.problem.flow.roles), group, group.size)
         return [] if found is None else [self.plan(runtime, [found])]
 
-    def refusal(self) -> UserError:
-        """Build the error that names the smallest number of devices on which the models fit."""
-        roles = tuple(self.problem.flow.roles)
-        for group in self.problem.cluster.groups:
-            for nodes in (2**power for power in range(1, 11)):
-                wider = group.model_copy(update={"nodes": group.nodes * nodes})
-                if self.sets.of_set(roles, wider, wider.size):
-                    return UserError(
-                        f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}; "
-                        f"the smallest that fits is --devices {wider.nodes}x{wider.devices}x{wider.kind}"
-                    )
-        largest = max(self.problem.models.values(), key=lambda model: model.shape.parameters)
-        return UserError(
-            f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}, nor of a thousand times as "
-            f"many devices: {largest.role} has {largest.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
-        )
+
+def costs_of(problem: Problem, sets: Sequence[SetChoice]) -> dict[str, Cost]:
+    """Return the cost of each stage of the flow; stages without a model take given or calibrated seconds."""
+    modelled = {name: cost for one in sets for name, cost in one.costs.items()}
+    costs: dict[str, Cost] = {}
+    for stage in problem.flow.stages:
+        if stage.name in modelled:
+            costs[stage.name] = modelled[stage.name]
+        elif stage.name in problem.seconds:
+            costs[stage.name] = Cost(overhead=problem.seconds[stage.name])
+        else:
+            each = problem.rates[sets[0].group.kind].stages.get(stage.type, 0.0)
+            costs[stage.name] = Cost(overhead=each * len(problem.rows_of(stage)))
+    return costs
 
 
 def unit_of(group: NodeGroup) -> int:
@@ -212,12 +212,12 @@ def like(problem: Problem, name: str) -> Plan:
         raise UserError(f"--like: unknown placement {name!r}. {suggest(name, NAMES)}")
     search = Search(problem)
     roles = tuple(problem.flow.roles)
-    plan = {
-        "deepspeed-chat": lambda: fixed(search, (roles,), sharded),
-        "openrlhf": lambda: apart(search),
-        "nemo-aligner": lambda: fixed(search, halves(problem), same_layout),
-        "verl": lambda: fixed(search, (roles,), lambda choice: True),
-    }[name]()
+    if name == "openrlhf":
+        plan = apart(search)
+    elif name == "nemo-aligner":
+        plan = fixed(search, halves(problem), same_layout)
+    else:
+        plan = fixed(search, (roles,), sharded if name == "deepspeed-chat" else lambda choice: True)
     if plan is None:
         raise UserError(
             f"--like {name}: the models of flow {problem.flow.name} do not fit in this placement on {problem.cluster}"
@@ -258,33 +258,31 @@ def fixed(search: Search, partition: RoleSets, allowed: Callable[[Choice], bool]
             f"--devices: {group.size} devices do not divide into {len(partition)} equal parts for {names}; "
             f"write a multiple of {len(partition)}"
         )
-    known = Sets(search.problem, allowed)
-    sets = [known.of_set(roles, group, size) for roles in partition]
-    if any(one is None for one in sets):
-        return None
-    return search.plan("hybrid", [one for one in sets if one is not None])
+    known = Choices(search.problem, allowed)
+    sets = [found for roles in partition if (found := known.of_set(roles, group, size))]
+    return search.plan("hybrid", sets) if len(sets) == len(partition) else None
 
 
 def apart(search: Search) -> Plan | None:
     """Return the fastest plan with separate devices for each role and for engines."""
     problem = search.problem
     group = max(problem.cluster.groups, key=lambda group: group.size)
-    members = [(role, False) for role in problem.models]
-    members += [(role, True) for role, model in problem.models.items() if model.generates]
-    models, engines = Sets(problem, sharded, "model"), Sets(problem, part="generate")
+    models, engines = Choices(problem, sharded), Choices(problem)
+    members: list[tuple[str, str, Choices, RolePart]] = [(role, role, models, "model") for role in problem.models]
+    generating = [role for role, model in problem.models.items() if model.generates]
+    members += [(role + GENERATE, role, engines, "generate") for role in generating]
     unit = unit_of(group)
     while group.size % (unit * 2) == 0 and group.size // (unit * 2) >= 2 * len(members):
         unit *= 2
     quickest: Plan | None = None
     for sizes in allocations(group.size, len(members), unit):
-        whole = []
-        for (role, generates), size in zip(members, sizes, strict=True):
-            found = (engines if generates else models).of_set((role,), group, size)
-            if found is not None:
-                named = {role + GENERATE * generates: found.roles[role]}
-                whole.append(replace(found, roles=named))
-        if len(whole) < len(members):
+        sets = [
+            replace(found, roles={name: found.roles[role]})
+            for (name, role, known, part), size in zip(members, sizes, strict=True)
+            if (found := known.of_set((role,), group, size, part))
+        ]
+        if len(sets) < len(members):
             continue
-        plan = search.plan("hybrid", whole)
+        plan = search.plan("hybrid", sets)
         quickest = plan if quickest is None or plan.seconds < quickest.seconds else quickest
     return quickest

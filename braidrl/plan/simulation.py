@@ -103,7 +103,17 @@ class Streaming:
         self.result = Simulation()
         self.clock = Clock()
         self.schedule = StreamSchedule(work.flow, work.sizes)
-        self.workers = [worker for consumer in self.schedule.consumers for worker in _workers(work, consumer)]
+        self.workers: list[SimulatedWorker] = []
+        for consumer in self.schedule.consumers:
+            if consumer.kind is Kind.TRAIN:
+                ranks = max(work.workers.get(stage.name, 1) for stage in consumer.updates)
+                self.workers.append(SimulatedWorker(f"{consumer.stages[-1].name}/0", consumer, ranks=ranks))
+                continue
+            # A consumer has no worker if one of its stages has none.
+            lacking = any(work.workers.get(stage.name) == 0 for stage in consumer.stages)
+            slots = work.slots if consumer.kind is Kind.GENERATE else 1
+            for number in range(0 if lacking else work.workers.get(consumer.name, 1)):
+                self.workers.append(SimulatedWorker(f"{consumer.name}/{number}", consumer, slots=slots))
         self.engines = [worker for worker in self.workers if worker.consumer.kind is Kind.GENERATE]
         self.loading = LoadingSchedule(work.loading, max(1, len(self.engines) // 2))
         for engine in self.engines:
@@ -354,31 +364,18 @@ class Streaming:
             own = stage or (worker.consumer.updates or worker.consumer.stages)[0]
             self.result.spans.append(SimulatedSpan(name, own.name, *span))
 
-    def _watch(self) -> None:
-        """Schedule a check when the next lease expires."""
+    def _watch(self, expired: bool = False) -> None:
+        """Give up `expired` leases, and schedule a check when the next one expires."""
         tasks = self.schedule.tasks
-
-        def look() -> None:
+        if expired:
             self.watching = False
             tasks.give_up(tasks.leases.expired(self.clock.now))
-            self._watch()
-
         deadline = tasks.leases.next_deadline()
         if deadline is not None and not self.watching:
             self.watching = True
             # Slightly later, beyond rounding: a lease exactly at its deadline has not expired.
-            self.clock.after(deadline - self.clock.now + self.work.lease_seconds / 1000, look)
-
-
-def _workers(work: Workload, consumer: Consumer) -> list[SimulatedWorker]:
-    """Return a consumer's workers: as many as its slowest kind of stage has, or none if a stage has none."""
-    counts = [work.workers[stage.name] for stage in consumer.stages if stage.name in work.workers]
-    if consumer.kind is Kind.TRAIN:
-        ranks = [work.workers.get(stage.name, 1) for stage in consumer.updates]
-        return [SimulatedWorker(f"{consumer.stages[-1].name}/0", consumer, ranks=max(ranks))]
-    own = work.workers.get(consumer.name, 1) if 0 not in counts else 0
-    slots = work.slots if consumer.kind is Kind.GENERATE else 1
-    return [SimulatedWorker(f"{consumer.name}/{number}", consumer, slots=slots) for number in range(own)]
+            seconds = deadline - self.clock.now + self.work.lease_seconds / 1000
+            self.clock.after(seconds, partial(self._watch, expired=True))
 
 
 def call_times(

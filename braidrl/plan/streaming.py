@@ -14,7 +14,7 @@ from braidrl.flow.selecting import older_places
 from braidrl.plan.choices import Choices, RolePart, SetChoice
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
-from braidrl.plan.search import Plan, allocations, unit_of
+from braidrl.plan.search import Plan, allocations, costs_of, unit_of
 from braidrl.plan.simulation import Streaming
 from braidrl.plan.workload import Workload
 from braidrl.runtimes.streaming.consumers import Consumers
@@ -60,7 +60,7 @@ class StreamingSearch:
     def group_set(self, member: Group, group: NodeGroup, devices: int) -> SetChoice | None:
         """Return the fastest choice of a worker group that fits the devices; None if none fits."""
         part: RolePart = "generate" if member.kind == "generate" else "model"
-        room = self.problem.kind(group).memory * USABLE
+        room = self.problem.cluster.kinds[group.kind].memory * USABLE
         fitting = [one for one in self.choices.of_role(str(member.role), group, devices, part) if one.peak <= room]
         if part == "generate" and self.problem.config.streaming.weights == "rolling":
             # One engine generates while another loads.
@@ -72,14 +72,10 @@ class StreamingSearch:
 
     def plan(self, sets: Sequence[SetChoice], staleness: int) -> Plan:
         """Return the plan of these groups, timed by simulation."""
-        costs = {name: cost for one in sets for name, cost in one.costs.items()}
-        every = {
-            stage.name: costs.get(stage.name) or self.problem.compute_cost(stage, sets[0].group)
-            for stage in self.problem.flow.stages
-        }
-        result = Streaming(self.workload(sets, every, staleness)).simulate()
+        costs = costs_of(self.problem, sets)
+        result = Streaming(self.workload(sets, costs, staleness)).simulate()
         seconds = self.problem.with_runtime("streaming", result.seconds_per_iteration(SKIPPED))
-        return Plan("streaming", tuple(sets), seconds, every, {}, staleness, result)
+        return Plan("streaming", tuple(sets), seconds, costs, {}, staleness, result)
 
     def workload(self, sets: Sequence[SetChoice], costs: Mapping[str, Cost], staleness: int) -> Workload:
         """Return the workload to simulate; in large batches, each of its rows stands for several."""

@@ -220,15 +220,11 @@ def generate_work(
     return prefill, decode
 
 
-def reshard_bytes(shape: Shape, layout: ParallelLayout, target: GenerationLayout, element_bytes: int) -> float:
-    """Return the most bytes that a rank receives when its own ranks reshard weights from training to generation."""
-    return shape.parameters * element_bytes * share_received(layout, target)
-
-
 @cache
 def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
-    """Return the share of the model that a rank receives at most (HybridFlow, arXiv 2409.19256, table 2).
+    """Return the share of the model that a rank receives at most when its own ranks reshard weights from training to generation.
 
+    This is HybridFlow's table 2 (arXiv 2409.19256).
     `neighbour` and `gather` collect whole tensors; otherwise slices that a rank already holds are not sent.
     """
     pipeline, tensor = layout.pipeline, layout.tensor
@@ -236,13 +232,12 @@ def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
         ranks = pipeline * tensor * (1 if target.grouping == "neighbour" else layout.data or 1)
         return (ranks - 1) / ranks
     groups = target.groups(layout).numpy()
-    stage, rank = groups // (groups.size // pipeline), groups % tensor
-    parts = np.arange(target.pipeline)[:, None], np.arange(target.tensor)[None, :]
-    held = overlap(stage, pipeline, parts[0], target.pipeline) * overlap(rank, tensor, parts[1], target.tensor)
+    held = np.ones(groups.shape)
+    # The parts of the stages and of each tensor that a rank holds already, and those that it generates with, as parts of [0, 1].
+    for trains, parts, wanted, generated in (
+        (groups // (groups.size // pipeline), pipeline, np.arange(target.pipeline)[:, None], target.pipeline),
+        (groups % tensor, tensor, np.arange(target.tensor)[None, :], target.tensor),
+    ):
+        ends = np.minimum((trains + 1) / parts, (wanted + 1) / generated)
+        held *= np.maximum(0.0, ends - np.maximum(trains / parts, wanted / generated))
     return float(1 / target.ranks - held.min() / layout.shard_ranks)
-
-
-def overlap(one: IntArray, ones: int, other: IntArray, others: int) -> npt.NDArray[np.float64]:
-    """Return the length that part `one` of `ones` equal parts of [0, 1] shares with part `other` of `others`."""
-    ends = np.minimum((one + 1) / ones, (other + 1) / others)
-    return np.asarray(np.maximum(0.0, ends - np.maximum(one / ones, other / others)))

@@ -12,7 +12,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import FailedStep, UserError
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
-from braidrl.observe.progress import Progress, silent_progress
+from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import evaluation_path
 from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.prepare.checks import without_effect
@@ -87,7 +87,7 @@ def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
 
 def evaluated(config: Config, world: World) -> dict[str, float]:
     """Evaluate in one process, or as one rank; return the metrics of every set."""
-    progress = Progress() if world.first else silent_progress()
+    progress = Progress(shown=world.first)
     prepared = prepare_together(config, world, train=False)
     if not config.data.evaluation_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")

@@ -16,7 +16,7 @@ from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
 from braidrl.observe.metrics import MetricsWriter
-from braidrl.observe.progress import Progress, silent_progress
+from braidrl.observe.progress import Progress
 from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, evaluation_path, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
@@ -112,7 +112,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _opened_progress(self) -> Progress:
         """Return the progress display, which first prints the run's folder, settings without effect, and the data."""
-        progress = Progress(self.config.trainer.steps) if self.world.first else silent_progress()
+        progress = Progress(self.config.trainer.steps, shown=self.world.first)
         reports = [source.report() for source in self.prepared.sources]
         said = [*self.chosen, *without_effect(self.config), *unusual_rates(self.config, self.flow), *reports]
         said += vocabulary_lines(self.prepared)

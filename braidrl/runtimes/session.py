@@ -25,12 +25,11 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Kind, Stage
 from braidrl.flow.columns import read_names
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.lookup import FAMILIES
 from braidrl.flow.roles import Role
-from braidrl.flow.signatures import ROLE_TYPES
+from braidrl.flow.signatures import FAMILIES, ROLE_TYPES
 from braidrl.flow.stages import stage_family
 from braidrl.observe.metrics import Sums
-from braidrl.observe.progress import Progress, silent_progress
+from braidrl.observe.progress import Progress
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import resolve
@@ -59,7 +58,7 @@ class Session(AbstractContextManager["Session"]):
         self.prepared, chosen = with_fitting_sizes(prepare_together(config, self.world), memory_to_take(config))
         self.config = config = self.prepared.config
         set_up_torch(config)
-        self.progress = Progress() if self.world.first else silent_progress()
+        self.progress = Progress(shown=self.world.first)
         for line in chosen:
             self.progress.print(line)
         self.backend = start_backend(RunContext(self.prepared, self.progress, world=self.world))

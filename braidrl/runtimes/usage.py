@@ -81,10 +81,10 @@ class DeviceUsage:
         if stage.kind not in (Kind.GENERATE, Kind.INFER, Kind.TRAIN):
             return
         if self.device.type == "cuda":
-            sums.highest(f"memory/{stage.name}/allocated_max", torch.cuda.max_memory_allocated())
-            sums.highest(f"memory/{stage.name}/reserved_max", torch.cuda.max_memory_reserved())
+            sums.add(f"memory/{stage.name}/allocated_max", torch.cuda.max_memory_allocated())
+            sums.add(f"memory/{stage.name}/reserved_max", torch.cuda.max_memory_reserved())
         else:
-            sums.highest(f"memory/{stage.name}/resident_max", psutil.Process().memory_info().rss)
+            sums.add(f"memory/{stage.name}/resident_max", psutil.Process().memory_info().rss)
 
     @contextmanager
     def computing(self, stage: Stage, worker: TrainingBackend, sums: Sums, *passes: Rows) -> Iterator[None]:

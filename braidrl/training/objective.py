@@ -26,8 +26,7 @@ from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
-from braidrl.flow.lookup import entry_of
-from braidrl.flow.signatures import columns_in_training
+from braidrl.flow.signatures import columns_in_training, entry_of
 
 
 @dataclass(frozen=True)

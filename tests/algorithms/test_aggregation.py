@@ -21,8 +21,8 @@ Columns = dict[str, Any]
 
 
 def group_tokens(offsets: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    groups = Groups.of(group)
-    return groups.spread(groups.sums(offsets.diff()))
+    groups = Groups(group)
+    return groups.sums(offsets.diff())[groups.index]
 
 
 def weights_of(name: str, offsets: torch.Tensor, of_group: torch.Tensor) -> torch.Tensor:

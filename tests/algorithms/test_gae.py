@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.algorithms.registry import advantages
-from braidrl.algorithms.token_advantages import actor_lambda, at_row_end, decoupled_gae, gae, sums_to_go
+from braidrl.algorithms.token_advantages import at_row_end, decoupled_gae, gae, sums_to_go
 from tests.algorithms.batches import floats, ragged, ragged_rows
 
 unit = st.floats(0, 1)
@@ -95,10 +95,6 @@ def test_a_given_lambda_of_the_actor_replaces_the_length_adaptive_one() -> None:
     torch.testing.assert_close(
         decoupled_gae(values, reward, lam_actor=0.9)[0].values, gae(values, reward, lam=0.9)[0].values
     )
-
-
-def test_the_lambda_of_vapo_is_clamped_between_0_and_1() -> None:
-    assert actor_lambda(torch.tensor([0, 1, 20, 40, 2000]), 0.05).tolist() == pytest.approx([0, 0, 0, 0.5, 0.99])
 
 
 @given(ragged_rows(), unit)

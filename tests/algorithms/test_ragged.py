@@ -42,10 +42,10 @@ def test_offsets_that_do_not_end_at_the_values_are_refused() -> None:
 def test_groups_are_found_for_arbitrary_group_numbers(batch: tuple[list[float], list[int]], data) -> None:
     values, numbers = batch
     weights = data.draw(st.lists(st.integers(0, 3).map(float), min_size=len(values), max_size=len(values)))
-    groups = Groups.of(torch.tensor(numbers))
+    groups = Groups(torch.tensor(numbers))
     own = [[i for i, n in enumerate(numbers) if n == number] for number in sorted(set(numbers))]
     assert groups.numbers.tolist() == sorted(set(numbers))
-    assert groups.sizes().tolist() == [len(rows) for rows in own]
+    assert groups.sizes.tolist() == [len(rows) for rows in own]
     assert groups.sums(floats(values)).tolist() == pytest.approx([sum(values[i] for i in rows) for rows in own])
     means = [sum(weights[i] * values[i] for i in rows) / (sum(weights[i] for i in rows) or 1) for rows in own]
     assert groups.means(floats(values), floats(weights)).tolist() == pytest.approx(means)

@@ -24,9 +24,9 @@ from braidrl.cli.plan_command import Wanted, best_plans, calibrated, plan, probl
 from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.plan.calibration import least_squares, nonnegative, runtime_rates
+from braidrl.plan.calibration import least_squares, nonnegative
 from braidrl.plan.configured import overlay_of, predicted
-from braidrl.plan.plan_report import plans_table, roles_table, spans_of
+from braidrl.plan.plan_report import plans_table, reason, roles_table, spans_of
 from braidrl.plan.rates import read_rates
 from braidrl.plan.search import NAMES, like
 from braidrl.runtimes.memory.budget import moving, peak
@@ -142,6 +142,16 @@ def test_the_report_fits_eighty_columns_and_says_what_was_varied(workshop: Works
     assert any(line.startswith("  actor") and "slots" in line for line in lines)
 
 
+def test_plans_with_different_stages_are_compared(workshop: Workshop) -> None:
+    wanted = Wanted("1x2xcpu", max_staleness=1)
+    config = workshop.config(algorithm={"kl_coef": 0}, trainer={"rows_per_update": None})
+    plans = best_plans(problem_of(config, wanted), wanted)
+    few, many = min(plans, key=lambda one: len(one.costs)), max(plans, key=lambda one: len(one.costs))
+    # Staleness adds a stage: recomputed log-probs.
+    assert many.costs.keys() - few.costs.keys() == {"actor.log_probs"}
+    assert reason(many, few) and reason(few, many)
+
+
 def test_a_standalone_role_has_the_memory_of_its_plan(workshop: Workshop) -> None:
     problem = problem_of(workshop.config(algorithm={"kl_coef": 0}), Wanted("1x2xcpu", max_staleness=1))
     for found in best_plans(problem, Wanted("1x2xcpu", max_staleness=1)):
@@ -194,8 +204,9 @@ def test_least_squares_recovers_nonnegative_costs_from_their_seconds() -> None:
     assert found == pytest.approx({"a": 2, "b": 0.5, "c": 0}, abs=1e-9)
     assert min(least_squares(samples, [5.0, 1.0, 1.0, 4.0, 0.1]).values()) >= 0
     steps = [(10, 2.0), (30, 0.5), (50, 4.0), (20, 1.0), (90, 2.0)]
-    added = runtime_rates([(rows, 1.0 + 0.02 * rows + 1.25 * taken, taken) for rows, taken in steps])
-    assert (added.iteration_s, added.row_s, added.slower) == pytest.approx((1.0, 0.02, 0.25))
+    samples = [{"a": 1.0, "b": float(rows), "c": taken} for rows, taken in steps]
+    seconds, known = [1.0 + 0.02 * rows + 1.25 * taken for rows, taken in steps], [taken for _, taken in steps]
+    assert least_squares(samples, seconds, known) == pytest.approx({"a": 1.0, "b": 0.02, "c": 0.25})
 
 
 @given(st.data())

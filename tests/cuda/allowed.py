@@ -13,7 +13,7 @@ WAITS = {
     "training/optimizer.py:MasterOptimizer.step": "once an optimizer step: the norm of its gradient",
     "training/roles/checkpoint.py:copied": "a checkpoint is copied to host memory",
     "training/roles/checkpoint.py:full_state_dict": "merged weights go to host memory",
-    "algorithms/advantages.py:Groups.of": "pairs are found anew in each micro-batch",
+    "algorithms/advantages.py:Groups.__init__": "pairs are found anew in each micro-batch",
     "algorithms/row_losses.py:pair_loss": "pairs are checked in each micro-batch",
 }
 DOUBLES = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from braidrl.flow import Flow, actor, advantage, reward
-from braidrl.flow.lookup import compute_entry
 from braidrl.flow.recipes import load_flow
+from braidrl.flow.signatures import compute_entry
 from braidrl.flow.yaml_form import from_yaml, to_yaml
 from tests.flow.flows import message_of
 

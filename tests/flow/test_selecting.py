@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, groups_to_abort
+from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict
 
 rates = st.sampled_from([0.1, 0.3, 0.7, 1.0])
 policies = st.sampled_from(["drop", "keep"])
@@ -230,18 +230,20 @@ def test_the_batch_does_not_depend_on_completion_order_or_aborts(
         if group in aborted:
             continue
         decided[group] = kept[group]
-        ended = groups_to_abort(set(range(len(kept))) - aborted, decided, wanted)
+        ended = GroupSelector(wanted, 100, pending=sorted(set(range(len(kept))) - aborted)).needless(decided)
         assert not aborted & set(ended)
         aborted |= set(ended)
     batch = [group for group in sorted(decided) if decided[group]][:wanted]
     assert batch == [group for group, keep in enumerate(kept) if keep][:wanted]
     if len(batch) == wanted:
-        assert groups_to_abort(range(len(kept), len(kept) + 3), decided, wanted) == [len(kept) + n for n in range(3)]
+        later = [len(kept) + n for n in range(3)]
+        assert GroupSelector(wanted, 100, pending=later).needless(decided) == later
 
 
 def test_a_fast_group_never_replaces_a_slow_earlier_group() -> None:
-    assert groups_to_abort([0, 1, 2, 3], {1: True, 2: True}, 2) == [], "group 0 can still be kept"
-    assert groups_to_abort([0, 1, 2, 3], {0: False, 1: True, 2: True}, 2) == [3]
+    sampling = GroupSelector(2, 100, pending=[0, 1, 2, 3])
+    assert sampling.needless({1: True, 2: True}) == [], "group 0 can still be kept"
+    assert sampling.needless({0: False, 1: True, 2: True}) == [3]
 
 
 def test_unfinished_groups_stay_pending_and_other_groups_start() -> None:

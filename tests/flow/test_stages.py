@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from braidrl.algorithms.registry import shapes
 from braidrl.flow import Role, Stage, When, actor, advantage, critic, data, kl, loss, reference, reward, shape
-from braidrl.flow.lookup import compute_entry
+from braidrl.flow.signatures import ROLE_TYPES, compute_entry
 from braidrl.flow.stages import make_stage
 from tests.flow.flows import message_of, update
 
@@ -200,3 +200,9 @@ def test_family_attributes_have_signature_and_docstring() -> None:
     assert inspect.signature(advantage.safe_rlhf).parameters["multiplier"].default == 1.0
     assert inspect.signature(kl.k3).parameters["coef"].default is inspect.Parameter.empty
     assert loss.clip(low=0.1) == {"name": "clip", "low": 0.1} and "clip" in dir(loss)
+
+
+@pytest.mark.parametrize("type", ROLE_TYPES)
+def test_both_forms_have_the_same_parameters_of_a_roles_stage(type: str) -> None:
+    method = inspect.signature(getattr(Role, type)).parameters
+    assert tuple(name for name in method if name not in ("self", "id", "when", "after")) == ROLE_TYPES[type]

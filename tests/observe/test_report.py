@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
-from braidrl.observe.report import MOST_STEPS, Sample, best_and_worst, over_time, sample_groups, spread, write_report
+from braidrl.observe.report import MOST_STEPS, Sample, best_and_worst, sample_groups, spread, write_report
 from braidrl.observe.rollouts import rollout_path, write_rollouts
 from tests.observe.made_up import STAGES, make_run, metrics_of
 from tests.tiny import Workshop
@@ -151,7 +151,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_same_held_out_prompts_are_followed_over_time(run: Path) -> None:
-    followed = over_time(run, "test")
+    followed = {group.prompt: group.samples for group in sample_groups(run) if group.prompt is not None}
     assert list(followed) == ["2 + 5 = ?", "a"]
     assert [sample.step for sample in followed["a"]] == [5, 10, 15, 20]
     assert followed["a"][0].response == f"{EVIL} (5)"

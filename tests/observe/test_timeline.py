@@ -111,7 +111,7 @@ def test_the_chrome_trace_is_valid_and_tells_everything() -> None:
 
 def test_the_page_contains_the_table_and_is_self_contained(tmp_path: Path) -> None:
     write_trace(tmp_path, [*SPANS, Span("worker", "</script><b>", "odd.stage", 2, 9.0, 9.5)])
-    page, chrome = write_timeline(tmp_path)
+    page, chrome, _ = write_timeline(tmp_path)
     html = page.read_text()
     assert not re.search(r'(src|href)="|url\((?!#)|@import|https?://', html)
     assert "</script><b>" not in html and "odd.stage" in html

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from braidrl.cluster.device_kinds import Cluster, NodeGroup
 from braidrl.errors import UserError
 from braidrl.flow.batches import Sizes
-from braidrl.plan.choices import Choice, SetChoice, Sets, in_order
+from braidrl.plan.choices import Choice, Choices, SetChoice, in_order
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import FINEST, Search, allocations, partitions, unit_of
@@ -51,10 +51,10 @@ def test_allocations_are_of_at_most_so_many_equal_parts(nodes: int, devices: int
     assert all(group.size % finer or group.size // finer > FINEST for finer in range(1, unit))
 
 
-def soonest_of_all(search: Sets, roles: tuple[str, ...], size: int) -> SetChoice | None:
+def soonest_of_all(search: Choices, roles: tuple[str, ...], size: int) -> SetChoice | None:
     """Return the fastest combination of choices for roles that share devices, by brute force."""
     group = search.problem.cluster.groups[0]
-    every = [list(search.choices.every_choice(search.problem.models[role], group, size)) for role in roles]
+    every = [list(search.every_choice(search.problem.models[role], group, size)) for role in roles]
     found = [
         one
         for picked in itertools.product(*every)
@@ -65,7 +65,7 @@ def soonest_of_all(search: Sets, roles: tuple[str, ...], size: int) -> SetChoice
 
 def brute_force(asked: Problem) -> float:
     """Return the least seconds over all partitions, allocations and layouts, without bounds, Pareto fronts or caches."""
-    choices, search, quickest = Sets(asked), Search(asked), math.inf
+    choices, search, quickest = Choices(asked), Search(asked), math.inf
     known: dict[tuple[tuple[str, ...], int], SetChoice | None] = {}
     for partition in partitions(asked.flow.roles):
         for sizes in allocations(asked.cluster.size, len(partition)):
@@ -110,7 +110,7 @@ def test_pruned_search_counts_all_candidates_and_keeps_the_optimum(
     found = search.hybrid()
     assert search.considered.partitions == 15
     assert search.considered.allocations == sum(math.comb(15, len(p) - 1) for p in partitions("abcd"))
-    assert search.considered.layouts == search.sets.choices.layouts_tried > 100
+    assert search.considered.layouts == search.choices.layouts_tried > 100
     uncut = Search(asked)
     uncut.hybrid()
     every = [
@@ -118,7 +118,7 @@ def test_pruned_search_counts_all_candidates_and_keeps_the_optimum(
         for partition in partitions(asked.flow.roles)
         for sizes in allocations(16, len(partition))
         if all(
-            sets := [uncut.sets.of_set(r, asked.cluster.groups[0], n) for r, n in zip(partition, sizes, strict=True)]
+            sets := [uncut.choices.of_set(r, asked.cluster.groups[0], n) for r, n in zip(partition, sizes, strict=True)]
         )
     ]
     assert found[0].seconds == min(every)

@@ -4,8 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from braidrl.flow import Flow, actor, advantage, shape
-from braidrl.flow.recipes.parts import ClippedParameters, informative, policy_update, rewarded, surrogate
+from braidrl.flow import Flow, actor, advantage, select, shape
+from braidrl.flow.recipes.parts import ClippedParameters, policy_update, rewarded, surrogate
 
 # In the paper the punishment grows over the last 4,096 of 20,480 tokens.
 CACHE_SHARE = 5
@@ -43,11 +43,14 @@ class DapoParameters(ClippedParameters):
 
 def dapo(p: DapoParameters) -> Flow:
     """Return the flow: rule rewards of ±1, dynamic sampling, and a mean over all tokens of the batch."""
+    # Without a rule that says what is right, a group teaches nothing if its rewards are equal.
+    verified = p.dynamic_sampling != "rewards" and "verify" in p.reward
+    informative = select.informative_groups() if verified else select.informative_rewards()
     penalty = shape.overlong_penalty(max_response_tokens=p.max_response_tokens, cache=p.cache) if p.cache else None
     stages = [
         actor.generate(),
         *rewarded(p.reward, correct_score=p.correct_score, wrong_score=p.wrong_score),
-        informative({} if p.dynamic_sampling == "rewards" else p.reward) if p.dynamic_sampling else None,
+        informative if p.dynamic_sampling else None,
         penalty,
         shape.overlong_filter() if p.overlong_filter else None,
         advantage.group_normalized(),

@@ -11,7 +11,7 @@ from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Entry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
-from braidrl.flow.lookup import compute_entry, entry_of
+from braidrl.flow.signatures import compute_entry, entry_of
 from braidrl.flow.yaml_form import SUFFIXES, from_yaml
 from braidrl.importing import PluginRegistry
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from braidrl.errors import UserError
-from braidrl.flow.families import loss, select
+from braidrl.flow.families import loss
 from braidrl.flow.roles import Role, actor, reference, reward
 from braidrl.flow.stage import Stage
 
@@ -86,11 +86,6 @@ def rewarded(
         else:
             stages.append((reward if name == "score" else Role(name)).score(weight=given, of=of))
     return stages
-
-
-def informative(sources: str | Mapping[str, float]) -> Stage:
-    """Return a stage that drops groups without a signal: all right or all wrong, or without `verify` equal rewards."""
-    return select.informative_groups() if "verify" in sources else select.informative_rewards()
 
 
 def surrogate(p: ClippedParameters) -> dict[str, Any]:
