@@ -134,7 +134,7 @@ def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     The median token counts: rounding may choose another expert for a few of them.
     """
     ours = packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
-    model = twin.unchanged().to(torch.bfloat16)
+    model = copy.deepcopy(twin.own).to(torch.bfloat16)
     theirs = []
     for row in twin.rows:
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()

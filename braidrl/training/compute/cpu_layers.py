@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -30,8 +30,12 @@ EXPERTS = "braid"
 MANY = 32
 """From this many rows per expert on, `product` is faster than grouped products. With gradients it always takes two thirds of the time."""
 NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"}
+SILU = {"SiLUActivation", "SiLU"}
 GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
 ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
+DTYPES = (torch.float32, torch.bfloat16)
+PARTS = 16
+"""Partial sums of a norm weight's gradient; fixed, so that results do not depend on the number of threads."""
 
 
 @cache
@@ -40,16 +44,6 @@ def derived(kind: Any, forward: Any) -> Any:
     return type(
         kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}
     )
-
-
-def is_silu(module: nn.Module) -> bool:
-    """Return whether a gated MLP's activation is SiLU."""
-    return type(getattr(module, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU")
-
-
-DTYPES = (torch.float32, torch.bfloat16)
-PARTS = 16
-"""Partial sums of a norm weight's gradient; fixed, so that results do not depend on the number of threads."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -61,7 +55,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         name = kind.__name__
         if name in NORMS:
             module.__class__ = derived(kind, norm_of)
-        elif name in GATES and is_silu(module):
+        elif name in GATES and type(module.act_fn).__name__ in SILU:
             module.__class__ = derived(kind, gate_of)
         elif name in ATTENTIONS:
             setattr(module, COMPILED, True)

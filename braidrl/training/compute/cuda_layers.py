@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
-from braidrl.training.compute.cpu_layers import ATTENTIONS, GATES, NORMS, derived, is_silu
+from braidrl.training.compute.cpu_layers import ATTENTIONS, GATES, NORMS, SILU, derived
 
 LIGER = "liger_kernel"
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def use_kernels(model: PreTrainedModel, kernels: LayerKernels | None = None) -> 
         return
     for module in model.modules():
         kind: Any = type(module)
-        if kind.__name__ in NORMS | ATTENTIONS or (kind.__name__ in GATES and is_silu(module)):
+        if kind.__name__ in NORMS | ATTENTIONS or (kind.__name__ in GATES and type(module.act_fn).__name__ in SILU):
             module.__class__ = derived(kind, forward_of(kind, kernels))
 
 

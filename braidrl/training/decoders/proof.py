@@ -102,15 +102,11 @@ class Twin:
             self._alter(model)
         return model
 
-    def unchanged(self) -> Any:
-        """Create the twin with transformers' own attention and all settings as they are."""
-        model: Any = tiny_model(self._plain, self.seed, attn_implementation="eager")
-        return model.to(self.device)
-
     @cached_property
     def own(self) -> Any:
-        """Return the twin as transformers runs it."""
-        return self.unchanged()
+        """Return the twin as transformers runs it, with its own attention and all settings as they are."""
+        model: Any = tiny_model(self._plain, self.seed, attn_implementation="eager")
+        return model.to(self.device)
 
     @cached_property
     @torch.enable_grad()  # also under a caller's no_grad

@@ -119,33 +119,31 @@ class LocalPacked(Packed):
         return UlyssesAttention(super().attention(), self.group)
 
 
-def sequence_parallel(predict: Predict, group: dist.ProcessGroup, join: bool = True) -> Predict:
-    """Wrap `predict` so that the ranks of `group` shard the tokens; all call it with the same rows.
+def predict_own_tokens(
+    predict: Predict, group: dist.ProcessGroup, join: bool, packed: Packed, *objective: Any
+) -> dict[str, Tensor]:
+    """Call `predict` on this rank's share of the tokens; all ranks of `group` call this with the same rows.
 
     With `join` every rank gets the predictions of all tokens, else only of its own.
     """
-
-    def predict_local(packed: Packed, *objective: Any) -> dict[str, Tensor]:
-        # This rank's tokens, padded to a multiple of the ranks; `hidden` is already local.
-        count = -(-len(packed.input_ids) // group.size())
-        packed, first = packed.padded(count * group.size()), group.rank() * count
-        here = (packed.predictors >= first) & (packed.predictors < first + count)
-        ends = packed.row_ends[(packed.row_ends >= first) & (packed.row_ends < first + count)]
-        own = slice(first, first + count)
-        local = LocalPacked(
-            packed.input_ids[own], packed.position_ids[own], packed.sequence_lengths, packed.predictors[here] - first,
-            packed.targets[here], packed.offsets, ends - first, group, hidden=packed.hidden,
-        )  # fmt: skip
-        found = predict(local, *objective)
-        for name, values in found.items() if join else ():
-            # Ranks have different numbers of predictions.
-            length = torch.tensor([len(values)], device=values.device)
-            lengths = [torch.empty_like(length) for _ in range(group.size())]
-            dist.all_gather(lengths, length, group=group)
-            found[name] = _AllGather.apply(values, [int(each) for each in lengths], group)
-        return found
-
-    return predict_local
+    # Padded to a multiple of the ranks; `hidden` is already local.
+    count = -(-len(packed.input_ids) // group.size())
+    packed, first = packed.padded(count * group.size()), group.rank() * count
+    here = (packed.predictors >= first) & (packed.predictors < first + count)
+    ends = packed.row_ends[(packed.row_ends >= first) & (packed.row_ends < first + count)]
+    own = slice(first, first + count)
+    local = LocalPacked(
+        packed.input_ids[own], packed.position_ids[own], packed.sequence_lengths, packed.predictors[here] - first,
+        packed.targets[here], packed.offsets, ends - first, group, hidden=packed.hidden,
+    )  # fmt: skip
+    found = predict(local, *objective)
+    for name, values in found.items() if join else ():
+        # Ranks have different numbers of predictions.
+        length = torch.tensor([len(values)], device=values.device)
+        lengths = [torch.empty_like(length) for _ in range(group.size())]
+        dist.all_gather(lengths, length, group=group)
+        found[name] = _AllGather.apply(values, [int(each) for each in lengths], group)
+    return found
 
 
 class _AllToAll(torch.autograd.Function):

@@ -5,7 +5,7 @@
 layers      all, or with pipeline > 1 those of its rank               `pipeline.split_layers`
 rows        those of replica 0          those of replica 1            `gather_rows`
 matrices    left half   right half      left half   right half        `tensor_parallel.parallelize_layer`
-tokens      all, or with sequence > 1 a share of the replica's        `sequence_parallel`
+tokens      all, or with sequence > 1 a share of the replica's        `predict_own_tokens`
             between matrices, half of these on each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
 
@@ -42,7 +42,7 @@ from braidrl.training.parallel.replicated import (
     ReadParameters,
     sum_in_buckets,
 )
-from braidrl.training.parallel.sequence import sequence_parallel
+from braidrl.training.parallel.sequence import predict_own_tokens
 from braidrl.weights.shards import NamedTensor, by_tensor
 
 
@@ -76,7 +76,7 @@ class Sharded(DataParallel):
         if self.pipeline is not None:
             split_layers(model, self.pipeline.group.rank(), self.pipeline.group.size())
         if self.layout.sequence > 1:
-            predict = sequence_parallel(predict, self.sequence_group, self.has_predictions)
+            predict = partial(predict_own_tokens, predict, self.sequence_group, self.has_predictions)
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
         if plan:
             predict = partial(_predict_padded, predict, self.layout.sequence * self.layout.tensor)
