@@ -64,9 +64,8 @@ def load_decoder(
 
 
 def load_scorer(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", fresh_head: bool = True,
-    on_meta: bool = False,
-) -> PreTrainedModel:  # fmt: skip
+    path: str | Path, dtype: torch.dtype = torch.float32, fresh_head: bool = True, on_meta: bool = False
+) -> PreTrainedModel:
     """Load a decoder with a scalar head, from a sequence-classification directory or a causal decoder's; see `load_decoder`.
 
     With `fresh_head` a missing head is zero-initialised, so that every value and score starts at 0. Without it a missing head raises
@@ -84,7 +83,7 @@ def load_scorer(
         )
     if not has_head:
         torch.nn.init.zeros_(model.score.weight)
-    return model if is_on_meta(model) else model.to(device)
+    return model
 
 
 def has_score_head(path: str | Path) -> bool:
