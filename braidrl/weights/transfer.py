@@ -96,26 +96,22 @@ def rounds_needed(plan: RankPlan, limit_bytes: int) -> int:
     Raises:
         ValueError: The limit is less than one element per stream.
     """
-    needed = 0
-    for some, passes_on in (
-        ([plan.sends], False),
-        ([plan.receives], False),
-        ([plan.receives], True),
-        ([*plan.relayed.values()], False),
-    ):
+
+    def rounds(every: Sequence[Moves], passes_on: bool = False) -> int:
         total = streams = item = 0
-        for moves in some:
+        for moves in every:
             times = np.array([len(ranks) if passes_on else 1 for ranks in moves.onward], dtype=np.int64)[moves.boxes]
             total += int((moves.sizes * times).sum())
             streams += int(times[np.unique(moves.streams, return_index=True)[1]].sum())
             item = max(item, int(moves.item_bytes.max(initial=0)))
-        if total:
-            # Rounds end at whole elements: each stream may need one extra element in a round.
-            room = limit_bytes - streams * item
-            if room <= 0:
-                raise ValueError(f"{limit_bytes} bytes are too few for a round with {streams} streams")
-            needed = max(needed, -(-total // room))
-    return needed
+        # Rounds end at whole elements: each stream may need one extra element in a round.
+        room = limit_bytes - streams * item
+        if total and room <= 0:
+            raise ValueError(f"{limit_bytes} bytes are too few for a round with {streams} streams")
+        return -(-total // room) if total else 0
+
+    relayed = [*plan.relayed.values()]
+    return max(rounds([plan.sends]), rounds([plan.receives]), rounds([plan.receives], passes_on=True), rounds(relayed))
 
 
 class GroupTransport:
