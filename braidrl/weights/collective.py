@@ -3,7 +3,7 @@
 engine ──asks──▶ store ──▶ a thread of each trainer rank ──parts──▶ a process group of this transfer alone ──▶ the engine's workers
 
 Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine need crosses to
-it once. An engine that is late or gone is not waited for. Where senders and receivers have an earlier version, only changed values are
+it once. An engine that is late is waited for `JOIN_S` seconds, one that is gone not at all. Where senders and receivers have an earlier version, only changed values are
 sent: of bfloat16 weights, few change in a step.
 """
 
@@ -33,7 +33,7 @@ from braidrl.weights.shards import Parts, WeightPart, check_parts, snapshot
 from braidrl.weights.transfer import WeightTransfer
 
 POLL_S = 0.02
-JOIN_S = 2.0
+JOIN_S = 10.0
 """Seconds that an engine whose workers are ready waits for another engine that has asked for the same version."""
 CONNECT_S = 60.0
 """Time limit for processes that are all there to connect."""
