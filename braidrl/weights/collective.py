@@ -3,8 +3,8 @@
 engine ──asks──▶ store ──▶ a thread of each trainer rank ──parts──▶ a process group of this transfer alone ──▶ the engine's workers
 
 Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine need crosses to
-it once. An engine that is late is waited for `JOIN_S` seconds, one that is gone not at all. Where senders and receivers have an earlier version, only changed values are
-sent: of bfloat16 weights, few change in a step.
+it once. An engine that is late is waited for `JOIN_S` seconds, one that is gone not at all. Where senders and receivers have an earlier
+version, only changed values are sent: of bfloat16 weights, few change in a step.
 """
 
 import atexit
