@@ -3,8 +3,8 @@
 engine ──asks──▶ store ──▶ a thread of each trainer rank ──parts──▶ a process group of this transfer alone ──▶ the engine's workers
 
 Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine need crosses to
-it once. An engine that is late or gone is not waited for. Where senders and receivers have an earlier version, only changed values are
-sent: of bfloat16 weights, few change in a step.
+it once. An engine that is late is waited for `JOIN_S` seconds, one that is gone not at all. Where senders and receivers have an earlier
+version, only changed values are sent: of bfloat16 weights, few change in a step.
 """
 
 import atexit
@@ -33,7 +33,7 @@ from braidrl.weights.shards import Parts, WeightPart, check_parts, snapshot
 from braidrl.weights.transfer import WeightTransfer
 
 POLL_S = 0.02
-JOIN_S = 2.0
+JOIN_S = 10.0
 """Seconds that an engine whose workers are ready waits for another engine that has asked for the same version."""
 CONNECT_S = 60.0
 """Time limit for processes that are all there to connect."""
@@ -256,6 +256,7 @@ class Incoming:
         """Receive as number `worker`, counted from 0; `device` holds the buffers with NCCL."""
         self.notice, self.worker = notice, worker
         self.device = device if self.notice.cuda else torch.device("cpu")
+        self.moved = TransferVolume()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
@@ -270,16 +271,13 @@ class Incoming:
                 name: WeightPart(held.names[name], torch.empty(shape, dtype=held.dtypes[name], device="meta"))
                 for name, shape in held.shapes.items()
             }
-            transfer, arriving = self._planned(held, wanted, ranks, transport), Arriving(held, self.device)
-            all_hold(ranks, False)
-            moved = TransferVolume()
-            for number in transfer.steps({}, arriving, moved):
+            transfer, arriving = self._planned(held, wanted, ranks, transport, False), Arriving(held, self.device)
+            for number in transfer.steps({}, arriving, self.moved):
                 for name in transfer.arrivals[number]:
                     tensor = arriving[name].local
                     del arriving[name]
                     for alias in held.names[name]:
                         yield alias, tensor
-            self._count(moved)
 
     def receive(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
@@ -299,28 +297,26 @@ class Incoming:
             except ValueError as error:
                 # The senders wait for this worker's request: send an empty one.
                 differs, parts = error, {}
-            planned = self._planned(held, parts, ranks, transport)
-            planned.before = {} if all_hold(ranks, self.notice.changes) else None
-            moved = planned.run({}, parts)
-            self._count(moved)
+            for _ in self._planned(held, parts, ranks, transport, self.notice.changes).steps({}, parts, self.moved):
+                pass
         if differs is not None:
             raise differs
-        return moved
+        return self.moved
 
     def _planned(
-        self, held: ShardIndex, wanted: Mapping[str, WeightPart], ranks: Ranks, transport: WeightTransport
-    ) -> WeightTransfer:
+        self, held: ShardIndex, wanted: Mapping[str, WeightPart], ranks: Ranks, transport: WeightTransport,
+        changes: bool,
+    ) -> WeightTransfer:  # fmt: skip
         groups = held.groups(gather_shard_index(wanted, ranks))
-        return WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check, transport=transport)
-
-    def _count(self, moved: TransferVolume) -> None:
-        self._store.add(f"{self.notice.number}/received", moved.received)
+        planned = WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check, transport=transport)
+        planned.before = {} if all_hold(ranks, changes) else None
+        return planned
 
     @contextmanager
     def _joined(self) -> Iterator[tuple[Ranks, WeightTransport]]:
         """Join the transfer that the senders form once all workers of this request are there; leave it when all have their copies."""
         notice = self.notice
-        store = self._store = notice.store()
+        store = notice.store()
         request = dist.PrefixStore(str(notice.number), store)
         store.add(f"{notice.number}/here", 1)
         try:
@@ -335,6 +331,7 @@ class Incoming:
             rank, address = place["rank"] + self.worker, address_towards(notice.host)
             with transfer_group(transfer, rank, place["size"], self.device, address, notice) as joined:
                 yield joined
+            store.add(f"{notice.number}/received", self.moved.received)
         except TransferError:
             raise
         except RuntimeError as error:

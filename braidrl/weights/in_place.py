@@ -85,11 +85,14 @@ class EngineWeights:
         """
         if isinstance(source, OfferedWeights):
             with source.asked(1) as notice:
-                self.receive(Incoming(notice, 0, self.model.device))
+                self.refresh(Incoming(notice, 0, self.model.device))
         elif isinstance(source, Incoming):
-            self.receive(source)
+            # This rank's part of every tensor.
+            source.receive(weight_parts(self.model, self.slices), self.shapes)
         elif source is not None:
-            self.take(self.checked(source))
+            given, targets = self.checked(source), self.model.state_dict()
+            for name, tensor in given.items():
+                targets[name].copy_(tensor if self.slices is None else self.slices.boxes[name].of(tensor))
         elif not self.shared:
             for target, trained in zip(self.model.parameters(), self._trained.parameters(), strict=True):
                 target.copy_(trained)
@@ -100,22 +103,11 @@ class EngineWeights:
         check_shapes({n: t.shape for n, t in given.items()}, self.shapes)
         return given
 
-    def receive(self, incoming: Incoming) -> None:
-        """Receive this rank's part of every tensor from other processes."""
-        incoming.receive(weight_parts(self.model, self.slices), self.shapes)
-
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
         """Return the global shape of every tensor, a tied one under each of its names."""
         own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         return own if self.slices is None else self.slices.shapes
-
-    @torch.no_grad()
-    def take(self, given: Mapping[str, Tensor]) -> None:
-        """Copy the local part of every tensor by name."""
-        targets = self.model.state_dict()
-        for name, tensor in given.items():
-            targets[name].copy_(tensor if self.slices is None else self.slices.boxes[name].of(tensor))
 
 
 class GenerationWeights:

@@ -96,26 +96,22 @@ def rounds_needed(plan: RankPlan, limit_bytes: int) -> int:
     Raises:
         ValueError: The limit is less than one element per stream.
     """
-    needed = 0
-    for some, passes_on in (
-        ([plan.sends], False),
-        ([plan.receives], False),
-        ([plan.receives], True),
-        ([*plan.relayed.values()], False),
-    ):
+
+    def rounds(every: Sequence[Moves], passes_on: bool = False) -> int:
         total = streams = item = 0
-        for moves in some:
+        for moves in every:
             times = np.array([len(ranks) if passes_on else 1 for ranks in moves.onward], dtype=np.int64)[moves.boxes]
             total += int((moves.sizes * times).sum())
             streams += int(times[np.unique(moves.streams, return_index=True)[1]].sum())
             item = max(item, int(moves.item_bytes.max(initial=0)))
-        if total:
-            # Rounds end at whole elements: each stream may need one extra element in a round.
-            room = limit_bytes - streams * item
-            if room <= 0:
-                raise ValueError(f"{limit_bytes} bytes are too few for a round with {streams} streams")
-            needed = max(needed, -(-total // room))
-    return needed
+        # Rounds end at whole elements: each stream may need one extra element in a round.
+        room = limit_bytes - streams * item
+        if total and room <= 0:
+            raise ValueError(f"{limit_bytes} bytes are too few for a round with {streams} streams")
+        return -(-total // room) if total else 0
+
+    relayed = [*plan.relayed.values()]
+    return max(rounds([plan.sends]), rounds([plan.receives]), rounds([plan.receives], passes_on=True), rounds(relayed))
 
 
 class GroupTransport:
@@ -156,6 +152,8 @@ class WeightTransfer:
         self.transport = transport or GroupTransport(ranks, torch.device("cpu"))
         self.dtypes = [known.dtypes[name] for name in self.names]
         self.check_bytes = CHECK_BYTES * check
+        self._buffers = dict[str, Tensor]()
+        """The memory of rounds, kept from one to the next: fresh memory would cost as much as the copy into it."""
         self.before: Mapping[str, WeightPart] | None = None
         """This rank's source parts of the version that all targets hold: changed values alone are moved. None: all values are."""
         self.plan = plan_moves(groups, ranks.rank, ranks.size, known.machines)
@@ -232,7 +230,6 @@ class WeightTransfer:
         device = self.device or next(part.device for part in (*parts.values(), *into.values()))
         rounds = [(own, number) for own in self.rounds_of for number in range(own.sends.count)]
         values = dict[str, Tensor]()
-        buffers = Buffers(device)
         for number in range(self.rounds):
             with self.ranks.meeting("weights in another layout"):
                 for tensor in self._opened[number]:
@@ -252,39 +249,38 @@ class WeightTransfer:
                 if rounds:
                     own, step = rounds[number]
                     send = self._send if self.before is None else self._send_changes
-                    received, sizes = send(
-                        own.sends.pieces(step), own.receives.pieces(step), parts, values, traffic, buffers
-                    )
+                    received, sizes = send(own, step, parts, values, traffic, device)
                     onward = self._take(own.receives.pieces(step), received, sizes, into)
                     if self.has_relays:
-                        received, sizes = self._swap(onward, traffic, buffers, "passed on")
+                        received, sizes = self._swap(onward, traffic, device, "passed on")
                         self._take(own.passed(step), received, sizes, into)
                 for tensor in self._closed[number]:
                     values.pop(self.names[tensor], None)
             traffic.seconds = time.perf_counter() - begun
             yield number
+        self._buffers.clear()
 
     def _send(
-        self, going: Iterable[Piece], coming: Iterable[Piece], parts: Mapping[str, WeightPart],
-        values: Mapping[str, Tensor], traffic: TransferVolume, buffers: "Buffers",
+        self, rounds: "Rounds", number: int, parts: Mapping[str, WeightPart], values: Mapping[str, Tensor],
+        traffic: TransferVolume, device: torch.device,
     ) -> tuple[Tensor, list[int]]:  # fmt: skip
         """Exchange all values of a round's pieces, whose sizes both ends know; return what came, and the bytes from each peer."""
         places, sizes_out, at, peer = [], [0] * self.ranks.size, 0, -1
-        for piece in going:
+        for piece in rounds.sends.pieces(number):
             at += self.check_bytes * (peer not in (-1, piece.peer))
             size, peer = piece.box.elements * self.dtypes[piece.tensor].itemsize, piece.peer
             places.append((piece, at, at + size))
             sizes_out[peer] += size
             at += size
         sizes_in = [0] * self.ranks.size
-        for piece in coming:
+        for piece in rounds.receives.pieces(number):
             sizes_in[piece.peer] += piece.box.elements * self.dtypes[piece.tensor].itemsize
         sizes_out, sizes_in = (
             [size + self.check_bytes * bool(size) for size in sizes] for sizes in (sizes_out, sizes_in)
         )
         # A buffer on the host is pinned where it is filled from CUDA, which is then at full speed.
-        from_cuda = any(value.is_cuda for value in values.values())
-        sent = buffers.of("sent", sum(sizes_out), pinned=from_cuda)
+        pinned = device.type == "cpu" and any(value.is_cuda for value in values.values())
+        sent = self._buffer("sent", sum(sizes_out), device, pinned)
         for piece, start, end in places:
             name = self.names[piece.tensor]
             block = sent[start:end].view(self.dtypes[piece.tensor]).view(piece.box.sizes)
@@ -292,46 +288,39 @@ class WeightTransfer:
         if self.check_bytes:
             for message in filter(len, sent.split(sizes_out)):
                 message[-CHECK_BYTES:].copy_(torch.tensor([checksum(message[:-CHECK_BYTES])]).view(torch.uint8))
-        return self._exchange(sent, sizes_out, sizes_in, traffic, buffers, "received"), sizes_in
+        return self._exchange(sent, sizes_out, sizes_in, traffic, "received"), sizes_in
 
     def _send_changes(
-        self, going: Iterable[Piece], coming: Iterable[Piece], parts: Mapping[str, WeightPart],
-        values: Mapping[str, Tensor], traffic: TransferVolume, buffers: "Buffers",
+        self, rounds: "Rounds", number: int, parts: Mapping[str, WeightPart], values: Mapping[str, Tensor],
+        traffic: TransferVolume, device: torch.device,
     ) -> tuple[Tensor, list[int]]:  # fmt: skip
         """Exchange changed values: for each piece their number, their places in it, and the values; or -1 and all values."""
         messages: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
-        for piece in going:
+        for piece in rounds.sends.pieces(number):
             name = self.names[piece.tensor]
             inside = piece.box.within(parts[name].box)
             messages[piece.peer] += changes(values[name][inside], (self.before or parts)[name].values()[inside])
-        return self._swap(messages, traffic, buffers, "changes")
+        return self._swap(messages, traffic, device, "changes")
 
     def _swap(
-        self, messages: Sequence[Sequence[Tensor]], traffic: TransferVolume, buffers: "Buffers", name: str
+        self, messages: Sequence[Sequence[Tensor]], traffic: TransferVolume, device: torch.device, name: str
     ) -> tuple[Tensor, list[int]]:
         """Exchange messages, each of several tensors of bytes, whose sizes the receivers do not know; return them and their sizes."""
-        device = buffers.device
         if self.check_bytes:
             messages = [[*own, number_of(checksum(torch.cat([*own])), device)] if own else own for own in messages]
         sizes_out = torch.tensor([sum(map(len, own)) for own in messages])
         sizes_in = torch.empty_like(sizes_out)
         dist.all_to_all_single(sizes_in, sizes_out, group=self.ranks.group)
-        sizes, sent = sizes_in.tolist(), buffers.of(f"{name}, sent", int(sizes_out.sum()))
+        sizes, sent = sizes_in.tolist(), self._buffer(f"{name}, sent", int(sizes_out.sum()), device)
         if len(sent):
             torch.cat([part for own in messages for part in own], out=sent)
-        return self._exchange(sent, sizes_out.tolist(), sizes, traffic, buffers, f"{name}, received"), sizes
+        return self._exchange(sent, sizes_out.tolist(), sizes, traffic, f"{name}, received"), sizes
 
     def _exchange(
-        self,
-        sent: Tensor,
-        sizes_out: list[int],
-        sizes_in: list[int],
-        traffic: TransferVolume,
-        buffers: "Buffers",
-        name: str,
+        self, sent: Tensor, sizes_out: list[int], sizes_in: list[int], traffic: TransferVolume, name: str
     ) -> Tensor:
         """Run one all-to-all. Raises ValueError if the bytes of a peer have another checksum than the one that ends them."""
-        received = buffers.of(name, sum(sizes_in))
+        received = self._buffer(name, sum(sizes_in), sent.device)
         self.transport.exchange(received, sent, sizes_in, sizes_out)
         for message in filter(len, received.split(sizes_in) if self.check_bytes else ()):
             expected = int(message[-CHECK_BYTES:].clone().view(torch.int64))
@@ -342,6 +331,11 @@ class WeightTransfer:
         traffic.received += received.nbytes
         traffic.peak = max(traffic.peak, sent.nbytes, received.nbytes)
         return received
+
+    def _buffer(self, name: str, size: int, device: torch.device, pinned: bool = False) -> Tensor:
+        if name not in self._buffers or len(self._buffers[name]) < size:
+            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+        return self._buffers[name][:size]
 
     def _take(
         self, pieces: Iterable[Piece], received: Tensor, sizes: list[int], into: Mapping[str, WeightPart]
@@ -387,20 +381,6 @@ class Rounds(NamedTuple):
         """Yield the pieces that relays pass on to this rank in a round."""
         for relay in sorted(self.relayed):
             yield from (piece._replace(peer=relay, onward=()) for piece in self.relayed[relay].pieces(number))
-
-
-class Buffers:
-    """The memory of a transfer's rounds, kept from one to the next: fresh memory would cost as much as the copy into it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._kept = device, dict[str, Tensor]()
-
-    def of(self, name: str, size: int, pinned: bool = False) -> Tensor:
-        """Return `size` bytes of the buffer of this name."""
-        if name not in self._kept or len(self._kept[name]) < size:
-            pinned = pinned and self.device.type == "cpu"
-            self._kept[name] = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=pinned)
-        return self._kept[name][:size]
 
 
 def checksum(message: Tensor) -> int:

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from braidrl.cluster.devices import see_only
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
@@ -89,9 +88,9 @@ class LeadingEngine(EmbeddedEngine):
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Publish weights to all processes; each loads its own part. Raises ValueError for a source that other processes cannot read."""
         path = notice = None
-        given: dict[str, Tensor] = {}
         if isinstance(source, WeightFile):
-            given, path = self._weights.checked(source), str(source.path)
+            self._weights.checked(source)
+            path = str(source.path)
         elif isinstance(source, Incoming):
             notice = source.notice
         elif source is not None:
@@ -100,9 +99,7 @@ class LeadingEngine(EmbeddedEngine):
             )
         with self._in_lockstep():
             self._command(TakeWeights(version, path, notice))
-            if isinstance(source, Incoming):
-                self._weights.receive(source)
-            self._weights.take(given)
+            self._weights.refresh(source)
             self._batch.version_changed(version)
             self.version = version
             # The file may be gone once this returns.

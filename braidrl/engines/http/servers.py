@@ -107,7 +107,9 @@ class GenerationServer:
         workers = int((await self.ask("GET", path))[field])
         with offered.asked(workers, held) as notice:
             for call in network.receive(asdict(notice), label):
-                await self.ask("POST", *call)
+                answer = await self.ask("POST", *call)
+                for failure in filter(None, answer.get("results") or ()):
+                    raise EngineError(f"the weights of {self.url} could not be changed: {failure}")
 
     async def check_weights(self) -> None:
         """Raise EngineError if the server was restarted since it received its weights: its tokens may come from other weights."""

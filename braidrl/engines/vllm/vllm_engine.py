@@ -119,7 +119,9 @@ class VllmEngine(SteppingEngine):
         try:
             if load is not None:
                 with self._core_stopped():
-                    load()
+                    answers = load()
+                if isinstance(answers, list) and any(answers):
+                    raise RuntimeError(next(filter(None, answers)))
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error

@@ -71,15 +71,22 @@ class TakesWeights:
         else:
             self.load_as_they_come(file.tensors())
 
-    def receive_weights(self, notice: Mapping[str, Any]) -> None:
-        """Load weights that the run sends to all workers; `notice` is plain JSON."""
+    def receive_weights(self, notice: Mapping[str, Any]) -> str | None:
+        """Load weights that the run sends to all workers; `notice` is plain JSON. Return the error, or None.
+
+        Of an exception vLLM's executor reads the first worker's alone, and takes those of others for answers to its next calls.
+        """
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
         incoming = Incoming(TransferNotice(**notice), worker, self.device)
-        if live := self.live_parts():
-            self.load_in_place(lambda: incoming.receive(live))
-        else:
-            self.load_as_they_come(incoming.tensors())
+        try:
+            if live := self.live_parts():
+                self.load_in_place(lambda: incoming.receive(live))
+            else:
+                self.load_as_they_come(incoming.tensors())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
 
     @property
     def model_folder(self) -> Path:

@@ -127,6 +127,16 @@ def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> Non
     assert largest_gap(workshop, run) < 1e-5
 
 
+def test_weight_bytes_are_those_that_engines_received_from_the_trainer(workshop: Workshop) -> None:
+    trainer = {"steps": 3, "keep_checkpoints": 3}
+    run, _ = streamed(workshop, "collective", "delayed", rollout={"weights": "collective"}, trainer=trainer)
+    check_bounds(run)
+    size = sum(t.nbytes for t in load_file(weights_at(workshop, run, 0) / "model.safetensors").values())
+    received = [line["streaming/weight_bytes"] for line in read_metrics(run)]
+    # Two engines; a line may miss what arrives after it.
+    assert sum(received) % size == 0 and size <= sum(received) <= 2 * 3 * size, (received, size)
+
+
 @pytest.mark.parametrize("weights", ["end", "delayed"])
 def test_engines_that_load_together_generate_each_batch_with_one_version(workshop: Workshop, weights: str) -> None:
     run, _ = streamed(workshop, weights, weights)
