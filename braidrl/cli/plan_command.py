@@ -36,6 +36,7 @@ from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from braidrl.training.loading import load_tokenizer
+from braidrl.training.role_settings import slots_of
 
 SHOWN = 8
 MEASURED_ROWS, MEASURED_TOKENS, MEASURED_STEPS = 64, 1024, 4
@@ -142,7 +143,7 @@ def measured(config: Config, devices: str, file: Path, say: Callable[[str], obje
     The runs differ in rows and lengths. They use the configuration's model, data and engine, have no layouts, evaluation,
     checkpoints or trackers, and are deleted afterwards. Raises UserError if the configuration cannot run here.
     """
-    rows = config.rollout.slots or MEASURED_ROWS
+    rows = slots_of(config) if config.rollout.slots else MEASURED_ROWS
     groups = max(2, min(config.trainer.prompts_per_step, rows // config.rollout.samples_per_prompt))
     tokens = min(config.rollout.max_response_tokens, MEASURED_TOKENS)
     sizes = ((groups, tokens), (groups // 2, tokens), (groups, tokens // 4 or 1))

@@ -74,7 +74,7 @@ class RayProcess(Process):
             return None
         try:
             outcome: Outcome | None = self._ray.get(self.ended)
-        except self._ray.exceptions.RayActorError:
+        except self._ray.exceptions.RayError:  # not RayActorError: Ray killed it for memory
             return None
         return outcome
 

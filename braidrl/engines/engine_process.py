@@ -391,7 +391,7 @@ def vllm_engine(spec: EngineSpec) -> SteppingEngine:
         ) from error
     return VllmEngine(
         Path(spec.model), load_tokenizer(spec.model), spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype,
-        vllm_options(spec), spec.reproducible,
+        vllm_options(spec), spec.reproducible, spec.adapts_rows,
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ Generation and training each take the whole room if they take turns on the devic
 from dataclasses import dataclass, replace
 from math import floor
 
+import psutil
+
 from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory
 from braidrl.cluster.pools import Pool, place
 from braidrl.config import Config
@@ -27,14 +29,15 @@ from braidrl.errors import UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, longest
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
+from braidrl.training.role_settings import MOST_SLOTS
 
 VLLM_SHARE = 0.9
 """vLLM's default share of a device."""
 RESERVE = 0.1
 """Share of the free memory kept in reserve for fragmentation, kernel workspaces and CUDA graphs."""
 SLOT_MULTIPLE, TOKEN_MULTIPLE = 16, 1024
-MOST_SLOTS, MOST_TOKENS = 1024, 65_536
-"""Limits beyond which decoding, or training, hardly gets faster."""
+MOST_TOKENS = 65_536
+"""Tokens of a micro-batch beyond which training hardly gets faster."""
 SAMPLED_TOKENS = 1024
 """Activations are counted at this many tokens and at twice as many; their memory grows linearly."""
 
@@ -79,10 +82,15 @@ def fitting_sizes(free: int, demand: Demand) -> tuple[int | None, int | None]:
     return slots, tokens
 
 
+def adapts_rows(config: Config) -> bool:
+    """Return True if the engine itself begins as many rows as it has room for."""
+    return config.rollout.slots == "auto" and config.rollout.engine in ("vllm", "http")
+
+
 def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:
     """Return the configuration with these sizes, except where it sets its own."""
     rollout, trainer = config.rollout, config.trainer
-    if rollout.slots is None and slots is not None:
+    if rollout.slots in (None, "auto") and slots is not None and not adapts_rows(config):
         rollout = rollout.model_copy(update={"slots": slots})
     if trainer.max_tokens_per_device is None and tokens is not None:
         trainer = trainer.model_copy(update={"max_tokens_per_device": tokens})
@@ -155,11 +163,15 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     `memory` are the bytes of a device that the run may use; None without a CUDA device.
     """
     given = prepared.config
+    on_cpu = memory is None
     if memory is None:
-        return prepared, []
+        if given.rollout.slots != "auto" or adapts_rows(given):
+            return prepared, []
+        memory = psutil.virtual_memory().available
     found = [fitting_sizes(memory, demand) for demand in demands(prepared)]
     slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*found, strict=True))
-    sized = replace(prepared, config=with_sizes(given, min(slots, default=None), min(tokens, default=None)))
+    fitting = None if on_cpu else min(tokens, default=None)
+    sized = replace(prepared, config=with_sizes(given, min(slots, default=None), fitting))
     if shares_devices(prepared) or hosts_vllm(given):
         config = sized.config
         if config.rollout.engine == "vllm" and "gpu_memory_utilization" not in config.rollout.vllm:

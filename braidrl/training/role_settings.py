@@ -14,6 +14,8 @@ from braidrl.training.loading import load_tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 USUAL_SLOTS, USUAL_TOKENS = 64, 8192
 """Default rows decoded at once and default tokens of a micro-batch, if neither the user nor the device's memory decides them."""
+MOST_SLOTS = 1024
+"""Rows of an engine beyond which decoding hardly gets faster."""
 HIGHEST_USUAL_RATE = 0.01
 """Highest usual learning rate of AdamW on all weights; adapters use about ten times as much."""
 
@@ -91,7 +93,9 @@ def usual_max_tokens(config: Config) -> int:
 
 
 def slots_of(config: Config) -> int:
-    """Return the number of rows that an engine decodes at once."""
+    """Return the number of rows that an engine decodes at once, at most."""
+    if config.rollout.slots == "auto":
+        return min(MOST_SLOTS, config.trainer.prompts_per_step * config.rollout.samples_per_prompt)
     return config.rollout.slots or USUAL_SLOTS
 
 

@@ -111,7 +111,7 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         folder, shape = Path(spec.model), {"tensor_parallel_size": spec.tensor, "pipeline_parallel_size": spec.pipeline}
         super().__init__(
             folder, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype,
-            {"enable_sleep_mode": True, **spec.options, **shape}, spec.reproducible,
+            {"enable_sleep_mode": True, **spec.options, **shape}, spec.reproducible, spec.adapts_rows,
         )  # fmt: skip
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         self.model = runner.get_model()
@@ -133,7 +133,7 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         own = {"distributed_executor_backend": "external_launcher", "seed": 0}
         with undisturbed(self._environment), in_order(self._groups):
             config = EngineArgs(**{**arguments, **own}).create_engine_config()
-            return LLMEngine(config, RankExecutor, log_stats=False, multiprocess_mode=False)
+            return LLMEngine(config, RankExecutor, self._share is not None, multiprocess_mode=False, **self._watching())
 
     def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
         """Let generation and training weights take turns on the device; all ranks call this at the same time."""

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from vllm import EngineArgs, SamplingParams
@@ -26,9 +27,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
+from braidrl.engines.concurrency import ExpectedShare, RowTokens, rows_to_begin
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
 from braidrl.engines.requests import Response, row_draws
 from braidrl.engines.row_request import EngineRow, RemoteRow
@@ -61,17 +64,22 @@ class VllmEngine(SteppingEngine):
 
     def __init__(
         self, folder: Path, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int, seed: int = 0,
-        dtype: str = "float32", options: dict[str, Any] | None = None, reproducible: bool = True,
+        dtype: str = "float32", options: dict[str, Any] | None = None, reproducible: bool = True, adapts_rows: bool = False,
     ) -> None:  # fmt: skip
         """Start vLLM. Raises UserError where it does not take the model.
 
         Args:
             reproducible: Draw tokens by the row's own random numbers; else vLLM draws by its own, and its core computes ahead in a
                 process of its own.
+            adapts_rows: Begin only as many of `slots` rows as vLLM's keys and values have room for.
         """
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
         self._slots, self._reproducible = slots, reproducible
         self._expected = shapes_of(folder)
+        self._share = ExpectedShare() if adapts_rows else None
+        """The part of their limit that rows draw, where rows begin by it."""
+        self.preemptions = 0
+        """Rows that vLLM has preempted, counted where rows begin by their expected share."""
         arguments = arguments_of(folder, slots, max_sequence_tokens, dtype, options or {}, reproducible)
         # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
         gc.freeze()
@@ -136,7 +144,10 @@ class VllmEngine(SteppingEngine):
 
     def step(self) -> list[Response]:
         """Fill free slots, then run a step of vLLM."""
-        while self._waiting and self.in_flight < self._slots:
+        free = self._slots - self.in_flight
+        for _ in range(
+            min(len(self._waiting), free) if self._share is None else self._rows_with_room(self._share, free)
+        ):
             self._begin(self._waiting.popleft())
         ended, self._ended = self._ended, []
         if self._flights:
@@ -161,6 +172,8 @@ class VllmEngine(SteppingEngine):
                     break
             if is_finished:
                 del self._flights[flight.name]
+                if self._share is not None:
+                    self._share.finished(tokens_of(flight))
                 ended.append(flight.finished())
         return ended
 
@@ -217,8 +230,26 @@ class VllmEngine(SteppingEngine):
     def wake(self) -> None:
         self._memory.bring(*PARTS)
 
+    def _rows_with_room(self, share: ExpectedShare, free: int) -> int:
+        cache = self._engine.vllm_config.cache_config
+        # vLLM keeps one block for itself.
+        capacity = (cache.num_gpu_blocks - 1) * cache.block_size
+        running = [tokens_of(flight) for flight in self._flights.values()] if self._waiting else []
+        waiting = (RowTokens(len(row.request.prompt), 0, row.limit) for row in itertools.islice(self._waiting, free))
+        return rows_to_begin(capacity, cache.block_size, share.value, running, waiting)
+
+    def _watching(self) -> dict[str, Any]:
+        """Return the arguments with which vLLM reports preemptions, where rows begin by their expected share."""
+        return {} if self._share is None else {"stat_loggers": [preemption_log(self._preempted)]}
+
+    def _preempted(self, rows: int) -> None:
+        self.preemptions += rows
+        if rows and self._share is not None:
+            self._share.preempted()
+
     def _start(self, arguments: Mapping[str, Any]) -> LLMEngine:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        own = {"disable_log_stats": self._share is None}
+        return LLMEngine.from_engine_args(EngineArgs(**{**own, **arguments}), **self._watching())
 
     def _accept(self, row: EngineRow) -> None:
         self._waiting.append(row)
@@ -245,6 +276,28 @@ class VllmEngine(SteppingEngine):
     def _leave(self, flight: RemoteRow) -> None:
         del self._flights[flight.name]
         self._engine.abort_request([flight.name])
+
+
+def preemption_log(report: Callable[[int], None]) -> type[StatLoggerBase]:
+    """Return a class of vLLM's loggers that reports how many rows each step has preempted."""
+
+    class PreemptionLog(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            if iteration_stats is not None:
+                report(iteration_stats.num_preempted_reqs)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return PreemptionLog
+
+
+def tokens_of(flight: RemoteRow) -> RowTokens:
+    """Return the tokens of a running row."""
+    return RowTokens(len(flight.row.request.prompt), len(flight.tokens), flight.row.limit)
 
 
 @contextmanager
@@ -292,16 +345,25 @@ def arguments_of(
         # The router of transformers' class. The hub's configurations name it; without a name vLLM takes another one.
         more["hf_overrides"] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     if not torch.cuda.is_available():
-        # Keys and values of `slots` rows of maximum length.
-        positions = (slots * -(-max_sequence_tokens // CPU_BLOCK) + 1) * CPU_BLOCK
-        each = 2 * config.num_hidden_layers * key_numbers(config) * getattr(torch, dtype).itemsize
-        more |= {"kv_cache_memory_bytes": int(each * positions), "enforce_eager": True}
+        # Keys and values of `slots` rows of maximum length, in the layers of a draft too, as far as there is memory.
+        drafts = options.get("speculative_config") or {}
+        longest = max_sequence_tokens + drafts.get("num_speculative_tokens", 0)
+        positions = (slots * -(-longest // CPU_BLOCK) + 1) * CPU_BLOCK
+        keys = config.num_hidden_layers * key_numbers(config)
+        if "model" in drafts:
+            draft = AutoConfig.from_pretrained(drafts["model"], local_files_only=True)
+            keys += draft.num_hidden_layers * key_numbers(draft)
+        elif drafts.get("method") == "mtp":
+            keys += (getattr(config, "num_nextn_predict_layers", None) or 1) * key_numbers(config)
+        each = 2 * keys * getattr(torch, dtype).itemsize
+        room = psutil.virtual_memory().available // 2
+        more |= {"kv_cache_memory_bytes": min(int(each * positions), room), "enforce_eager": True}
         # vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
         options = {name: value for name, value in options.items() if name != "enable_sleep_mode"}
     arguments = {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "max_num_seqs": slots, "max_model_len": max_sequence_tokens,
         "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
-        "disable_log_stats": True, **more,
+        **more,
     }  # fmt: skip
     by_row = {
         "seed": 0, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits", "async_scheduling": False,

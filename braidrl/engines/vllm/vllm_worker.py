@@ -32,6 +32,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 
 from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, TransferNotice
@@ -246,7 +247,8 @@ def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
 def repair_cpu_kernels() -> None:
     """Compute on a CPU with the loaded weights, which vLLM would pack into memory that no transfer can write to, and rotate all heads.
 
-    vLLM's kernel for rotary positions rotates only the first head of queries (tokens, heads, width), which latent attention gives it.
+    vLLM's kernel for rotary positions rotates only the first head of queries (tokens, heads, width), which latent attention gives it. The
+    one that gives each draft token its row's temperature writes to a copy, and temperatures are what was in memory.
     """
     if current_platform.is_cpu():
         in_place = RotaryEmbedding.forward_cpu
@@ -274,6 +276,13 @@ def repair_cpu_kernels() -> None:
                 method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
         UnquantizedFusedMoEMethod._setup_kernel = set_up_experts
+        rejection_sampler.expand_batch_to_tokens = of_each_draft
+
+
+def of_each_draft(values: Tensor, ends: Tensor, count: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+    """Repeat a value (B,) of each row for all its draft tokens, (N,); `ends` are the cumulative numbers of tokens."""
+    replaced = torch.where(values == replace_from, replace_to, values)
+    return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)
 
 
 # vLLM imports this module in each worker before it loads the model.
