@@ -160,14 +160,15 @@ def device_table(prepared: Prepared) -> dict[str, Devices]:
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
     """Return a run with sizes that fit its devices' memory, except where configured, and a line about them.
 
-    `memory` are the bytes of a device that the run may use; None without a CUDA device.
+    `memory` are the bytes of a device that the run may use; None without a CUDA device, where only `rollout.slots=auto` is chosen.
     """
     given = prepared.config
     on_cpu = memory is None
     if memory is None:
         if given.rollout.slots != "auto" or adapts_rows(given):
             return prepared, []
-        memory = psutil.virtual_memory().available
+        # The same on all ranks of a machine, unlike its free memory.
+        memory = psutil.virtual_memory().total // 2
     found = [fitting_sizes(memory, demand) for demand in demands(prepared)]
     slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*found, strict=True))
     fitting = None if on_cpu else min(tokens, default=None)

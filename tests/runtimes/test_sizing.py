@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braidrl.engines.factory import engine_spec
 from braidrl.runtimes.memory.budget import GIB, MIB
+from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.sizing import (
     MOST_SLOTS,
     MOST_TOKENS,
@@ -13,7 +15,10 @@ from braidrl.runtimes.sizing import (
     TOKEN_MULTIPLE,
     Demand,
     fitting_sizes,
+    with_fitting_sizes,
 )
+from braidrl.training.role_settings import slots_of
+from tests.tiny import Workshop
 
 SEVEN_B = Demand(stays=30 * GIB, training=GIB, token=2 * MIB, slot=112 * MIB, longest=2048, rows=1024)
 """About the memory of a 7B model that is trained by adapters on rows of 2,048 tokens."""
@@ -67,3 +72,13 @@ def test_chosen_sizes_fit_unless_minimum_does_not(free: int, demand: Demand) -> 
 def test_more_memory_never_makes_less_of_it(free: int, more: int, demand: Demand) -> None:
     for less, larger in zip(fitting_sizes(free, demand), fitting_sizes(free + more, demand), strict=True):
         assert less is None or (larger is not None and less <= larger)
+
+
+def test_slots_that_are_chosen_on_a_cpu_are_those_of_a_step_and_vllm_chooses_its_own(workshop: Workshop) -> None:
+    rollout = {"slots": "auto", "samples_per_prompt": 12}
+    sized, (line,) = with_fitting_sizes(prepare(workshop.config(rollout=rollout)), None)
+    assert (sized.config.rollout.slots, sized.config.trainer.max_tokens_per_device) == (48, None)
+    assert "rollout.slots=48" in line
+    served, lines = with_fitting_sizes(prepare(workshop.config(rollout={**rollout, "engine": "vllm"})), None)
+    assert (served.config.rollout.slots, slots_of(served.config), lines) == ("auto", 48, [])
+    assert engine_spec("actor", served.config).adapts_rows

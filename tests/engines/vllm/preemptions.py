@@ -16,8 +16,8 @@ from braidrl.engines.requests import Request, SamplingParams
 from braidrl.engines.vllm.vllm_engine import VllmEngine
 from tests.engines.tiny import make_tokenizer
 
-ROWS, LIMIT, BLOCKS = 48, 300, 13
-STOPS = (5, 33, 60, 77, 91)
+ROWS, LIMIT, BLOCKS = 48, 380, 13
+STOPS = (5, 12, 60, 91)
 
 
 def main(model: Path, adapts: bool) -> dict[str, Any]:

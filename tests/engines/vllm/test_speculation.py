@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from braidrl.data.rows import FinishReason
 from braidrl.engines.engine_contract import all_of
 from braidrl.engines.requests import Request, SamplingParams
+from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.loading import load_decoder
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import CONFIG, Served, write_served_model
@@ -84,7 +85,11 @@ def test_tokens_that_were_drafted_have_the_trainers_log_probs_after_each_update(
                 gap = max(gap, float((row.log_probs - own).abs().max()))
                 if not request.sampling.greedy:
                     ids = torch.cat([request.prompt, row.tokens])[None]
-                    every = (trained(ids).logits[0, len(request.prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
+                    whole = PackedSequences.of([ids.shape[1]])
+                    hidden = trained.base_model(
+                        input_ids=ids, position_ids=whole.position_ids(), use_cache=False, sequences=whole
+                    ).last_hidden_state[0, len(request.prompt) - 1 : -1]
+                    every = (trained.get_output_embeddings()(hidden).double() / 0.7).log_softmax(-1)
                     entropy, square = -(every.exp() * every).sum(-1), (every.exp() * every.square()).sum(-1)
                     surprise += float((own.double() + entropy).sum())
                     variance += float((square - entropy.square()).sum())
