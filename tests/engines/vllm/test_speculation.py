@@ -70,7 +70,7 @@ def test_tokens_that_were_drafted_have_the_trainers_log_probs_after_each_update(
     sampling, prompts = SamplingParams(temperature=0.7, max_tokens=24, ends=False), torch.randint(0, 10, (16, 6))
     wanted = [Request((0, n, 0), prompt, sampling) for n, prompt in enumerate(prompts)]
     wanted += [
-        replace(request, uid=(1, *request.uid[1:]), sampling=replace(sampling, greedy=True)) for request in wanted
+        replace(request, uid=(1, *request.uid[1:]), sampling=replace(sampling, temperature=0.0)) for request in wanted
     ]
     gap = surprise = variance = 0.0
     try:
@@ -83,7 +83,7 @@ def test_tokens_that_were_drafted_have_the_trainers_log_probs_after_each_update(
             assert all(len(row.tokens) == 24 and row.finish_reason is FinishReason.LENGTH for row in finished)
             for request, row, own in zip(wanted, finished, training_log_probs(trained, wanted, finished), strict=True):
                 gap = max(gap, float((row.log_probs - own).abs().max()))
-                if not request.sampling.greedy:
+                if not request.sampling.takes_likeliest:
                     ids = torch.cat([request.prompt, row.tokens])[None]
                     whole = PackedSequences.of([ids.shape[1]])
                     hidden = trained.base_model(
