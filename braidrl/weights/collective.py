@@ -101,7 +101,7 @@ class WeightOffer:
         """All versions that were ever offered; their numbers need not grow."""
         self._requests = dict[int, dict[str, Any]]()
         """Requests that are in no transfer yet, at the first sender."""
-        self._last_request = 0
+        self._last_request, self._unread = 0, set[int]()
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
         address = (host, self._store.port, secrets.token_hex(8)) if self._store else None
@@ -169,10 +169,13 @@ class WeightOffer:
     def _next_transfer(self, store: dist.Store, number: int) -> dict[str, Any] | None:
         """Form a transfer for the first engine whose workers are all there, and for others that ask for the same; None if there is none."""
         now, requests = time.monotonic(), self._requests
-        while store.check([f"request/{self._last_request + 1}"]):
-            self._last_request += 1
-            asked = json.loads(store.get(f"request/{self._last_request}"))
-            requests[self._last_request] = asked | {"since": now, "ready": None}
+        # The content of a number follows it, unless the asking process has died between the two.
+        last, self._last_request = self._last_request, store.add("asked", 0)
+        self._unread |= set(range(last + 1, self._last_request + 1))
+        for request in sorted(self._unread):
+            if store.check([f"request/{request}"]):
+                self._unread.discard(request)
+                requests[request] = json.loads(store.get(f"request/{request}")) | {"since": now, "ready": None}
         for request, asked in list(requests.items()):
             if store.check([f"{request}/cancelled"]) or now > asked["since"] + self.senders.limit_s:
                 del requests[request]
