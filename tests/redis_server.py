@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from braidrl.errors import UserError
-from braidrl.queue.storage_backends import open_storage
+from braidrl.queue.storage import open_storage
 from tests.tiny import free_port
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.queue.storage import StorageBackend
+from braidrl.queue.storage import Place, StorageBackend, open_storage
 from braidrl.queue.table import Block, StoredRows, in_order
 from braidrl.queue.transport import Answer, Connections
 
@@ -54,26 +54,39 @@ class DataPlane:
         name, size = self.segments.write(frames)
         return Block(self.host, self.address, name, size)
 
-    def read(self, block: Block) -> Sequence[Frame]:
-        """Return the block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
-        if block.host == self.host:
-            return self._carry(self._here(block.name))
-        return self._carry(self._from(block, {"request": "frames", "name": block.name}))
-
     def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
-        """Return the named payload columns of a block, for all rows or some positions. Raises Evicted."""
-        if block.host == self.host and positions is not None:
-            # Workers take a large block in small leases: it is decoded once.
-            key = block.name, tuple(columns)
-            if (rows := self._decoded.get(key)) is None:
-                rows = self._decoded[key] = decode(self._carry(self._here(block.name)), columns)
-                while len(self._decoded) > DECODED:
-                    self._decoded.pop(next(iter(self._decoded)), None)
-            return rows.take(positions)
-        if block.host == self.host:
-            return decode(self._carry(self._here(block.name)), columns)
-        wanted = {"columns": list(columns), "positions": positions}
-        return decode(self._carry(self._from(block, {"request": "rows", "name": block.name, **wanted})))
+        """Return the named payload columns of a block, for all rows or some positions. Raises Evicted.
+
+        The result is views on shared memory, or bytes from the block's node.
+        """
+        if block.host != self.host:
+            wanted = {"request": "rows", "name": block.name, "columns": list(columns), "positions": positions}
+            answer, frames = self.connections.ask(block.address, wanted)
+            if "missing" in answer:
+                raise Evicted(f"{block.name} was evicted from {block.host}")
+            return decode(self._carry(frames))
+        # Workers take a large block in small leases: it is decoded once.
+        key = block.name, tuple(columns)
+        rows = None if positions is None else self._decoded.get(key)
+        if rows is None:
+            try:
+                frames = self.segments.read(block.name)
+            except FileNotFoundError:
+                raise Evicted(f"{block.name} was evicted") from None
+            rows = decode(self._carry(frames), columns)
+            if positions is None:
+                return rows
+            self._decoded[key] = rows
+            while len(self._decoded) > DECODED:
+                self._decoded.pop(next(iter(self._decoded)), None)
+        return rows.take(positions)
+
+    def _carry(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Count payload. Raises RuntimeError in a process that must not have any."""
+        if self.refuses_payload:
+            raise RuntimeError("the main program decides and carries no payload: a worker reads and writes rows")
+        self.carried += sum(memoryview(frame).nbytes for frame in frames)
+        return frames
 
     def free(self, blocks: Iterable[Block]) -> None:
         """Free blocks on any node, without waiting for other nodes."""
@@ -85,11 +98,6 @@ class DataPlane:
                 by_address[block.address].append(block.name)
         for address, names in by_address.items():
             self.connections.tell(address, {"request": "free", "names": names})
-
-    def missing(self, blocks: Iterable[Block]) -> set[str]:
-        """Return the names of blocks that should be on this node and are missing."""
-        wanted = {block.name for block in blocks if block.host == self.host}
-        return wanted - set(self.segments.names()) if wanted else wanted
 
     def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
         """Free the segments of a dead process of the node at `address`, except the `known` ones."""
@@ -106,22 +114,23 @@ class DataPlane:
         return int(self.connections.ask(address, {"request": "served"})[0]["bytes"])
 
     def answer(self, request: dict[str, Any], frames: Sequence[Frame] = ()) -> Answer:
-        """Answer another node: send frames or rows of a block, or free blocks."""
-        if request["request"] == "served":
+        """Answer another node: send rows of a block, or free blocks."""
+        kind = request["request"]
+        if kind == "served":
             return {"bytes": self.served}, ()
-        if request["request"] == "free":
+        if kind == "free":
             self.segments.unlink(request["names"])
             return {}, ()
-        if request["request"] == "abandon":
+        if kind == "abandon":
             self.segments.unlink(set(self.segments.names(request["writer"])) - set(request["known"]))
             return {}, ()
+        if kind != "rows":
+            raise ValueError(f"there is no request {kind!r}")
         try:
-            frames = self.segments.read(request["name"])
+            rows = decode(self.segments.read(request["name"]), request["columns"])
         except FileNotFoundError:
             return {"missing": request["name"]}, ()
-        if request["request"] == "rows":
-            rows, positions = decode(frames, request["columns"]), request["positions"]
-            frames = encode(rows if positions is None else rows.take(positions))
+        frames = encode(rows if request["positions"] is None else rows.take(request["positions"]))
         self.served += sum(memoryview(frame).nbytes for frame in frames)
         return {}, frames
 
@@ -130,24 +139,21 @@ class DataPlane:
         self._decoded.clear()
         self.connections.close()
 
-    def _carry(self, frames: Sequence[Frame]) -> Sequence[Frame]:
-        """Count payload. Raises RuntimeError in a process that must not have any."""
-        if self.refuses_payload:
-            raise RuntimeError("the main program decides and carries no payload: a worker reads and writes rows")
-        self.carried += sum(memoryview(frame).nbytes for frame in frames)
-        return frames
 
-    def _here(self, name: str) -> Sequence[Frame]:
-        try:
-            return self.segments.read(name)
-        except FileNotFoundError:
-            raise Evicted(f"{name} was evicted") from None
+def data_plane(place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> DataPlane:
+    """Return a process's view of payload on its node.
 
-    def _from(self, block: Block, request: dict[str, Any]) -> Sequence[Frame]:
-        answer, frames = self.connections.ask(block.address, request)
-        if "missing" in answer:
-            raise Evicted(f"{block.name} was evicted from {block.host}")
-        return frames
+    Args:
+        place: The process's node.
+        writer: The process's name.
+        limit_s: Time limit for answers of other nodes, in seconds.
+        secret: Sent to other nodes.
+
+    Raises:
+        UserError: As for `open_storage`.
+    """
+    segments = open_storage(place.storage, place.run, writer)
+    return DataPlane(segments, place.address, place.host, limit_s, secret)
 
 
 @dataclass(eq=False)
@@ -214,7 +220,7 @@ class Client:
         """Register, over the connections of `data`. Raises QueueTimeout if no queue answers at the address."""
         self.address, self.holder, self.data = address, holder, data
         self.held: set[int] = set()
-        """Numbers of its leases."""
+        """Numbers of its leases; the process removes those that it cannot use."""
         self._renewed = time.monotonic()
         self.ask("hello", generates=generates, address=data.address)
 
@@ -237,7 +243,7 @@ class Client:
             "take", wait_s=wait_s, consumers=list(consumers), most=most, ranks=ranks, held=sorted(self.held), **fields
         )
         lost = tuple(answer.get("lost", ()))
-        self.forget_leases(lost)
+        self.held.difference_update(lost)
         kind = "wait" if answer.get("waited") else answer["kind"]
         if kind == "rows":
             self.held.add(answer["lease"])
@@ -270,7 +276,7 @@ class Client:
             unfinished=unfinished,
         )  # fmt: skip
         if not keeps:
-            self.forget_leases(number for number, _ in done)
+            self.held.difference_update(number for number, _ in done)
         return list(answer["lost"])
 
     def renew(self, every_s: float = 0.0) -> tuple[list[int], list[tuple[int, list[int]]]]:
@@ -279,16 +285,12 @@ class Client:
             return [], []
         self._renewed = time.monotonic()
         answer = self.ask("renew", held=sorted(self.held))[0]
-        self.forget_leases(answer["lost"])
+        self.held.difference_update(answer["lost"])
         return list(answer["lost"]), list(answer.get("dropped", ()))
 
     def close(self) -> None:
         """Close all connections."""
         self.data.close()
-
-    def forget_leases(self, leases: Iterable[int]) -> None:
-        """Forget completed or lost leases."""
-        self.held.difference_update(leases)
 
 
 def write_columns(data: DataPlane, columns: Mapping[str, Column]) -> StoredRows:

@@ -133,11 +133,7 @@ class ColumnController(QueueController):
     def on_clear(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Remove rows, completed or not: the named ones, those of a table, or all."""
         wanted, table = request["rows"], row_name(request["table"])
-        rows = (
-            list(self.tasks.rows)
-            if wanted is None
-            else [row for row in map(row_name, wanted) if row in self.tasks.rows]
-        )
+        rows = self.tasks.rows if wanted is None else [r for r in map(row_name, wanted) if r in self.tasks.rows]
         known = next(iter(self.tasks.tasks.values())).table
         self._remove([row for row in rows if table is None or known[row] == table])
         return {}, ()
@@ -145,10 +141,11 @@ class ColumnController(QueueController):
     def on_missing(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record blocks that a reader did not find. A task repeats the rows for which it wrote them; others must be put again."""
         blocks = {Block(*block) for block in request["blocks"]}
+        names = set(self.data.segments.names())
         # Another node's server is not asked: it may be gone with the blocks.
-        here = self.data.missing(blocks)
-        gone = {block for block in blocks if block.name in here or block.host != self.data.host}
-        for part in {part for parts in self.table.parts.values() for part in parts.values() if part.block in gone}:
+        gone = {block for block in blocks if block.host != self.data.host or block.name not in names}
+        parts = {part for parts in self.table.parts.values() for part in parts.values()}
+        for part in (part for part in parts if not gone.isdisjoint(part.blocks)):
             rows = list(part.rows)
             self._free(self.table.remove(part))
             for column in part.columns:
@@ -172,9 +169,8 @@ class ColumnController(QueueController):
 
     def _store(self, part: StoredRows) -> None:
         """Add a part under the name of each of its columns."""
-        assert part.block is not None
         self.table.add(part, part.columns)
-        self.used_bytes += part.block.size
+        self.used_bytes += sum(block.size for block in part.blocks)
         rows = list(part.rows)
         for column in part.columns:
             self.tasks.write(column, rows)

@@ -15,8 +15,7 @@ from pathlib import Path
 from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.errors import UserError
 from braidrl.queue.client import DataPlane
-from braidrl.queue.storage import Place, Segments
-from braidrl.queue.storage_backends import open_storage
+from braidrl.queue.storage import Place, open_storage
 from braidrl.queue.transport import QueueServer
 
 
@@ -31,11 +30,9 @@ class Owner:
         self.folder, self.storage = folder or shared_folder(), storage
         remove_abandoned(self.folder)
         self.run = secrets.token_hex(6)
-        self.segments = (
-            open_storage(storage, self.run, "owner") if folder is None else Segments(self.run, "owner", folder)
-        )
-        self._path = owner_path(self.folder, self.run)
-        self._handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        self.segments = open_storage(storage, self.run, "owner", folder)
+        self.path = self.folder / f"{PREFIX}{self.run}.owner"
+        self._handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
         # A later run that finds the file unlocked reads from it where the segments are.
         os.write(self._handle, self.storage.encode())
@@ -43,20 +40,15 @@ class Owner:
     def close(self) -> None:
         """Free every segment of the run, whichever process wrote it. The run's processes must have ended."""
         self.segments.unlink(self.segments.names())
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         os.close(self._handle)
-
-
-def owner_path(folder: Path, run: str) -> Path:
-    """Return the file whose lock marks a living run."""
-    return folder / f"{PREFIX}{run}.owner"
 
 
 def remove_run(folder: Path, run: str, storage: str = "shared_memory") -> None:
     """Free everything with the run's name."""
-    segments = Segments(run, "remover", folder) if storage == "shared_memory" else open_storage(storage, run, "remover")
+    segments = open_storage(storage, run, "remover", folder)
     segments.unlink(segments.names())
-    owner_path(folder, run).unlink(missing_ok=True)
+    (folder / f"{PREFIX}{run}.owner").unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ which one writer wrote for some rows at once, and finds columns by writer. A par
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -83,21 +83,9 @@ class StoredRows:
         return [*self.index, *self.stored]
 
     @property
-    def block(self) -> Block | None:
-        """Return the block of a part; None if it has only index columns."""
-        return Block(*self.payload[0]["block"]) if self.payload else None
-
-    @property
     def blocks(self) -> set[Block]:
         """Return the blocks that hold the payload."""
         return {Block(*piece["block"]) for piece in self.payload}
-
-    def with_added(self, later: "StoredRows") -> "StoredRows":
-        """Return these rows with the new columns of `later`, which has the same rows."""
-        known = set(self.columns)
-        pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in later.payload)
-        index = self.index.with_columns({name: column for name, column in later.index.items() if name not in known})
-        return StoredRows(index, [*self.payload, *(piece for piece in pieces if piece["columns"])])
 
     def without(self, names: Collection[str]) -> "StoredRows":
         """Return these rows without some columns."""
@@ -116,30 +104,23 @@ class HeldBlocks:
     """Reference counts of blocks: parts in tables, and living `StoredRows`. A block without references is free."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Block] = Counter()
+        self.counts: Counter[Block] = Counter()
         self._dropped: deque[set[Block]] = deque()
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._counts)
-
-    def hold(self, blocks: Iterable[Block]) -> None:
-        """Add a reference to each block."""
-        self._counts.update(blocks)
 
     def release(self, blocks: Iterable[Block]) -> list[Block]:
         """Remove a reference from each block; return those that are now free."""
         freed = []
         for block in blocks:
-            self._counts[block] -= 1
-            if not self._counts[block]:
-                del self._counts[block]
+            self.counts[block] -= 1
+            if not self.counts[block]:
+                del self.counts[block]
                 freed.append(block)
         return freed
 
     def hold_for(self, rows: StoredRows) -> StoredRows:
         """Keep the blocks of rows as long as the object lives."""
         blocks = rows.blocks
-        self.hold(blocks)
+        self.counts.update(blocks)
         # The last reference may go in any thread, whatever locks it holds: `freed` does the rest.
         weakref.finalize(rows, self._dropped.append, blocks).atexit = False
         return rows
@@ -167,7 +148,7 @@ class Table:
 
     def add(self, part: StoredRows, writers: Iterable[str] | None = None) -> None:
         """Add a part, under its writer's name or under several."""
-        self.held.hold(part.blocks)
+        self.held.counts.update(part.blocks)
         for writer in writers or (part.writer,):
             self.parts.setdefault(writer, {}).update(dict.fromkeys(part.rows, part))
 
@@ -194,29 +175,37 @@ class Table:
 
         A writer that has not written every row is left out.
         """
-        columns: dict[str, Column] = {}
-        for writer in self._writers_of(uids, writers):
-            columns.update(self._gathered(uids, writer).items())
+        columns, wanted = dict[str, Column](), set(uids)
+        for writer in writers if wanted else ():
+            if writer not in self.parts or not self.parts[writer].keys() >= wanted:
+                continue
+            found, order = list[Rows](), list[int]()
+            for part, places in self._by_part(uids, writer).items():
+                positions = [part.rows[uids[place]] for place in places]
+                found.append(part.index if positions == list(range(len(part))) else part.index.take(positions))
+                order += places
+            columns.update(in_order(Rows.cat(found), order).items())
         return Rows(columns)
 
     def payload(
-        self, uids: Sequence[Row], writers: Sequence[str], wanted: Collection[str] | None, index: bool = False
+        self, uids: Sequence[Row], writers: Sequence[str], names: Collection[str] | None, index: bool = False
     ) -> list[dict[str, Any]]:
-        """Return the locations of the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`.
+        """Return the locations of the named payload columns (None: all): pieces of blocks, with `places` among `uids`.
 
         With `index` the locations of all index columns too. Of one name, the last writer's column is meant.
         """
-        source: dict[str, str] = {}
-        for writer in self._writers_of(uids, writers):
-            part = self.parts[writer][uids[0]]
-            source.update({name: writer for name in part.stored if wanted is None or name in wanted})
-            source.update(dict.fromkeys(part.index if index else (), writer))
+        source, wanted = dict[str, str](), set(uids)
+        for writer in writers if wanted else ():
+            if writer in self.parts and self.parts[writer].keys() >= wanted:
+                part = self.parts[writer][uids[0]]
+                source.update({name: writer for name in part.stored if names is None or name in names})
+                source.update(dict.fromkeys(part.index if index else (), writer))
         pieces = []
         for writer in dict.fromkeys(source.values()):
-            names = [name for name, chosen in source.items() if chosen == writer]
+            chosen = [name for name, last in source.items() if last == writer]
             for part, places in self._by_part(uids, writer).items():
-                own = [name for name in names if name in part.index]
-                pieces.append({**piece(part, names, places, uids), "index": own})
+                own = [name for name in chosen if name in part.index]
+                pieces.append({**piece(part, chosen, places, uids), "index": own})
         return pieces
 
     def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -253,11 +242,8 @@ class Table:
                     del part.rows[uid]
         return freed
 
-    def _writers_of(self, uids: Sequence[Row], writers: Sequence[str]) -> list[str]:
-        wanted = set(uids)
-        return [w for w in writers if w in self.parts and wanted and self.parts[w].keys() >= wanted]
-
     def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredRows, list[int]]:
+        """Return the parts of a writer that have some rows, with the places of these among `uids`."""
         parts = list(map(self.parts[writer].__getitem__, uids))
         if parts and parts.count(parts[0]) == len(parts):
             return {parts[0]: list(range(len(parts)))}
@@ -266,21 +252,14 @@ class Table:
             places[part].append(place)
         return dict(places)
 
-    def _gathered(self, uids: Sequence[Row], writer: str) -> Rows:
-        found, order = [], []
-        for part, places in self._by_part(uids, writer).items():
-            positions = [part.rows[uids[place]] for place in places]
-            found.append(part.index if positions == list(range(len(part))) else part.index.take(positions))
-            order += places
-        return in_order(Rows.cat(found), order)
-
 
 def piece(part: StoredRows, columns: Sequence[str], places: Sequence[int], rows: Sequence[Row]) -> dict[str, Any]:
     """Return the location of a part's columns for the `rows` at `places`, in a block of a number of rows.
 
     `positions` in the block and `places` are None if the rows are those of the block, in its order.
     """
-    location: dict[str, Any] = {"columns": columns, "block": part.block, "rows": len(part)}
+    block = part.payload[0]["block"] if part.payload else None
+    location: dict[str, Any] = {"columns": columns, "block": block, "rows": len(part)}
     positions = [part.rows[row] for row in (rows if len(places) == len(rows) else map(rows.__getitem__, places))]
     if len(places) == len(rows) == len(part) and positions == list(range(len(part))):
         return {**location, "positions": None, "places": None}

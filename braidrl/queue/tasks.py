@@ -30,9 +30,6 @@ class Ordered:
         self.rows: dict[int, Row] = {}
         self._heap: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def add(self, rows: Iterable[Row], numbers: Mapping[Row, int]) -> None:
         """Add rows."""
         new = {numbers[row]: row for row in rows}
@@ -43,11 +40,6 @@ class Ordered:
             return
         for number in new:
             heappush(self._heap, number)
-
-    def discard(self, rows: Iterable[Row], numbers: Mapping[Row, int]) -> None:
-        """Remove those rows that are present."""
-        for row in rows:
-            self.rows.pop(numbers[row], None)
 
     def take(self, most: int) -> list[Row]:
         """Remove and return up to `most` rows with the lowest numbers."""
@@ -157,7 +149,7 @@ class Task:
             if not members:
                 del self._groups[self.group[row]]
             elif all(members.values()):
-                self._add([next(iter(members))])
+                self._enter([next(iter(members))])
         tables = {self.table.pop(row) for row in rows}
         for row in rows:
             self.lease.pop(row, None)
@@ -171,13 +163,13 @@ class Task:
         The caller must hold them at once: they are no longer ready.
         """
         ready = self.ready.get(table)
-        if not ready:
+        if ready is None:
             return []
         if self.whole_groups:
             most = max(1, most // len(self._groups[self.group[ready.first(1, self.numbers)[0]]]))
         if sampler is FIRST_IN:
             rows = ready.take(most)
-            if not ready:
+            if not ready.rows:
                 del self.ready[table]
         else:
             rows = ready.first(most * sampler.looks_at, self.numbers)
@@ -216,42 +208,33 @@ class Task:
 
     def _enter(self, rows: Sequence[Row]) -> None:
         """Make rows ready; with whole groups, the groups that they complete."""
-        if not self.whole_groups:
-            self._add(rows)
-            return
-        groups = dict.fromkeys(self.group[row] for row in rows)
-        for row in rows:
-            self._groups[self.group[row]][row] = True
-        members = (self._groups[group] for group in groups)
-        self._add([next(iter(known)) for known in members if all(known.values())])
-
-    def _add(self, rows: Sequence[Row]) -> None:
+        if self.whole_groups:
+            groups = dict.fromkeys(self.group[row] for row in rows)
+            for row in rows:
+                self._groups[self.group[row]][row] = True
+            members = (self._groups[group] for group in groups)
+            rows = [next(iter(known)) for known in members if all(known.values())]
         for table, some in by_value(rows, self.table):
             self.ready.setdefault(table, Ordered()).add(some, self.numbers)
 
     def _withdraw(self, rows: Sequence[Row]) -> None:
         """Remove rows from the ready ones; with whole groups, their groups too."""
+        if self.whole_groups:
+            named: dict[Row, None] = {}
+            for row in rows:
+                if members := self._groups.get(self.group[row]):
+                    named[next(iter(members))] = None
+                    if row in members:
+                        members[row] = False
+            rows = list(named)
         if not self.ready or not rows:
-            self._unmark(rows)
             return
-        first = self._unmark(rows)
-        for table, some in by_value(first, self.table):
+        for table, some in by_value(rows, self.table):
             if (ready := self.ready.get(table)) is not None:
-                ready.discard(some, self.numbers)
-                if not ready:
+                for row in some:
+                    ready.rows.pop(self.numbers[row], None)
+                if not ready.rows:
                     del self.ready[table]
-
-    def _unmark(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Record that rows are not ready; return them, or with whole groups the first row of each group."""
-        if not self.whole_groups:
-            return rows
-        named: dict[Row, None] = {}
-        for row in rows:
-            if members := self._groups.get(self.group[row]):
-                named[next(iter(members))] = None
-                if row in members:
-                    members[row] = False
-        return list(named)
 
 
 def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[Any, Sequence[Row]]]:
@@ -376,8 +359,14 @@ class Tasks:
             else:
                 held.setdefault(leases[number], []).extend(self.left(leases[number], places))
         chosen = {row for rows in held.values() for row in rows}
-        for part, rows in parts:
-            part.rows = {row: place for place, row in enumerate(rows_at(leases, rows)) if row in chosen}
+        for part, written in parts:
+            # The rows of lost leases have no name, but a place.
+            named = [
+                leases[number].rows[place] if number in leases else None
+                for number, places in written
+                for place in places or ()
+            ]
+            part.rows = {row: place for place, row in enumerate(named) if row in chosen}
         return lost, held
 
     def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
@@ -417,12 +406,3 @@ class Tasks:
         for row in gone:
             del self.rows[row], self.group[row]
         return lost
-
-
-def rows_at(leases: Mapping[int, Lease], places: Places) -> list[Row]:
-    """Return the rows at some positions of leases; None where a lease is lost."""
-    found: list[Row] = []
-    for number, own in places:
-        lease = leases.get(number)
-        found += [None if lease is None else lease.rows[place] for place in own or ()]
-    return found

@@ -7,6 +7,12 @@ queue.finish()
 queue = TransferQueue.connect(address)                            # in another process
 for batch in queue.stream("train", rows=32):                      # a batch is acknowledged by the request for the next one
     train(batch["tokens"], batch["reward"])
+
+Columns of any kind are converted to the queue's form, and back:
+
+Tensor (B, ...), array                          ──▶ Tensor       one value, or one shape, per row
+jagged nested tensor, list of 1-d tensors       ──▶ Ragged       a different number of values per row
+list of JSON values                             ──▶ Objects
 """
 
 import asyncio
@@ -19,18 +25,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
-from braidrl.queue.client import Client, DataPlane, Evicted, assembled
-from braidrl.queue.columns import Batch, as_rows
+from braidrl.queue.client import Client, DataPlane, Evicted, assembled, data_plane
 from braidrl.queue.controller import ColumnController
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.samplers import FIRST_IN, sampler_named
 from braidrl.queue.storage import Place
-from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.table import StoredRows, row_name
 from braidrl.queue.transport import Connection, QueueServer, QueueTimeout
 
@@ -41,6 +49,73 @@ ASK_AGAIN_S = 5.0
 
 class QueueFull(TimeoutError):
     """Raised by a put without room within its limit; the text names the holders of the blocking rows."""
+
+
+class Batch(Mapping[str, Any]):
+    """Rows given to a task: their names, and columns as tensors, ragged columns or lists."""
+
+    def __init__(self, rows: Sequence[Any], columns: Rows, task: str, leases: Sequence[int]) -> None:
+        """Store `columns` of the rows with these names; `leases` hold them for the task."""
+        self.rows, self.columns, self.task, self.leases = list(rows), columns, task, list(leases)
+
+    def __getitem__(self, name: str) -> Any:
+        column = self.columns[name]
+        return list(column.values) if isinstance(column, Objects) else column
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(list(self.columns))
+
+    def torch(self) -> dict[str, Any]:
+        """Return tensors, and lists of tensors for ragged columns. They may be in shared memory: do not write to them."""
+        return {name: column.unbind() if isinstance(column, Ragged) else column for name, column in self.items()}
+
+    def numpy(self) -> dict[str, Any]:
+        """Return arrays on the same memory; bfloat16, which numpy lacks, becomes float32."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, list):
+                return [plain(one) for one in value]
+            if not isinstance(value, Tensor):
+                return value
+            return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+        return {name: plain(column) for name, column in self.torch().items()}
+
+    def tensordict(self) -> Any:
+        """Return a TensorDict, with jagged nested tensors for ragged columns. Needs the package tensordict."""
+        from tensordict import NonTensorStack, TensorDict
+
+        columns = {}
+        for name, column in self.items():
+            if isinstance(column, Ragged):
+                column = torch.nested.nested_tensor_from_jagged(column.values.clone(), column.offsets.clone())
+            columns[name] = NonTensorStack(*column) if isinstance(column, list) else column
+        return TensorDict(columns, batch_size=[len(self.rows)])
+
+
+def as_rows(columns: Any) -> Rows:
+    """Convert columns by name, a mapping or a TensorDict, to rows. Raises ValueError if their numbers of rows differ."""
+    return Rows({str(name): as_column(value) for name, value in columns.items()})
+
+
+def as_column(value: Any) -> Column:
+    """Convert one column of any supported type."""
+    if isinstance(value, Ragged | Objects):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor) and not value.is_nested:
+        return value.detach().cpu()
+    rows = list(value.unbind() if isinstance(value, Tensor) else value)
+    if isinstance(value, Tensor) or (rows and all(isinstance(r, Tensor | np.ndarray) and r.ndim == 1 for r in rows)):
+        tensors = [torch.as_tensor(row).detach().cpu() for row in rows]
+        return Ragged.from_lengths(torch.cat(tensors), torch.tensor([len(row) for row in tensors]))
+    if rows and all(isinstance(row, bool | int | float) for row in rows):
+        return torch.tensor(rows)
+    return Objects(tuple(rows))
 
 
 class TransferQueue:
@@ -152,13 +227,22 @@ class TransferQueue:
         content = as_rows(columns)
         if len(content) != len(rows):
             raise ValueError(f"{len(rows)} rows are named and the columns have {len(content)}")
-        lengths = next(
-            (column.lengths.tolist() for _, column in content.payload.items() if isinstance(column, Ragged)), None
-        )
+        ragged = (column.lengths.tolist() for _, column in content.payload.items() if isinstance(column, Ragged))
+        lengths = next(ragged, None)
         frames = encode(content)
         size = sum(memoryview(frame).nbytes for frame in frames)
         if self._has_budget and self._client.ask("reserve", wait_s=wait_s, bytes=size)[0].get("waited"):
-            raise QueueFull(f"{size} bytes found no room within {wait_s:g} s: {described(self.usage())}")
+            usage, held = self.usage(), dict[str, list[str]]()
+            for task, holder, number in usage["held"]:
+                held.setdefault(task, []).append(f"{holder} holds {number}")
+            tasks = [
+                f"task {task} has {left} rows to do ({', '.join(held.get(task, ['no holder']))})"
+                for task, left in usage["undone"].items()
+                if left
+            ]
+            raise QueueFull(
+                f"{size} bytes found no room within {wait_s:g} s: {usage['bytes']} bytes are in the queue; {'; '.join(tasks)}"
+            )
         part = StoredRows.of_block(Rows({}), self.data.write(frames), list(content), len(content))
         told: list[Frame] = []
         named = {"rows": list(rows), "table": table, "groups": groups and list(groups), "lengths": lengths}
@@ -199,7 +283,7 @@ class TransferQueue:
                     # The payload is gone.
                     self._client.ask("missing", blocks=[piece["block"] for piece in work.message["payload"]])
                     self._client.ask("give_back", leases=[work.lease])
-                    self._client.forget_leases([work.lease])
+                    self._client.held.discard(work.lease)
             if not left:
                 raise TimeoutError(f"no row was ready for task {task} within {wait_s:g} s")
 
@@ -282,19 +366,6 @@ class TransferQueue:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def described(usage: Mapping[str, Any]) -> str:
-    """Describe in one line which holders keep rows in the queue."""
-    held: dict[str, list[str]] = {}
-    for task, holder, rows in usage["held"]:
-        held.setdefault(task, []).append(f"{holder} holds {rows}")
-    tasks = [
-        f"task {task} has {left} rows to do ({', '.join(held.get(task, ['no holder']))})"
-        for task, left in usage["undone"].items()
-        if left
-    ]
-    return f"{usage['bytes']} bytes are in the queue; {'; '.join(tasks)}"
 
 
 def node_name() -> str:

@@ -49,8 +49,6 @@ AT_ONCE = 100
 """Number of requests to read before parked ones are retried."""
 REMEMBERED = 4096
 """Number of senders whose last answer is kept."""
-
-
 ASLEEP_S = 2.0
 """A process that has not read the clock for this many seconds was stopped, or its machine was."""
 
@@ -61,12 +59,6 @@ class QueueError(RuntimeError):
 
 class QueueTimeout(TimeoutError):
     """Raised if the queue does not answer."""
-
-
-def unpack(frame: Frame) -> dict[str, Any]:
-    """Decode the message in a frame. Raises ValueError for bytes that are no map."""
-    message: dict[str, Any] = unpack_message(frame, dict[str, Any])
-    return message
 
 
 def key_pair(secret: str) -> tuple[bytes, bytes]:
@@ -123,23 +115,19 @@ class Connection:
         self._number += 1
         message, limit = [pack_message({**request, "number": self._number}), *frames], self.limit_s + wait_s
         until = time.monotonic() + limit
-        while (left := until - time.monotonic()) > 0:
+        while (now := time.monotonic()) < until:
             send(self._socket, message)
-            if (answer := self._answer(min(left, REPEAT_S))) is not None:
-                if "error" in answer[0]:
-                    raise QueueError(answer[0]["error"])
-                return answer
-        raise QueueTimeout(f"{self.address} did not answer {request['request']!r} within {limit:g} s")
-
-    def _answer(self, seconds: float) -> Answer | None:
-        until = time.monotonic() + seconds
-        while self._socket.poll(max(0, round((until - time.monotonic()) * 1000))):
-            first, *rest = self._socket.recv_multipart(copy=False)
-            answer = unpack(first.buffer)
-            # The answer to an abandoned request, or the second one to a repeated request, belongs to an earlier call.
-            if answer.pop("number") == self._number:
+            repeat = min(until, now + REPEAT_S)
+            while self._socket.poll(max(0, round((repeat - time.monotonic()) * 1000))):
+                first, *rest = self._socket.recv_multipart(copy=False)
+                answer: dict[str, Any] = unpack_message(first.buffer, dict[str, Any])
+                # The answer to an abandoned request, or the second one to a repeated request, belongs to an earlier call.
+                if answer.pop("number") != self._number:
+                    continue
+                if "error" in answer:
+                    raise QueueError(answer["error"])
                 return answer, [frame.buffer for frame in rest]
-        return None
+        raise QueueTimeout(f"{self.address} did not answer {request['request']!r} within {limit:g} s")
 
     def tell(self, request: Mapping[str, Any]) -> None:
         """Send a request without waiting for its answer."""
@@ -297,12 +285,6 @@ class QueueServer:
         with self._outside_lock, contextlib.suppress(zmq.Again):
             self._outside.send(b"", zmq.NOBLOCK)
 
-    def join(self) -> None:
-        """Wait until the thread ends. Raises RuntimeError with its traceback if it failed."""
-        self._thread.join()
-        if self.failure is not None:
-            raise RuntimeError(self.failure)
-
     def close(self) -> None:
         """End the thread and free the port. Raises QueueError if it does not end."""
         self._closing = True
@@ -341,7 +323,7 @@ class QueueServer:
             return
         frames = [frame.buffer for frame in message[1:]]
         try:
-            request = unpack(frames[0])
+            request: dict[str, Any] = unpack_message(frames[0], dict[str, Any])
             number, _ = int(request["number"]), float(request.get("wait_s", 0.0))
             if len(frames) > FRAMES or not isinstance(request["request"], str):
                 raise ValueError("no request")
@@ -374,11 +356,11 @@ class AwakeClock:
     For a server's thread, which reads it several times a second.
     """
 
-    def __init__(self, asked: Callable[[], float] = time.monotonic) -> None:
-        self._asked, self._last, self._slept = asked, asked(), 0.0
+    def __init__(self) -> None:
+        self._last, self._slept = time.monotonic(), 0.0
 
     def __call__(self) -> float:
-        now = self._asked()
+        now = time.monotonic()
         if now - self._last > ASLEEP_S:
             self._slept += now - self._last
         self._last = now

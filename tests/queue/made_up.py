@@ -16,9 +16,8 @@ from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Signature
-from braidrl.queue.client import Client, WorkItem, write_columns
+from braidrl.queue.client import Client, WorkItem, data_plane, write_columns
 from braidrl.queue.owner import StorageNode
-from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.table import StoredRows
 from braidrl.queue.transport import Answer, QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane

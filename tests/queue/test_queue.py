@@ -22,15 +22,13 @@ from hypothesis import strategies as st
 
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
-from braidrl.cluster.shared_memory import shared_folder
 from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.stage import Signature
-from braidrl.queue.client import Client, Evicted, assembled, write_columns
-from braidrl.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
+from braidrl.queue.client import Client, Evicted, assembled, data_plane, write_columns
+from braidrl.queue.owner import Owner, StorageNode, remove_abandoned
 from braidrl.queue.storage import Place, Segments
-from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
 from braidrl.runtimes.streaming.control import ControlPlane
 from tests.queue.made_up import (
@@ -240,7 +238,7 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
         near.close()
         far.close()
         node.close()
-    assert Segments(node.owner.run, "looker").names() == [] and not owner_path(shared_folder(), node.owner.run).exists()
+    assert Segments(node.owner.run, "looker").names() == [] and not node.owner.path.exists()
 
 
 def test_two_nodes_exchange_only_requested_rows() -> None:
@@ -275,7 +273,7 @@ def test_remote_memory_is_freed_even_of_dead_worker() -> None:
         control.data.free([known])
         wait_until(lambda: names() == [])
         with pytest.raises(Evicted):
-            control.data.read(known)
+            control.data.read_rows(known, ["x"])
         write_columns(far.data, made_from("generate", work.read()))
         assert len(names()) == 1
         control.fail("far")
@@ -293,7 +291,7 @@ def test_a_name_from_the_network_cannot_lead_out_of_shared_memory() -> None:
     with queue() as (_, _, node):
         connection = Connection(node.server.address, 5.0)
         with pytest.raises(QueueError, match="no segment's name"):
-            connection.ask({"request": "frames", "name": "../etc/passwd"})
+            connection.ask({"request": "rows", "name": "../etc/passwd", "columns": ["x"]})
         with pytest.raises(QueueError, match="no segment's name"):
             connection.ask({"request": "free", "names": ["../tmp/precious"]})
         connection.close()
@@ -370,7 +368,7 @@ def test_later_run_removes_segments_of_killed_run(tmp_path: Path) -> None:
     os.close(dead._handle)
     assert remove_abandoned(tmp_path) == [dead.run]
     assert {path.name for path in tmp_path.iterdir()} == {
-        owner_path(tmp_path, alive.run).name,
+        alive.path.name,
         f"braid-{alive.run}-worker-0",
     }
     alive.close()

@@ -10,7 +10,7 @@ import torch
 
 from braidrl.errors import UserError
 from braidrl.queue.owner import Owner, remove_abandoned
-from braidrl.queue.storage_backends import check_storage, open_storage
+from braidrl.queue.storage import check_storage, open_storage
 from braidrl.queue.transfer_queue import TransferQueue
 
 

@@ -267,7 +267,7 @@ class ControlPlane(QueueController):
                 stream.schedule.fail_holder(holder)
             # A worker that never registered has written nothing.
             if gone is not None:
-                known = {block.name for block in self.held if block.address == gone.address}
+                known = {block.name for block in self.held.counts if block.address == gone.address}
                 self.data.abandon(gone.address, holder, known)
 
     def train_again(self, version: int) -> bool:

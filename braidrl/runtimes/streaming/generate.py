@@ -123,7 +123,7 @@ class GenerateLoop:
         """Give the rows of a lease to the engine."""
         rows, ends = work.read_existing(), set(work.message.get("to_the_end", ()))
         if not work.own:
-            self.client.forget_leases([work.lease])
+            self.client.held.discard(work.lease)
             return
         stage, config = self.context.consumers[work.consumer].stages[0], self.context.executor.config
         requests, uids = requests_of(stage, rows, config), rows.uids()
@@ -252,7 +252,7 @@ class GenerateLoop:
             self.left[lease] -= rows
             if not self.left[lease]:
                 del self.left[lease], self.leases[lease]
-                self.client.forget_leases([lease])
+                self.client.held.discard(lease)
         if self.flight and len(self.spans) == 1:
             return
         left = {work.consumer for work in self.leases.values()}

@@ -89,7 +89,11 @@ class StreamingBackend:
 
     def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
         """Write the rows to a parquet file, with the columns that later stages added."""
-        self.write_rows("record", path, table.with_added(final))
+        known = set(table.columns)
+        pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in final.payload)
+        later = {name: column for name, column in final.index.items() if name not in known}
+        payload = [*table.payload, *(piece for piece in pieces if piece["columns"])]
+        self.write_rows("record", path, StoredRows(table.index.with_columns(later), payload))
 
     def save_rows(self, path: Path, table: StoredRows) -> None:
         """Write rows into a checkpoint."""

@@ -27,10 +27,9 @@ from braidrl.engines.factory import follow_engines
 from braidrl.engines.spanning import OneOf
 from braidrl.errors import LostProcess, WorkerError
 from braidrl.observe.trace import WorkerTrace
-from braidrl.queue.client import Client
+from braidrl.queue.client import Client, data_plane
 from braidrl.queue.owner import StorageNode, remove_run
 from braidrl.queue.storage import Place
-from braidrl.queue.storage_backends import data_plane
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch

@@ -192,7 +192,7 @@ class StageLoop:
             # Selection has dropped some of the rows meanwhile: the others are leased again.
             if self.client is not None:
                 self.client.ask("give_back", leases=[work.lease])
-                self.client.forget_leases([work.lease])
+                self.client.held.discard(work.lease)
             return
         rows, columns = work.rows, dict[str, Any]()
         version = work.iteration - 1 if self.context.group.trained else None
