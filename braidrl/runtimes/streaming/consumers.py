@@ -13,8 +13,7 @@ actor.generate ──▶ verdicts ──▶ reference.log_probs ──▶ train.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
@@ -78,18 +77,20 @@ class Consumers:
                 group = f"{stage.role}.generate" if stage.kind is Kind.GENERATE else str(stage.role)
                 own = tuple(flow[name] for name in names)
                 self.by_name[stage.name] = Consumer(stage.name, stage.kind, group, own, self._waits_of(names))
-        for role, stages in hosted.items():
-            consumer = Consumer(f"train.{role}", Kind.TRAIN, role, tuple(flow[name] for name in self._sorted(stages)))
-            self.by_name[consumer.name] = replace(consumer, waits=self._waits_of(stages))
-        self.verdicts = {
-            stage.name: self._waits_of([stage.name]) for stage in flow.stages if self._home[stage.name] == VERDICTS
-        }
+        trains = [f"train.{role}" for role in hosted]
+        for name, (role, stages) in zip(trains, hosted.items(), strict=True):
+            own = tuple(flow[stage] for stage in stages)
+            self.by_name[name] = Consumer(name, Kind.TRAIN, role, own, self._waits_of(stages))
+        verdicts = [stage.name for stage in flow.stages if self._home[stage.name] == VERDICTS]
+        self.verdicts = {name: self._waits_of([name]) for name in verdicts}
         """The consumers and verdict stages that each stage waits for."""
         self.of_stage = {stage.name: c.name for c in self.by_name.values() for stage in c.stages}
-        self.reporting = {
-            stage: name for name, c in reversed(self.by_name.items()) for stage in (s.name for s in c.stages)
-        }
+        self.reporting = {stage.name: name for name, c in reversed(self.by_name.items()) for stage in c.stages}
         """The consumer that reports a stage which several run: the first."""
+        first = {name: self._place[c.stages[0].name] for name, c in self.by_name.items() if name not in trains}
+        first |= {name: self._place[name] for name in verdicts}
+        self.writers = [ADMISSION, *sorted(first, key=first.__getitem__), *trains]
+        """All writers of columns, in the flow's order."""
 
     def __iter__(self) -> Iterator[Consumer]:
         return iter(self.by_name.values())
@@ -103,14 +104,6 @@ class Consumers:
             open_names += waits - found - {ADMISSION}
             found |= waits
         return [writer for writer in self.writers if writer in found]
-
-    @cached_property
-    def writers(self) -> list[str]:
-        """Return all writers of columns, in the flow's order."""
-        names = {*self.by_name, *self.verdicts}
-        first = {n: self._place[self.by_name[n].stages[0].name] if n in self.by_name else self._place[n] for n in names}
-        trains = [name for name, consumer in self.by_name.items() if consumer.kind is Kind.TRAIN]
-        return [ADMISSION, *sorted(names - {*trains}, key=first.__getitem__), *trains]
 
     def _home_of(self, stage: Stage) -> str | None:
         if stage.kind in (Kind.GENERATE, Kind.INFER):
@@ -130,56 +123,42 @@ class Consumers:
 
     def _trained(self) -> dict[str, list[str]]:
         """Return the stages of each trained role's consumer; infer stages that no other group needs move into it."""
-        flow = self.flow
-        hosted = {
-            role: [s.name for s in flow.stages if s.kind is Kind.TRAIN and s.role == role]
-            for role in flow.changed_roles
-        }
-        if not hosted:
+        flow, needed = self.flow, dict[str, list[str]]()
+        for role in flow.changed_roles:
+            updates = [s.name for s in flow.stages if s.kind is Kind.TRAIN and s.role == role]
+            needed[role] = self._needed(updates, role)
+        if not needed:
             return {}
         # Computations and own inference that no update needs are for the record.
-        needed = {role: self._closure(stages, role) for role, stages in hosted.items()}
         known = {name for stages in needed.values() for name in stages}
         for stage in flow.stages:
             if stage.name not in known and self._home[stage.name] is None:
-                role = [*hosted, *flow.trained_roles][-1]
-                needed[role] = self._closure([*needed[role], stage.name], role)
+                role = [*needed, *flow.trained_roles][-1]
+                needed[role] = self._needed([*needed[role], stage.name], role)
         for stage in flow.stages:
-            if stage.kind is not Kind.INFER or stage.role not in hosted or self._home[stage.name] != stage.name:
-                continue
             role = str(stage.role)
+            if stage.kind is not Kind.INFER or role not in needed or self._home[stage.name] != stage.name:
+                continue
             # Another group, or a stage before the updates, needs its columns.
             early = [
                 s.name for s in flow.stages if self._home[s.name] not in (None, stage.name) and s.kind is not Kind.TRAIN
             ]
-            others = {name for name in early if stage.name in self._needed([name])}
-            elsewhere = any(stage.name in self._needed(stages) for other, stages in needed.items() if other != role)
-            if not others and not elsewhere and stage not in flow.sampling_segment:
+            elsewhere = [*early, *(name for other, stages in needed.items() if other != role for name in stages)]
+            if stage.name not in self._needed(elsewhere) and stage not in flow.sampling_segment:
                 self._home[stage.name] = f"train.{role}"
-                needed[role] = self._closure([*needed[role], stage.name], role)
+                needed[role] = self._needed([*needed[role], stage.name], role)
         return needed
 
-    def _closure(self, names: Iterable[str], role: str) -> list[str]:
-        """Return these stages with the computations that they need, as far as these run with the updates."""
+    def _needed(self, names: Iterable[str], role: str | None = None) -> list[str]:
+        """Return these stages and all that they wait for, in the flow's order; with `role` only what runs with its updates."""
         found, open_names = set[str](), list(names)
         while open_names:
             name = open_names.pop()
             if name not in found:
                 found.add(name)
-                open_names += [
-                    w for w in self._waits[name] if w != ADMISSION and self._home[w] in (None, f"train.{role}")
-                ]
-        return self._sorted(found)
-
-    def _needed(self, names: Iterable[str]) -> set[str]:
-        """Return these stages and all stages that they wait for."""
-        found, open_names = set[str](), list(names)
-        while open_names:
-            name = open_names.pop()
-            if name not in found and name != ADMISSION:
-                found.add(name)
-                open_names += self._waits[name]
-        return found
+                waits = [writer for writer in self._waits[name] if writer != ADMISSION]
+                open_names += [w for w in waits if role is None or self._home[w] in (None, f"train.{role}")]
+        return sorted(found, key=self._place.__getitem__)
 
     def _waits_of(self, stages: Iterable[str]) -> frozenset[str]:
         """Return the consumers and verdict stages that rows of these stages come from."""
@@ -189,15 +168,12 @@ class Consumers:
                 if writer == ADMISSION or writer in own or self.flow[writer].kind is Kind.TRAIN:
                     continue
                 home = self._home[writer]
-                if home is None or (home.startswith("train.") and writer not in own):
+                if home is None or home.startswith("train."):
                     raise UserError(
                         f"runtime=streaming cannot run {name} in another process than {writer}; write runtime=eager"
                     )
                 found.add(writer if home == VERDICTS else home)
         return frozenset(found)
-
-    def _sorted(self, names: Iterable[str]) -> list[str]:
-        return sorted(names, key=self._place.__getitem__)
 
 
 class TrainersProgress:

@@ -130,11 +130,17 @@ class ControlPlane(QueueController):
         if holder.orders:
             order, content = holder.orders.popleft()
             return {**order, "kind": "order", **lost}, content
-        if (weights := self._weights_for(holder.name)) is not None:
-            return {**weights, **lost}, ()
+        newest = self.weights.newest
+        if self.loading.receive(holder.name, newest):
+            # They lie where engines load them from.
+            self.loading.received(holder.name, newest)
+        version = self.loading.version_of(holder.name)
+        if (load := self.loading.load(holder.name, self.rows_held(holder.name))) is not None:
+            weights = self.weights.between(version or 0, load.version)
+            return {"kind": "load", **load._asdict(), "weights": weights, **lost}, ()
         if (step := self._step(request)) is not None:
             return {**step, **lost}, ()
-        version, lags = self.loading.version_of(holder.name), self.loading.lags(holder.name)
+        lags = self.loading.lags(holder.name)
         takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.unloaded
         for name in request["consumers"] if takes_rows else ():
             for stream in self.streams:
@@ -157,12 +163,7 @@ class ControlPlane(QueueController):
         known = next((lease for number, _ in done if (lease := stream.tasks.leases.held.get(number)) is not None), None)
         if known is not None:
             iteration = stream.schedule.iteration_of[next(iter(stream.tasks.left(known)))[1]]
-            record = stream.record_of(iteration)
-            trains = stream.consumers.by_name[name].kind is Kind.TRAIN
-            (record.training if trains else record.reports).extend(request["reports"])
-            stream.follow(
-                {n: own for n, own in request["totals"].items() if stream.consumers.reporting[n] == name}, iteration
-            )
+            stream.report(name, iteration, request["reports"], request["totals"])
         lost, freed = stream.done(name, done, parts, self.clock(), request["unfinished"])
         self.data.free(freed)
         return {"lost": lost}, ()
@@ -422,17 +423,6 @@ class ControlPlane(QueueController):
     def _note_activity(self) -> None:
         workers = ((name, holder.group) for name, holder in self.holders.items() if holder.group != ROWS)
         self.activity.note(self.clock(), [(group, self.rows_held(name) > 0) for name, group in workers])
-
-    def _weights_for(self, holder: str) -> dict[str, Any] | None:
-        """Return the weights that an engine is to load now; None if there are none."""
-        rows = self.rows_held(holder)
-        held, newest = self.loading.version_of(holder), self.weights.newest
-        if self.loading.receive(holder, newest):
-            # They lie where engines load them from.
-            self.loading.received(holder, newest)
-        if (load := self.loading.load(holder, rows)) is not None:
-            return {"kind": "load", **load._asdict(), "weights": self.weights.between(held or 0, load.version)}
-        return None
 
     def _free(self, places: Collection[Place]) -> None:
         """Free weights: local files now, and copies on trainers with their next step."""

@@ -48,24 +48,13 @@ class Group:
         """Return the number of processes that share a lease."""
         return self.processes if self.trained or self.divided else self.nodes
 
-    def leads(self, number: int) -> bool:
-        """Return True if the process with this number takes leases."""
-        return number % self.ranks == 0
-
-
-@dataclass
-class GroupActivity:
-    """The workers of a group: their seconds in total, and without rows."""
-
-    seconds: float = 0.0
-    idle: float = 0.0
-
 
 @dataclass
 class Activity:
     """Sums since the last report."""
 
-    groups: dict[str, GroupActivity] = field(default_factory=dict)
+    seconds: dict[tuple[str, bool], float] = field(default_factory=dict)
+    """Seconds of the workers of each group, with and without rows."""
     weight_bytes: int = 0
     """Bytes of new weights that engines have read."""
     drawn_again: int = 0
@@ -83,19 +72,21 @@ class Activity:
             workers: The group of each worker, and True if it has rows.
         """
         passed = 0.0 if self._noted is None else now - self._noted
-        for group, is_busy in self._workers:
-            known = self.groups.setdefault(group, GroupActivity())
-            known.seconds += passed
-            known.idle += 0.0 if is_busy else passed
+        for worker in self._workers:
+            self.seconds[worker] = self.seconds.get(worker, 0.0) + passed
         self._noted, self._workers = now, list(workers)
 
     def take_sums(self) -> Mapping[str, float]:
         """Return the sums, each group's idle share and the seconds of an update since the last call."""
-        found = {f"streaming/idle/{name}": one.idle / one.seconds for name, one in self.groups.items() if one.seconds}
+        found: dict[str, float] = {}
+        for name in dict.fromkeys(group for group, _ in self.seconds):
+            idle, busy = self.seconds.get((name, False), 0.0), self.seconds.get((name, True), 0.0)
+            if idle + busy:
+                found[f"streaming/idle/{name}"] = idle / (idle + busy)
         found["streaming/weight_bytes"] = float(self.weight_bytes)
         found["streaming/rows_drawn_again"] = float(self.drawn_again)
         found |= self.updates.means()
-        self.groups, self.weight_bytes, self.drawn_again, self.updates = {}, 0, 0, Sums()
+        self.seconds, self.weight_bytes, self.drawn_again, self.updates = {}, 0, 0, Sums()
         return found
 
 
@@ -114,20 +105,20 @@ def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[G
     for name in config.streaming.workers:
         if name not in found and name != COMPUTE:
             raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, list(found))}")
-    return [_group(name, many, flow, config) for name, many in found.items()]
-
-
-def _group(name: str, consumers: Sequence[Consumer], flow: Flow, config: Config) -> Group:
-    # Later stages come first: their rows are closer to the end.
-    names, role = tuple(consumer.name for consumer in reversed(consumers)), consumers[0].stages[0].role
-    asked = config.streaming.workers.get(name)
-    if consumers[0].kind is Kind.GENERATE:
-        nodes = nodes_of(config)
-        return Group(name, "generate", role, names, (asked or 1) * nodes, nodes=nodes)
-    layout = layout_of(name, config)
-    processes = asked or layout.ranks_per_replica * (layout.data or 1)
-    divided = not layout.is_replicated or (layout.data or 1) > 1
-    return Group(name, "model", name, names, processes, name in flow.changed_roles, divided)
+    groups = list[Group]()
+    for name, consumers in found.items():
+        # Later stages come first: their rows are closer to the end.
+        names, role = tuple(consumer.name for consumer in reversed(consumers)), consumers[0].stages[0].role
+        asked = config.streaming.workers.get(name)
+        if consumers[0].kind is Kind.GENERATE:
+            nodes = nodes_of(config)
+            groups.append(Group(name, "generate", role, names, (asked or 1) * nodes, nodes=nodes))
+            continue
+        layout = layout_of(name, config)
+        processes = asked or layout.ranks_per_replica * (layout.data or 1)
+        divided = not layout.is_replicated or (layout.data or 1) > 1
+        groups.append(Group(name, "model", name, names, processes, name in flow.changed_roles, divided))
+    return groups
 
 
 def samplers_of(config: Config, flow: Flow) -> dict[str, Sampler]:
@@ -164,11 +155,20 @@ def check_streaming(config: Config, flow: Flow) -> None:
                 f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, which neither "
                 "infers nor trains; write runtime=eager, hybrid or distributed"
             )
+    way, engine = config.streaming.weights, config.rollout.engine
+    if way not in ("end", "delayed") and engine not in ENGINES and config.rollout.python is None:
+        # Rows would be preempted at a token: the user's engine must be able to end rows early.
+        made = ENGINES.find(engine)
+        abort = getattr(made, "abort", None)
+        if inspect.isclass(made) and (abort is None or getattr(abort, "__isabstractmethod__", False)):
+            raise UserError(
+                f"streaming.weights={way} sets rows down at a token, and {engine} has no method abort that hands over what they "
+                "have; write streaming.weights=end, or give it one"
+            )
     groups = worker_groups(config, flow, None)
     for group in groups:
         check_group(group, config, flow)
     most_out(config, groups)
-    check_hand_over(config)
     older_groups(config)
     samplers_of(config, flow)
 
@@ -208,20 +208,6 @@ def most_out(config: Config, groups: Sequence[Group]) -> int:
             "write streaming.workers.actor.generate=2, or streaming.weights=interrupt"
         )
     return engines // 2
-
-
-def check_hand_over(config: Config) -> None:
-    """Raise UserError if rows would be preempted at a token, and a user's engine cannot end rows early."""
-    way, engine = config.streaming.weights, config.rollout.engine
-    if way in ("end", "delayed") or engine in ENGINES or config.rollout.python is not None:
-        return
-    made = ENGINES.find(engine)
-    abort = getattr(made, "abort", None)
-    if inspect.isclass(made) and (abort is None or getattr(abort, "__isabstractmethod__", False)):
-        raise UserError(
-            f"streaming.weights={way} sets rows down at a token, and {engine} has no method abort that hands over what they have; "
-            "write streaming.weights=end, or give it one"
-        )
 
 
 def check_group(group: Group, config: Config, flow: Flow) -> None:

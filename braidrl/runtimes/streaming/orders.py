@@ -83,22 +83,6 @@ class StreamingBackend:
         self.control.change(lambda: None)
         return rows
 
-    def index(self, table: StoredRows) -> Rows:
-        """Return the index columns."""
-        return table.index
-
-    def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
-        """Write the rows to a parquet file, with the columns that later stages added."""
-        known = set(table.columns)
-        pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in final.payload)
-        later = {name: column for name, column in final.index.items() if name not in known}
-        payload = [*table.payload, *(piece for piece in pieces if piece["columns"])]
-        self.write_rows("record", path, StoredRows(table.index.with_columns(later), payload))
-
-    def save_rows(self, path: Path, table: StoredRows) -> None:
-        """Write rows into a checkpoint."""
-        self.write_rows("keep", path, table)
-
     def run(self, stage: Stage, table: StoredRows, iteration: int, sums: Sums) -> StoredRows:
         """Return the rows of the evaluation with the columns of its next stage."""
         stream, uids = self.evaluating, table.uids()
@@ -116,7 +100,23 @@ class StreamingBackend:
             self.control.change(lambda: setattr(self.control.loading, "pinned", False))
         return table
 
-    # Weights
+    def index(self, table: StoredRows) -> Rows:
+        """Return the index columns."""
+        return table.index
+
+    # Files
+
+    def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
+        """Write the rows to a parquet file, with the columns that later stages added."""
+        known = set(table.columns)
+        pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in final.payload)
+        later = {name: column for name, column in final.index.items() if name not in known}
+        payload = [*table.payload, *(piece for piece in pieces if piece["columns"])]
+        self.write_rows("record", path, StoredRows(table.index.with_columns(later), payload))
+
+    def save_rows(self, path: Path, table: StoredRows) -> None:
+        """Write rows into a checkpoint."""
+        self.write_rows("keep", path, table)
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Let the leader of every role that changes write it; with `copy` it continues as soon as it has copies."""
@@ -146,19 +146,6 @@ class StreamingBackend:
             self.control.unloaded = frozenset()
         self.control.notify()
 
-    def close(self) -> None:
-        """Notify all workers of the end of the run; no process, segment or port is left."""
-        with self.resources:
-            self.control.change(lambda: setattr(self.control, "stopping", True))
-            self.processes.close()
-
-    def bytes_between_nodes(self) -> int:
-        """Return the bytes of payload and weights sent between nodes since the last call."""
-        before = self.counted_bytes
-        served = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
-        self.counted_bytes = served + self.control.weights_sent
-        return self.counted_bytes - before
-
     def _carry_out(self, order: dict[str, Any]) -> None:
         """Wait until every leader has executed the order. Raises WorkerError after the time limit."""
         limit = time.monotonic() + ORDER_LIMIT_S
@@ -179,6 +166,11 @@ class StreamingBackend:
         self.control.notify()
         return given
 
+    def _wait_until(self, limit: float, holder: str) -> None:
+        if time.monotonic() > limit:
+            raise WorkerError(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
+        self.wait()
+
     def _written(self, number: int, holder: str) -> None:
         """Wait, in any thread, until a leader has written its copy. Raises OSError if it failed or has ended."""
         process = next(member.process for member in self.processes.members if member.holder == holder)
@@ -188,7 +180,15 @@ class StreamingBackend:
             time.sleep(LOOK_EVERY_S)
         check_written(self.control.results[number][0]["trouble"])
 
-    def _wait_until(self, limit: float, holder: str) -> None:
-        if time.monotonic() > limit:
-            raise WorkerError(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
-        self.wait()
+    def close(self) -> None:
+        """Notify all workers of the end of the run; no process, segment or port is left."""
+        with self.resources:
+            self.control.change(lambda: setattr(self.control, "stopping", True))
+            self.processes.close()
+
+    def bytes_between_nodes(self) -> int:
+        """Return the bytes of payload and weights sent between nodes since the last call."""
+        before = self.counted_bytes
+        served = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
+        self.counted_bytes = served + self.control.weights_sent
+        return self.counted_bytes - before

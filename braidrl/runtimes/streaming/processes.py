@@ -122,7 +122,7 @@ class Processes:
             if member.process.alive and member.holder in silent:
                 member.process.kill()
             # Only leading ranks talk to the queue.
-            is_late = member.group.leads(member.number) and time.monotonic() - member.started > READY_LIMIT_S
+            is_late = member.number % member.group.ranks == 0 and time.monotonic() - member.started > READY_LIMIT_S
             if member.process.alive and is_late and member.holder not in self.control.holders:
                 raise WorkerError(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
             if not member.process.alive:
@@ -151,13 +151,10 @@ class Processes:
         if member.starts == RESTARTS:
             name = f"{killed.group.name} {killed.number}"
             raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({killed.process.describe_end()})")
-        self._start_again(peers)
+        self.restart(peers)
 
-    def replace_trainers(self) -> None:
-        """Restart every training process, also healthy ones: their gradients contain lost rows."""
-        self._start_again([member for member in self.members if member.group.trained])
-
-    def _start_again(self, members: Sequence[Member]) -> None:
+    def restart(self, members: Sequence[Member]) -> None:
+        """Kill and restart processes; their rows are leased again."""
         for member in members:
             member.process.close(0.0)
             self.control.fail(member.holder)

@@ -17,7 +17,6 @@ from typing import Any
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import Launcher
 from braidrl.cluster.ray_processes import RayLauncher
-from braidrl.config import Config
 from braidrl.data.codec import encode
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
@@ -112,9 +111,14 @@ class StreamingProgram:
         config, flow = prepared.config, prepared.flow
         check_streaming(config, flow)
         self.loader, self.progress = loader, progress
-        self.new_stream = partial(
-            Stream, flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow), held=HeldBlocks()
-        )
+        trainer, samples = config.trainer, config.rollout.samples_per_prompt
+        sizes = Sizes(
+            trainer.steps, trainer.prompts_per_step, samples,
+            check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update), trainer.epochs,
+            trainer.max_staleness, trainer.surplus, loader.epoch_size, config.seed, trainer.over_sampling,
+            older_groups(config), config.rollout.tokens_per_iteration is not None,
+        )  # fmt: skip
+        self.new_stream = partial(Stream, flow, sizes, samplers=samplers_of(config, flow), held=HeldBlocks())
         self.stream = self.new_stream()
         self.opening: dict[int, Position] = {}
         """The run's position just before each iteration that was started and not finished."""
@@ -159,7 +163,7 @@ class StreamingProgram:
         self.processes.start(self.groups)
         maker = next(member for member in self.processes.members if member.group.name == ROWS)
         # It has a new name at the queue after each start.
-        self.rows = RowsProcess(self.control, lambda: maker.holder, partial(self._wait_for, ROWS))
+        self.rows = RowsProcess(self.control, lambda: maker.holder, partial(self.wait, ROWS))
 
     def iterate(
         self,
@@ -200,7 +204,9 @@ class StreamingProgram:
         following = self.stream.schedule.published + 1
         with self.control.changed:
             begun = self.opening.get(following) or self._current()
-        return begun._replace(stages=self.stream.states_before(following))
+        # The states at the start of the next iteration, which may have moved them already.
+        ran = self.stream.record_of(following).states
+        return begun._replace(stages={name: dict(ran.get(name, now)) for name, now in self.stream.states.items()})
 
     def begun_ahead(self) -> list[BegunBatch]:
         """Wait for rows started on older versions and return their batches; rows started on newer versions continue."""
@@ -234,7 +240,8 @@ class StreamingProgram:
         Otherwise rows drawn by versions newer than the checkpoint would be trained by a run that never made those versions.
         """
         self.control.unloaded = frozenset(group.name for group in self.groups if group.trained)
-        self.processes.replace_trainers()
+        # Also healthy ones: their gradients contain lost rows.
+        self.processes.restart([member for member in self.processes.members if member.group.trained])
         if self.control.train_again(version):
             self.backend.restored = None
             return Restart.WITH_ROWS
@@ -267,12 +274,11 @@ class StreamingProgram:
         known = self.stream.states
         known |= {name: dict(state) for name, state in position.stages.items() if name in known}
 
-    def wait(self) -> None:
-        """Wait for a change of the queue, with a short limit; raise the error of a worker or of the queue."""
-        self._wait_for(None)
+    def wait(self, group: str | None = None) -> None:
+        """Wait for a change of the queue, with a short limit; raise the error of a worker or of the queue.
 
-    def _wait_for(self, group: str | None) -> None:
-        """Wait as `wait` does, but watch only one group: rows are written also after a trainer's failure."""
+        With `group` only that group's workers are watched: rows are written also after a trainer's failure.
+        """
         if self.control.refused is not None:
             raise self.control.refused
         if (now := time.monotonic()) >= self.watch_at:
@@ -367,13 +373,3 @@ def stage_seconds(flow: Flow, groups: Sequence[Group], reports: Sequence[Report]
     for report in reports:
         seconds[report["stage"]] += report["seconds"] / workers.get(report["stage"], 1)
     return seconds
-
-
-def sizes_of(config: Config, epoch_groups: int) -> Sizes:
-    """Return the sizes that the result depends on; `epoch_groups` are the prompts of an epoch."""
-    trainer, samples = config.trainer, config.rollout.samples_per_prompt
-    rows = check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update)
-    return Sizes(
-        trainer.steps, trainer.prompts_per_step, samples, rows, trainer.epochs, trainer.max_staleness, trainer.surplus,
-        epoch_groups, config.seed, trainer.over_sampling, older_groups(config), config.rollout.tokens_per_iteration is not None,
-    )  # fmt: skip

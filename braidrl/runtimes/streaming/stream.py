@@ -85,12 +85,12 @@ class Stream:
 
     def admit(self, rows: StoredRows) -> None:
         """Admit rows; if they may be suspended, with their tokens."""
-        uids, drawn = rows.uids(), set(self.drawn).intersection(rows.columns)
-        self.schedule.admit(uids)
-        self._add_admitted(rows, uids, drawn)
+        self.schedule.admit(rows.uids())
+        self._add_admitted(rows)
 
-    def _add_admitted(self, rows: StoredRows, uids: Sequence[Uid], drawn: Collection[str]) -> None:
-        self._note_lengths(uids, rows.index.without(list(drawn)))
+    def _add_admitted(self, rows: StoredRows) -> None:
+        drawn = set(self.drawn).intersection(rows.columns)
+        self._note_lengths(rows.uids(), rows.index.without(list(drawn)))
         self.table.add(rows.part(ADMISSION, [name for name in rows.columns if name not in drawn]))
         if drawn:
             self.table.add(rows.part(DRAWN, drawn))
@@ -118,7 +118,7 @@ class Stream:
         for rows in surplus:
             self.restore(rows)
         for rows in unfinished:
-            self._add_admitted(rows, rows.uids(), set(self.drawn).intersection(rows.columns))
+            self._add_admitted(rows)
 
     def unfinished(self, groups: Collection[int]) -> list[StoredRows]:
         """Return the rows of continuing groups, as the generate stage has left them: first the completed rows, then the others."""
@@ -220,7 +220,10 @@ class Stream:
         lost, held = self.tasks.held(done, parts, now)
         freed, versions = list[Block](), dict[Uid, int]()
         for part, _ in parts:
-            versions |= oldest(part)
+            # A generate stage writes the oldest version of each row.
+            if (column := next(filter(is_version, part.index), None)) is not None:
+                drawn = part.index[column].tolist()
+                versions.update({uid: drawn[place] for uid, place in part.rows.items()})
         for lease, rows in held.items():
             if unfinished:
                 self.schedule.suspend(lease, {row: versions[row] for row in rows})
@@ -298,16 +301,20 @@ class Stream:
         """Return the record of an iteration in progress."""
         return self.records.setdefault(iteration, IterationRecord(iteration))
 
-    def states_before(self, iteration: int) -> dict[str, State]:
-        """Return the states at the start of an iteration, which may be the next one."""
-        ran = self.record_of(iteration).states
-        return {name: dict(ran.get(name, values)) for name, values in self.states.items()}
+    def report(
+        self, name: str, iteration: int, reports: Sequence[Report], totals: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Add a consumer's reports on rows of an iteration to its record; move the states of stages to the next batch.
 
-    def follow(self, totals: Mapping[str, Mapping[str, float]], iteration: int) -> None:
-        """Move the states of stages to the next batch, given each stage's sums over this one."""
-        for name, own in totals.items():
-            self.record_of(iteration).states[name] = self.states[name]
-            self.states[name] = next_state(self.flow[name], self.states[name], own)
+        `totals` are sums over the batch of each stage with a state.
+        """
+        record = self.record_of(iteration)
+        trains = self.consumers.by_name[name].kind is Kind.TRAIN
+        (record.training if trains else record.reports).extend(reports)
+        for stage, own in totals.items():
+            if self.consumers.reporting[stage] == name:
+                record.states[stage] = self.states[stage]
+                self.states[stage] = next_state(self.flow[stage], self.states[stage], own)
 
     def _note_lengths(self, uids: Iterable[Uid], index: Rows, places: Sequence[int] | None = None) -> None:
         """Give samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""
@@ -315,15 +322,6 @@ class Stream:
         if name is not None and self.schedule.samplers:
             lengths = index[name] if places is None else index[name][places]
             self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
-
-
-def oldest(part: StoredRows) -> dict[Uid, int]:
-    """Return the `version` column of a generate stage's output, in any namespace; empty for other stages."""
-    name = next(filter(is_version, part.index), None)
-    if name is None:
-        return {}
-    versions = part.index[name].tolist()
-    return {uid: versions[place] for uid, place in part.rows.items()}
 
 
 def versions_of(rows: Rows) -> list[int]:

@@ -7,7 +7,7 @@ Stages run through the executor, as in every runtime. All ranks of the role call
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,19 @@ from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.training.objective import UpdateCounts
+
+
+class FinishedBatch(NamedTuple):
+    """The result of a rank for a batch."""
+
+    part: StoredRows | None
+    """The columns that this rank has written; None if there are none."""
+    places: list[tuple[int, list[int]]]
+    """The rows of these, by lease and positions in it."""
+    leases: list[int]
+    reports: list[dict[str, Any]]
+    totals: dict[str, dict[str, float]]
+    """By stage with a state, sums over the batch."""
 
 
 class Trainer:
@@ -139,25 +152,21 @@ class Trainer:
             self.updates.add(piece, piece.message["updates"])
         self._accumulate()
 
-    @property
-    def is_over(self) -> bool:
-        """Return True after the last stage of a batch."""
-        return bool(self.iteration) and self.at == len(self.stages) and not self.rows_left
-
-    def finish(
-        self,
-    ) -> tuple[tuple[StoredRows, Any] | None, list[int], list[dict[str, Any]], dict[str, dict[str, float]]]:
-        """End the batch. Return this rank's written columns with their rows, the leases, reports, and sums for states."""
+    def finish(self) -> FinishedBatch | None:
+        """End the batch if its last stage has run; return None before."""
+        if not self.iteration or self.at < len(self.stages) or self.rows_left:
+            return None
         names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
         own = [piece for piece in self.pieces if piece.own]
         part = None
         if names and own:
             rows = Rows.cat([piece.rows.only(names) for piece in own])
-            part = write_columns(self.data, dict(rows.items())), [(piece.lease, piece.own) for piece in own]
+            part = write_columns(self.data, dict(rows.items()))
         reports = [
             {"stage": name, "seconds": seconds, "sums": sums.pairs()} for name, (seconds, sums) in self.reports.items()
         ]
-        found = part, [piece.lease for piece in self.pieces], reports, self.totals
+        places, leases = [(piece.lease, piece.own) for piece in own], [piece.lease for piece in self.pieces]
+        found = FinishedBatch(part, places, leases, reports, self.totals)
         self._forget()
         return found
 
@@ -176,9 +185,15 @@ class Trainer:
         stage = with_state(stage, self.states.get(stage.name, {}))
         rows, found = piece.rows, list[Rows]()
         with self._busy(stage, rows.uids() if piece.own else ()) as span:
-            columns: dict[str, Any]
+            columns: dict[str, Any] = {}
             if stage.scope is Scope.GROUP and self.world.size > 1:
-                columns = self._of_groups(stage, piece, span.sums)
+                # Groups lie on several ranks: each rank computes the index columns of all.
+                parts = self.world.gather("index columns", pack_rows(rows.index) if piece.own else b"")
+                index = Rows.cat([unpack_rows(bytes(part)) for part in parts if len(part)]).ordered()
+                standing = {uid: place for place, uid in enumerate(index.uids())}
+                whole = Rows(self.executor.run(stage, index, span.sums))
+                if piece.own:
+                    columns = dict(whole.take([standing[uid] for uid in rows.uids()]).items())
             elif stage.kind is Kind.INFER:
                 for places in self._dispatches(range(piece.size)):
                     part = piece.share(places)
@@ -193,14 +208,6 @@ class Trainer:
             span.tokens = tokens_of(rows) if piece.own else 0
         piece.rows = rows.with_columns(columns) if columns else rows
         self._note(span)
-
-    def _of_groups(self, stage: Stage, piece: WorkItem, sums: Sums) -> dict[str, Any]:
-        """Return a group-scope stage's columns of this rank's rows: groups lie on several ranks."""
-        parts = self.world.gather("index columns", pack_rows(piece.rows.index) if piece.own else b"")
-        index = Rows.cat([unpack_rows(bytes(part)) for part in parts if len(part)]).ordered()
-        standing = {uid: place for place, uid in enumerate(index.uids())}
-        found = Rows(self.executor.run(stage, index, sums))
-        return dict(found.take([standing[uid] for uid in piece.rows.uids()]).items()) if piece.own else {}
 
     def _reduced(self, totals: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the sums over all ranks."""

@@ -20,11 +20,10 @@ from typing import Any
 from braidrl.cluster.world import World
 from braidrl.config import Config, StreamingConfig
 from braidrl.data.codec import decode, encode
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import Frame, pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.errors import UserError, first_line
-from braidrl.flow import Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
@@ -38,7 +37,7 @@ from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer
-from braidrl.runtimes.streaming.weights import Place, VersionWriter, source_of
+from braidrl.runtimes.streaming.weights import VersionWriter, source_of
 from braidrl.training.backends import ShardedBackend
 from braidrl.training.roles.copies import copied_parts, local_weight_parts
 from braidrl.training.roles.make import torch_worker
@@ -92,13 +91,16 @@ class StageLoop:
 
     def __init__(self, context: WorkerContext, world: World, client: Client | None) -> None:
         self.context, self.world, self.client = context, world, client
+        self.role = str(context.group.role)
+        """The role whose model is here."""
+        self.most = context.settings.dispatch_rows * world.size
+        """Limit of the rows of a lease."""
         own = [context.consumers[name] for name in context.group.consumers]
         trained = next((consumer for consumer in own if consumer.updates), None)
-        most = context.settings.dispatch_rows * world.size
         self.trainer: Trainer | None = None
         if trained is not None:
             parts = context.executor, context.trace, context.data
-            self.trainer = Trainer(trained, *parts, world, most, context.progress.advanced)
+            self.trainer = Trainer(trained, *parts, world, self.most, context.progress.advanced)
         self.writing = BackgroundWriter()
         self.exports = BackgroundWriter("new weights")
         """Writes this rank's share of a version while the next rows are trained on; no step may change the weights meanwhile."""
@@ -106,22 +108,16 @@ class StageLoop:
         self.asked: int | None = None
         """The order that waits for the result of the write."""
 
-    @property
-    def role(self) -> str:
-        """Return the role whose model is here."""
-        return str(self.context.group.role)
-
     def lead(self) -> None:
         """Take work until the run ends, for all ranks."""
         assert self.client is not None
-        settings, consumers, client = self.context.settings, self.context.group.consumers, self.client
+        settings, client, wait_s = self.context.settings, self.client, self.context.settings.wait_s
         # Heartbeats while this worker computes.
         self.context.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
-        most, wait_s = settings.dispatch_rows * self.world.size, settings.wait_s
         with self.exports:
             while True:
                 asks = {"role": self.role, "ready": self.trainer.ready()} if self.trainer else {}
-                work = self.client.take(consumers, most, wait_s, self.world.size, **asks)
+                work = client.take(self.context.group.consumers, self.most, wait_s, self.world.size, **asks)
                 if work.kind == "stop":
                     break
                 # Also without work, as a heartbeat of the leader for the others.
@@ -132,17 +128,22 @@ class StageLoop:
                 wait_s = min(SOON_S, settings.wait_s) if is_heard_soon else settings.wait_s
         self._broadcast(pack_message([{"kind": "stop"}, []]))
 
+    def _together(self, work: WorkItem) -> None:
+        """Do a piece of work with all ranks, which get the queue's answer and the columns that came with it."""
+        if self.world.size > 1:
+            frames = [bytes(frame) for frame in encode(work.inline)] if len(work.inline) else []
+            self._broadcast(pack_message([dict(work.message) | {"kind": work.kind}, frames]))
+        self._do(work)
+
     def follow(self) -> None:
         """Execute the leader's work until the run ends."""
         with self.exports:
-            while (work := unpacked(self._broadcast(), self.context)).kind != "stop":
-                self._do(work)
-
-    def _together(self, work: WorkItem) -> None:
-        """Do a piece of work with all ranks."""
-        if self.world.size > 1:
-            self._broadcast(packed(work))
-        self._do(work)
+            while True:
+                answer, frames = unpack_message(self._broadcast())
+                if answer["kind"] == "stop":
+                    return
+                inline = decode(frames) if frames else Rows({})
+                self._do(WorkItem(answer["kind"], self.context.data, answer, inline))
 
     def _broadcast(self, message: bytes = b"") -> bytes:
         """Broadcast the leader's message."""
@@ -157,13 +158,17 @@ class StageLoop:
                 consumer = self.context.consumers[work.consumer]
                 if self.trainer is not None and consumer.updates:
                     self.trainer.take_in(work)
-                    self._report_batch()
+                    self._report_batch(self.trainer)
                 else:
                     self._forward(consumer, work)
             elif work.kind == "step":
                 self._optim_step(work)
             elif work.kind == "give":
-                self._give(work)
+                # Another role's update asks for the weights.
+                location = self._versions().begin()()
+                self.world.gather("weights are there", b"")
+                if self.client is not None:
+                    self.client.ask("given", stage=work.message["stage"], place=location)
             elif work.kind == "order":
                 self._obey(work.message)
             elif work.kind == "written":
@@ -176,7 +181,7 @@ class StageLoop:
 
     def _forward(self, consumer: Consumer, work: WorkItem) -> None:
         """Run the stages of a consumer on the rows of a lease, and write their columns."""
-        reports, part, is_whole = [], b"", True
+        is_whole = True
         try:
             if self.world.size == 1:
                 work.read()
@@ -194,7 +199,7 @@ class StageLoop:
                 self.client.ask("give_back", leases=[work.lease])
                 self.client.held.discard(work.lease)
             return
-        rows, columns = work.rows, dict[str, Any]()
+        rows, columns, reports = work.rows, dict[str, Any](), list[dict[str, Any]]()
         version = work.iteration - 1 if self.context.group.trained else None
         for stage in consumer.due(work.iteration):
             with self.context.trace.busy(stage.name, work.iteration, rows.uids() if work.own else (), version) as span:
@@ -202,32 +207,54 @@ class StageLoop:
                 span.tokens = tokens_of(rows)
             rows, columns = rows.with_columns(found) if work.own else rows, {**columns, **found}
             reports.append(span.report())
-        if columns:
-            part = packed_part(write_columns(self.context.data, columns), [(work.lease, work.own)])
-        parts = [unpacked_part(one) for one in self.world.gather("columns", part) if len(one)]
+        part = write_columns(self.context.data, columns) if columns else None
+        parts = self._gathered(part, [(work.lease, work.own)])
         if self.client is not None:
             self.client.done(consumer.name, [(work.lease, None)], parts, reports)
 
-    def _report_batch(self) -> None:
+    def _report_batch(self, trainer: Trainer) -> None:
         """Report the batch's rows as done if its last stage has run."""
-        if self.trainer is None or not self.trainer.is_over:
+        if (batch := trainer.finish()) is None:
             return
-        part, leases, reports, totals = self.trainer.finish()
-        written = packed_part(*part) if part else b""
-        parts = [unpacked_part(one) for one in self.world.gather("columns", written) if len(one)]
+        parts = self._gathered(batch.part, batch.places)
         if self.client is not None:
-            done = [(lease, None) for lease in leases]
-            self.client.done(self.trainer.consumer.name, done, parts, reports, totals)
+            done = [(lease, None) for lease in batch.leases]
+            self.client.done(trainer.consumer.name, done, parts, batch.reports, batch.totals)
+
+    def _gathered(self, part: StoredRows | None, rows: Any) -> list[tuple[StoredRows, Any]]:
+        """Return the locations of all ranks' columns, with their rows as for `Client.done`, for the leader to report."""
+        frames, own = list[Frame](), b""
+        if part is not None:
+            message = part.message(frames)
+            own = pack_message([message, [bytes(frame) for frame in frames], rows])
+        found = [unpack_message(bytes(packed)) for packed in self.world.gather("columns", own) if len(packed)]
+        return [(StoredRows.received(message, frames), rows) for message, frames, rows in found]
 
     def _optim_step(self, work: WorkItem) -> None:
+        """Make an optimizer step, or move the role's weights towards those of another role, which its ranks have published."""
         assert self.trainer is not None
         self.exports.wait()
         stage = next(stage for stage in self.trainer.consumer.updates if stage.name == work.message["stage"])
         if is_optimized(stage):
             report = self.trainer.step(stage, work.iteration)
         else:
+            worker, name = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
             with self.context.trace.busy(stage.name, work.iteration, (), work.iteration - 1) as span:
-                self._copy_role(stage, work)
+                parts = copied_parts(worker, name, stage.params.get("decay", 0.0))
+                source = source_of(work.message["weights"])
+                try:
+                    if isinstance(source, OfferedWeights):
+                        # Each rank receives the slices that it holds.
+                        with ExitStack() as asked:
+                            notice = asked.enter_context(source.asked(self.world.size)) if self.world.first else None
+                            notice = self.world.share("weights on offer", notice)
+                            Incoming(notice, self.world.rank, worker.device).receive(parts)
+                    else:
+                        source.put_into(parts)
+                except ValueError as error:
+                    raise UserError(f"{self.role} cannot take weights from {name}: {error}") from error
+                # They are freed after the leader reports the step: by then every rank has them.
+                self.world.gather("weights of another role", b"")
             report = span.report()
         if self.client is not None:
             self.client.ask("stepped", stage=stage.name, report=report)
@@ -237,33 +264,7 @@ class StageLoop:
             self._begin_export(work.message["export"])
         if self.trainer.consumer.takes_rows:
             self.trainer.go_on(stage)
-            self._report_batch()
-
-    def _copy_role(self, stage: Stage, work: WorkItem) -> None:
-        """Move the role's weights towards those of another role, which its ranks have published."""
-        worker, name = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
-        parts = copied_parts(worker, name, stage.params.get("decay", 0.0))
-        source = source_of(work.message["weights"])
-        try:
-            if isinstance(source, OfferedWeights):
-                # Each rank receives the slices that it holds.
-                with ExitStack() as asked:
-                    notice = asked.enter_context(source.asked(self.world.size)) if self.world.first else None
-                    notice = self.world.share("weights on offer", notice)
-                    Incoming(notice, self.world.rank, worker.device).receive(parts)
-            else:
-                source.put_into(parts)
-        except ValueError as error:
-            raise UserError(f"{self.role} cannot take weights from {name}: {error}") from error
-        # They are freed after the leader reports the step: by then every rank has them.
-        self.world.gather("weights of another role", b"")
-
-    def _give(self, work: WorkItem) -> None:
-        """Publish the role's weights for the update of another role that asked for them."""
-        place = self._versions().begin()()
-        self.world.gather("weights are there", b"")
-        if self.client is not None:
-            self.client.ask("given", stage=work.message["stage"], place=place)
+            self._report_batch(self.trainer)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         """Save or load a checkpoint, or start to write one, with all ranks; the leader reports the result."""
@@ -288,20 +289,22 @@ class StageLoop:
             self.client.ask("ordered", order=order["order"], result={})
 
     def _begin_export(self, version: int) -> None:
-        """Start to publish this version while the next rows are trained on."""
-        versions, start = self._versions(), time.monotonic()
-        self.exports.begin([partial(self._publish, version, versions.begin(), start)])
+        """Start to publish this version with the other ranks, while the next rows are trained on."""
+        start = time.monotonic()
+        publish = self._versions().begin()
 
-    def _publish(self, version: int, publish: Callable[[], Place], start: float) -> None:
-        """Publish with the other ranks; the first reports the version's location to the queue, in the leader's name."""
-        place = publish()
-        if not self.world.first:
-            return
-        told = {
-            "request": "weights", "holder": self.context.leader, "role": self.role, "version": version,
-            "place": place, "seconds": time.monotonic() - start,
-        }  # fmt: skip
-        self.context.data.connections.ask(self.context.queue, told)
+        def publish_and_report() -> None:
+            place = publish()
+            if not self.world.first:
+                return
+            # From a thread of the first rank, in the leader's name.
+            told = {
+                "request": "weights", "holder": self.context.leader, "role": self.role, "version": version,
+                "place": place, "seconds": time.monotonic() - start,
+            }  # fmt: skip
+            self.context.data.connections.ask(self.context.queue, told)
+
+        self.exports.begin([publish_and_report])
 
     def _versions(self) -> VersionWriter:
         if self.versions is None:
@@ -312,30 +315,6 @@ class StageLoop:
                 self.role, parts, self.world, context.executor.config, context.run, context.ip
             )
         return self.versions
-
-
-def packed(work: WorkItem) -> bytes:
-    """Encode a piece of work for the other ranks: the queue's answer, and the columns that came with it."""
-    frames = [bytes(frame) for frame in encode(work.inline)] if len(work.inline) else []
-    return pack_message([dict(work.message) | {"kind": work.kind}, frames])
-
-
-def unpacked(message: bytes, context: WorkerContext) -> WorkItem:
-    """Decode a piece of work."""
-    answer, frames = unpack_message(message)
-    return WorkItem(answer["kind"], context.data, answer, decode(frames) if frames else Rows({}))
-
-
-def packed_part(part: StoredRows, rows: Any) -> bytes:
-    """Encode the location of a rank's columns, and their rows as for `Client.done`, for the leader to report."""
-    frames: list[Any] = []
-    return pack_message([part.message(frames), [bytes(frame) for frame in frames], rows])
-
-
-def unpacked_part(packed: Any) -> tuple[StoredRows, Any]:
-    """Decode the location of a rank's columns, and their rows."""
-    message, frames, rows = unpack_message(bytes(packed))
-    return StoredRows.received(message, frames), rows
 
 
 def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
