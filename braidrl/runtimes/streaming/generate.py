@@ -11,7 +11,7 @@ engine's event loop: an engine of this process steps in it, others answer in it.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from braidrl.agents.player import Episode
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import Engine
-from braidrl.engines.requests import Response
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.resuming import ResumingEngine
 from braidrl.flow import Stage
 from braidrl.flow.compute import of_namespace
@@ -74,11 +74,8 @@ class GenerateLoop:
         self.crowd = 0
         """The largest number of rows at once since the engine was idle."""
 
-    def run(self) -> None:
-        """Generate until the run ends."""
-        self.engine.run(self._serve)
-
-    async def _serve(self, own: Engine) -> None:
+    async def serve(self, own: Engine) -> None:
+        """Generate until the run ends, in the engine's event loop."""
         engine = ResumingEngine(own)
         self.news = asyncio.Event()
         try:
@@ -121,23 +118,18 @@ class GenerateLoop:
 
     def _begin(self, engine: ResumingEngine, work: WorkItem) -> None:
         """Give the rows of a lease to the engine."""
-        rows, ends = work.read_existing(), set(work.message.get("to_the_end", ()))
+        rows = work.read_existing()
         if not work.own:
             self.client.held.discard(work.lease)
             return
         stage, config = self.context.consumers[work.consumer].stages[0], self.context.executor.config
         requests, uids = requests_of(stage, rows, config), rows.uids()
+        # An episode has no budget.
+        ends = set() if "environment" in stage.params else set(work.message.get("to_the_end", ()))
         self.leases[work.lease], self.left[work.lease] = work, len(work.own)
         for number, place in enumerate(work.own):
-            key, uid = (work.lease, place), uids[number]
-            generate: Coroutine[Any, Any, Ended]
-            if "environment" in stage.params:
-                generate = self._play(engine, stage, rows.take([number]))
-            elif config.rollout.tokens_per_iteration is not None:
-                generate = self._continue(engine, to_the_end(stage) if place in ends else stage, rows.take([number]))
-            else:
-                generate = engine.submit(requests[number])
-            drawing = self._draw(key, uid, self.last.get(uid), generate)
+            key, uid, own = (work.lease, place), uids[number], to_the_end(stage) if place in ends else stage
+            drawing = self._draw(engine, own, rows, number, requests[number], key, self.last.get(uid))
             self.flight[key] = self.last[uid] = asyncio.create_task(drawing)
         if stage.name not in self.spans:
             self.spans[stage.name] = self.context.trace.begin(stage.name, work.iteration, self.version)
@@ -145,36 +137,33 @@ class GenerateLoop:
         self.crowd = max(self.crowd, len(self.flight))
 
     async def _draw(
-        self, key: Key, uid: Uid, before: asyncio.Task[Ended] | None, generate: Coroutine[Any, Any, Ended]
-    ) -> Ended:
-        """Draw a row once the engine is done with an earlier request for it, and note its end."""
+        self, engine: ResumingEngine, stage: Stage, rows: Rows, number: int, request: Request, key: Key,
+        before: asyncio.Task[Ended] | None,
+    ) -> Ended:  # fmt: skip
+        """Draw one of these rows once the engine is done with an earlier request for it, and note its end."""
         try:
             if before is not None:
                 await asyncio.wait([before])
-            return await generate
+            if "environment" in stage.params:
+                (episode,) = await self.generation.played(engine, stage, rows.take([number]), self.limits)
+                return episode
+            if self.context.executor.config.rollout.tokens_per_iteration is None:
+                return await engine.submit(request)
+            # The row may have tokens: it resumes within its budget, and stays as it is if it has ended.
+            partial = self.generation.partial(stage, rows.take([number]), self.version)
+            assert partial is not None
+            if complete := partial.complete:
+                return next(iter(complete.values())), Drawn(0, 0)
+            (rest,) = partial.rest([request])
+            response = await engine.submit(rest)
+            whole = partial.joined(response, self.engine.max_sequence_tokens)
+            return whole, Drawn.of(rest.prompt, response)
         finally:
-            generate.close()
-            if self.last.get(uid) is asyncio.current_task():
-                del self.last[uid]
+            if self.last.get(request.uid) is asyncio.current_task():
+                del self.last[request.uid]
             # When another task of the loop reads this, the row's task has ended.
             self.ended.append(key)
             self.news.set()
-
-    async def _continue(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
-        """Resume a row that may have tokens, within its budget; one that has ended stays as it is."""
-        requests = requests_of(stage, row, self.context.executor.config)
-        partial = self.generation.partial(stage, row, self.version)
-        assert partial is not None
-        if complete := partial.complete:
-            return next(iter(complete.values())), Drawn(0, 0)
-        (request,) = partial.rest(requests)
-        response = await engine.submit(request)
-        whole = partial.joined(response, self.engine.max_sequence_tokens)
-        return whole, Drawn.of(request.prompt, response)
-
-    async def _play(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
-        (episode,) = await self.generation.played(engine, stage, row, self.limits)
-        return episode
 
     def _deliver(self) -> None:
         """Begin to check, write and report finished rows, while the engine continues; rows of lost leases are another worker's."""

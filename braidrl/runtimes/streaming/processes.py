@@ -248,7 +248,8 @@ def work(arguments: Mapping[str, Any]) -> None:
         else:
             with closing(Client(arguments["queue"], arguments["holder"], data, bool(generating))) as client:
                 if generating:
-                    GenerateLoop(context, client).run()
+                    loop = GenerateLoop(context, client)
+                    loop.engine.run(loop.serve)
                 else:
                     StageLoop(context, world, client).lead()
         world.close()
