@@ -67,18 +67,18 @@ class DataPlane:
             return decode(self._carry(frames))
         # Workers take a large block in small leases: it is decoded once.
         key = block.name, tuple(columns)
-        rows = None if positions is None else self._decoded.get(key)
-        if rows is None:
-            try:
-                frames = self.segments.read(block.name)
-            except FileNotFoundError:
-                raise Evicted(f"{block.name} was evicted") from None
-            rows = decode(self._carry(frames), columns)
-            if positions is None:
-                return rows
-            self._decoded[key] = rows
-            while len(self._decoded) > DECODED:
-                self._decoded.pop(next(iter(self._decoded)), None)
+        if positions is not None and (rows := self._decoded.get(key)) is not None:
+            return rows.take(positions)
+        try:
+            frames = self.segments.read(block.name)
+        except FileNotFoundError:
+            raise Evicted(f"{block.name} was evicted") from None
+        rows = decode(self._carry(frames), columns)
+        if positions is None:
+            return rows
+        self._decoded[key] = rows
+        while len(self._decoded) > DECODED:
+            self._decoded.pop(next(iter(self._decoded)), None)
         return rows.take(positions)
 
     def _carry(self, frames: Sequence[Frame]) -> Sequence[Frame]:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from braidrl.data.codec import encode
 from braidrl.data.rows import Rows, Uid
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Stage
@@ -18,9 +19,10 @@ from braidrl.flow.batches import Sizes
 from braidrl.observe.metrics import Sums
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.interfaces import BegunBatch
-from braidrl.runtimes.row_store import Origin, Recording, Surplus
+from braidrl.runtimes.row_store import Origin, Recording, Surplus, as_order
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.training.roles.checkpoint import Write
@@ -34,24 +36,21 @@ class StreamingBackend:
     """Passes a run's requests to the workers of the queue. A table is index columns and payload locations."""
 
     def __init__(
-        self, make: Callable[[Origin], StoredRows], write: Callable[[str, Path, StoredRows], None], evaluation: Flow,
-        control: ControlPlane, processes: Processes, wait: Callable[[], None], admit: Callable[[], object], resources: ExitStack,
+        self, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[str | None], None],
+        admit: Callable[[], object], resources: ExitStack,
     ) -> None:  # fmt: skip
         """Use a queue and workers that have been started.
 
         Args:
-            make: Makes rows from their origin.
-            write: Writes rows to a file: `record` for people and replays, or `keep` for a checkpoint.
             evaluation: The flow of evaluations.
             control: The queue's control plane.
             processes: The workers.
-            wait: Waits for a change of the queue, with a short limit.
+            wait: Waits for a change of the queue, with a short limit; raises the error of a worker, of all groups or of one.
             admit: Called while batches that may start on an older version must be generated to their ends.
             resources: Ended by `close`.
         """
-        self.make_rows, self.write_rows = make, write
         self.evaluation, self.control, self.processes = evaluation, control, processes
-        self.stream, self.wait, self.admit, self.resources = control.training, wait, admit, resources
+        self.stream, self._wait, self.admit, self.resources = control.training, wait, admit, resources
         self.evaluating: Stream | None = None
         self.restored: tuple[dict[str, Any], list[StoredRows]] | None = {}, []
         """Selection state and rows of a checkpoint whose weights are to be loaded; None if all rows still exist."""
@@ -71,7 +70,7 @@ class StreamingBackend:
         # An evaluation is pinned to the newest version.
         while self.control.loading.target < schedule.published:
             self.admit()
-            self.wait()
+            self._wait(None)
         groups = len(set(rows.index["group"].tolist()))
         sizes = Sizes(1, groups, len(rows) // groups, len(rows))
         stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published, held=self.control.held)
@@ -89,7 +88,7 @@ class StreamingBackend:
         assert stream is not None
         consumer = stream.consumers.of_stage[stage.name]
         while any(stream.tasks[consumer].undone.values()):
-            self.wait()
+            self._wait(None)
         with self.control.changed:
             table = stream.stored(uids)
         if stage is stream.flow.stages[-1]:
@@ -104,7 +103,39 @@ class StreamingBackend:
         """Return the index columns."""
         return table.index
 
-    # Files
+    # Files: the rows process makes and writes rows, since the main process carries no payload
+
+    def make_rows(self, origin: Origin) -> StoredRows:
+        """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
+        _, made = self._ask_for_rows({"do": "make", **as_order(origin)})
+        assert made is not None
+        return made
+
+    def write_rows(self, do: str, path: Path, rows: StoredRows) -> None:
+        """Write rows to a file: `record` for people and replays, or `keep` for a checkpoint.
+
+        Raises OSError if the disk is full or gone.
+        """
+        result, _ = self._ask_for_rows({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
+        check_written(result["trouble"])
+
+    def _ask_for_rows(
+        self, order: dict[str, Any], rows: StoredRows | None = None
+    ) -> tuple[dict[str, Any], StoredRows | None]:
+        """Return the rows process's result of an order, which is repeated after a restart: then it has a new name at the queue."""
+        maker = next(member for member in self.processes.members if member.group.name == ROWS)
+        content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []
+        while True:
+            with self.control.changed:
+                holder = maker.holder
+                given = self.control.give_order(holder, order, content) if holder in self.control.holders else None
+            self.control.notify()
+            # Rows are written also after a trainer's failure.
+            while given is not None and given not in self.control.results and holder in self.control.holders:
+                self._wait(ROWS)
+            if given in self.control.results:
+                return self.control.results.pop(given)
+            self._wait(ROWS)
 
     def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
         """Write the rows to a parquet file, with the columns that later stages added."""
@@ -169,7 +200,7 @@ class StreamingBackend:
     def _wait_until(self, limit: float, holder: str) -> None:
         if time.monotonic() > limit:
             raise WorkerError(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
-        self.wait()
+        self._wait(None)
 
     def _written(self, number: int, holder: str) -> None:
         """Wait, in any thread, until a leader has written its copy. Raises OSError if it failed or has ended."""

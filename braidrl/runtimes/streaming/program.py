@@ -12,12 +12,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import Launcher
 from braidrl.cluster.ray_processes import RayLauncher
-from braidrl.data.codec import encode
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import with_nodes
@@ -32,12 +30,10 @@ from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
 from braidrl.runtimes.prepare.checks import check_spanning_engines
 from braidrl.runtimes.prepare.setup import Prepared
-from braidrl.runtimes.row_store import Admission, Origin, Surplus, as_order
-from braidrl.runtimes.saving.background import check_written
+from braidrl.runtimes.row_store import Admission, Surplus
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import (
-    ROWS,
     Group,
     check_streaming,
     most_out,
@@ -50,47 +46,6 @@ from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
 from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.weights.versions import LoadingSchedule
-
-
-class RowsProcess:
-    """The main process's side: sends requests to the process, and repeats them after a restart."""
-
-    def __init__(self, control: ControlPlane, holder: Callable[[], str], wait: Callable[[], None]) -> None:
-        """Use the queue for requests.
-
-        Args:
-            control: The queue's control plane.
-            holder: Returns the process's name at the queue, a new one after each start.
-            wait: Waits for a change of the queue, with a short limit; raises the error that ends the run.
-        """
-        self.control, self.holder, self.wait = control, holder, wait
-
-    def make(self, origin: Origin) -> StoredRows:
-        """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
-        _, made = self._ask({"do": "make", **as_order(origin)})
-        assert made is not None
-        return made
-
-    def write(self, do: str, path: Path, rows: StoredRows) -> None:
-        """Write rows to a file: `record` for people and replays, or `keep` for a checkpoint.
-
-        Raises OSError if the disk is full or gone.
-        """
-        result, _ = self._ask({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
-        check_written(result["trouble"])
-
-    def _ask(self, order: dict[str, Any], rows: StoredRows | None = None) -> tuple[dict[str, Any], StoredRows | None]:
-        content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []
-        while True:
-            with self.control.changed:
-                holder = self.holder()
-                given = self.control.give_order(holder, order, content) if holder in self.control.holders else None
-            self.control.notify()
-            while given is not None and given not in self.control.results and holder in self.control.holders:
-                self.wait()
-            if given in self.control.results:
-                return self.control.results.pop(given)
-            self.wait()
 
 
 class StreamingProgram:
@@ -136,9 +91,8 @@ class StreamingProgram:
             self.groups = worker_groups(prepared.config, flow, evaluation)
             self._start(prepared, folder, launcher, resources)
             self.backend = StreamingBackend(
-                self.rows.make, self.rows.write, prepared.evaluation, self.control, self.processes, self.wait,
-                self._admit, resources.pop_all(),
-            )  # fmt: skip
+                prepared.evaluation, self.control, self.processes, self.wait, self._admit, resources.pop_all()
+            )
 
     def _start(self, prepared: Prepared, folder: Path, launcher: Launcher, resources: ExitStack) -> None:
         config, streaming = prepared.config, prepared.config.streaming
@@ -161,9 +115,6 @@ class StreamingProgram:
         )
         resources.callback(self.processes.kill)
         self.processes.start(self.groups)
-        maker = next(member for member in self.processes.members if member.group.name == ROWS)
-        # It has a new name at the queue after each start.
-        self.rows = RowsProcess(self.control, lambda: maker.holder, partial(self.wait, ROWS))
 
     def iterate(
         self,
@@ -257,7 +208,7 @@ class StreamingProgram:
         begun = list[BegunBatch]()
         for batch in position.begun:
             table, left_out, *surplus = (
-                self.rows.make(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
+                self.backend.make_rows(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
             )
             # A batch too stale for the run's new limit, and all later ones, are drawn again.
             sizes, oldest = self.stream.schedule.sizes, min(versions_of(table.index))
@@ -305,7 +256,7 @@ class StreamingProgram:
             self.loader.go_back(schedule.next_group)
             numbers = tuple(self.loader.advance(count))
         if count:
-            self.control.admit(self.stream, self.rows.make(Admission(numbers)))
+            self.control.admit(self.stream, self.backend.make_rows(Admission(numbers)))
         # A change wakes all waiting threads, including this one.
         if changed:
             self.control.change(lambda: None)
