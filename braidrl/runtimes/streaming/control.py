@@ -171,10 +171,10 @@ class ControlPlane(QueueController):
     def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Extend the leases of a slow worker that sends heartbeats, and name rows that selection has dropped."""
         answer, holder = super().on_renew(request, frames)[0], self.holders.get(request["holder"])
-        found, dropped = (holder.dropped, list[tuple[int, list[int]]]()) if holder else ([], [])
-        if holder:
-            holder.dropped = dropped
-        return {**answer, "dropped": found}, ()
+        if holder is None:
+            return {**answer, "dropped": []}, ()
+        dropped, holder.dropped = holder.dropped, []
+        return {**answer, "dropped": dropped}, ()
 
     def on_stepped(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record an optimizer step."""
@@ -303,9 +303,26 @@ class ControlPlane(QueueController):
                 holder.orders.clear()
 
     def advance(self) -> None:
-        """Make all decisions possible now: the end of selection, publications, and loading by engines."""
+        """Make all decisions possible now: verdicts, the end of selection, publications, and loading by engines.
+
+        A user's function that fails ends the run.
+        """
         for stream in self.streams:
-            self._decide(stream)
+            try:
+                stream.decide()
+            except UserError:
+                raise
+            except Exception:
+                failed = f"a stage of the selection failed in the main process:\n{traceback.format_exc()}"
+                self.refused, self.stopping = WorkerError(failed), True
+                continue
+            # Close batches that are complete; workers learn which of their rows were dropped with them.
+            while (freed := stream.close()) is not None:
+                self.data.free(freed)
+                for lease, rows in stream.schedule.dropped.items():
+                    if lease.holder in self.holders:
+                        places = {row: place for place, row in enumerate(lease.rows)}
+                        self.holders[lease.holder].dropped.append((lease.number, [places[row] for row in rows]))
         schedule = self.training.schedule
         while schedule.due_publication() is not None:
             record, freed = self.training.publish()
@@ -330,23 +347,6 @@ class ControlPlane(QueueController):
             super().advance()
 
     # Inside
-
-    def _decide(self, stream: Stream) -> None:
-        """Run the verdict stages, and close batches that are complete. A user's function that fails ends the run."""
-        try:
-            stream.decide()
-        except UserError:
-            raise
-        except Exception:
-            failed = f"a stage of the selection failed in the main process:\n{traceback.format_exc()}"
-            self.refused, self.stopping = WorkerError(failed), True
-            return
-        while (freed := stream.close()) is not None:
-            self.data.free(freed)
-            for lease, rows in stream.schedule.dropped.items():
-                if lease.holder in self.holders:
-                    places = {row: place for place, row in enumerate(lease.rows)}
-                    self.holders[lease.holder].dropped.append((lease.number, [places[row] for row in rows]))
 
     def _work(self, stream: Stream, name: str, request: dict[str, Any], version: int | None) -> Answer | None:
         """Return rows for a consumer, for an engine that holds `version` of the weights; None if there are none."""
