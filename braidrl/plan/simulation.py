@@ -149,7 +149,7 @@ class Streaming:
     def _admit(self) -> bool:
         count = self.schedule.groups_wanted(self.loading.target)
         if count:
-            first = self.schedule.next_group
+            first = self.schedule.sampling.admitted + 1
             uids = self.work.uids(range(first, first + count))
             self.schedule.admit(uids)
             self.result.admitted.update(uids)
@@ -305,7 +305,7 @@ class Streaming:
             return
         if work.fate == "dies":
             worker.work.clear()
-            self.schedule.fail_holder(worker.name)
+            self.schedule.tasks.give_up(self.schedule.tasks.leases.of(worker.name))
             return
         try:
             self.schedule.tasks.leases.current(lease.number, now)

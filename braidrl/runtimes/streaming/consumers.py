@@ -39,10 +39,6 @@ class Consumer:
     waits: frozenset[str] = frozenset()
     """The consumers and verdict stages that must process a row first."""
 
-    def runs_in(self, iteration: int) -> bool:
-        """Return True if one of its stages runs in an iteration."""
-        return any(stage.when.includes(iteration) for stage in self.stages)
-
     def due(self, iteration: int) -> list[Stage]:
         """Return its stages that run in an iteration; in iteration 0, an evaluation before the first, those of the first."""
         return [stage for stage in self.stages if stage.when.includes(max(iteration, 1))]

@@ -265,7 +265,7 @@ class ControlPlane(QueueController):
             # Another worker is asked for weights that it has not given.
             self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.place is not None}
             for stream in self.streams:
-                stream.schedule.fail_holder(holder)
+                stream.tasks.give_up(stream.tasks.leases.of(holder))
             # A worker that never registered has written nothing.
             if gone is not None:
                 known = {block.name for block in self.held.counts if block.address == gone.address}

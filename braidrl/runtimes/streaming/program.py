@@ -253,7 +253,8 @@ class StreamingProgram:
             changed = count or known != (schedule.opened, schedule.horizon)
             if before is not None and schedule.is_open:
                 self.opening[following] = before
-            self.loader.go_back(schedule.next_group)
+            # Back, if groups admitted ahead were returned.
+            self.loader.go_back(schedule.sampling.admitted + 1)
             numbers = tuple(self.loader.advance(count))
         if count:
             self.control.admit(self.stream, self.backend.make_rows(Admission(numbers)))

@@ -155,11 +155,6 @@ class StreamSchedule(TrainersProgress):
             self._assign()
         return self.sampling.groups_wanted(self.horizon)
 
-    @property
-    def next_group(self) -> int:
-        """Return the number of the next group to admit; it falls when groups admitted ahead are returned."""
-        return self.sampling.admitted + 1
-
     def admit(self, uids: Sequence[Uid]) -> None:
         """Admit the rows of a wave; group numbers rise."""
         groups = dict[int, list[Uid]]()
@@ -352,10 +347,6 @@ class StreamSchedule(TrainersProgress):
         self._assign()
         self.decided = True
 
-    def fail_holder(self, holder: str) -> None:
-        """Release the leases of a dead worker."""
-        self.tasks.give_up(self.tasks.leases.of(holder))
-
     def publish(self) -> TrainingBatch:
         """Publish the due version; its batch is complete and its rows are forgotten."""
         self.published += 1
@@ -466,7 +457,7 @@ class StreamSchedule(TrainersProgress):
     def _skip(self, consumers: Iterable[Consumer], uids: Sequence[Uid]) -> None:
         """Skip these rows in consumers that do nothing in the open iteration."""
         for consumer in consumers if uids else ():
-            if not consumer.runs_in(self.opened):
+            if not consumer.due(self.opened):
                 self._leave_out(consumer.name, uids)
 
     def _leave_out(self, name: str, uids: Sequence[Uid]) -> None:

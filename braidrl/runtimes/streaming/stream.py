@@ -266,7 +266,7 @@ class Stream:
         record.outcome = outcome
         # Of groups outside the batch only those count that came through the whole segment.
         due = [self.consumers.by_name[name] for name in self.schedule.recorded]
-        known = [self.table.parts.get(consumer.name, {}) for consumer in due if consumer.runs_in(record.iteration)]
+        known = [self.table.parts.get(consumer.name, {}) for consumer in due if consumer.due(record.iteration)]
         whole = [g for g in outcome.released if all(uid in parts for uid in groups[g] for parts in known)]
         generated = [uid for g in whole for uid in groups[g]]
         if generated:

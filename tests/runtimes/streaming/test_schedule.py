@@ -132,7 +132,7 @@ def test_batch_started_before_checkpoint_trains_unchanged() -> None:
     assert schedule.is_drawn(2)
     again.resume(1, schedule.sampling.settled(), {})
     again.put_back(dict.fromkeys(second, 0))
-    assert again.older_batches() == [2] and again.is_drawn(2) and again.next_group == schedule.next_group
+    assert again.older_batches() == [2] and again.is_drawn(2) and again.sampling.admitted == schedule.sampling.admitted
     assert again.batches[2].updates_of(second) == schedule.batches[2].updates_of(second)
     finish_iteration(again)
     assert again.published == 2 and again.max_staleness_seen == 1 and not again.tasks.rows
@@ -209,7 +209,7 @@ def test_rows_of_dead_or_hanging_worker_are_leased_again() -> None:
     silent = schedule.take("actor.generate", "silent", 0.0, 1.0, 2)
     assert lease is not None and silent is not None and [*lease.rows, *silent.rows] == uids
     assert schedule.take("actor.generate", "other", 0.0, 1.0, 2) is None
-    schedule.fail_holder("dies")
+    schedule.tasks.give_up(schedule.tasks.leases.of("dies"))
     schedule.tasks.give_up(schedule.tasks.leases.expired(2.0))
     assert work(schedule, "actor.generate") == uids
     with pytest.raises(LeaseLost):
@@ -288,7 +288,7 @@ def test_replacement_trainer_trains_rows_again() -> None:
     lost = schedule.take(TRAIN, "lost", 0.0, 1.0, 3)
     assert lost is not None
     schedule.stepped("actor.update")
-    schedule.fail_holder("lost")
+    schedule.tasks.give_up(schedule.tasks.leases.of("lost"))
     schedule.train_again()
     assert schedule.rows_trained() == (0, 4)
     assert work(schedule, TRAIN) == uids
@@ -371,7 +371,7 @@ def test_groups_admitted_ahead_of_decisions_are_returned_on_policy() -> None:
     assert {uid[1] for uid in admit(schedule, 8)} == {8, 9, 10, 11}, "as many as are missing, and two more"
     decided(schedule, dict.fromkeys([4, 5, 6, 7, 8, 9]))
     # In waves three would have followed the first eight.
-    assert not schedule.is_open and schedule.next_group == 11
+    assert not schedule.is_open and schedule.sampling.admitted == 10
     assert {uid[1] for uid in schedule.tasks.rows} == {2, 3, 4, 5, 6, 7, 8, 9}
 
 
