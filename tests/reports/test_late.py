@@ -87,7 +87,7 @@ def test_a_module_that_the_report_lacks_ends_the_run_before_its_first_step(
 def test_a_report_without_its_template_ends_the_run_before_its_first_step(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("braidrl.observe.report.page", lambda *_, **__: Path("/nowhere/report").read_text())
+    monkeypatch.setattr("braidrl.observe.report.TEMPLATES.get_template", lambda _: Path("/nowhere/report").read_text())
     assert refused(workshop).startswith("the run's report cannot be written (FileNotFoundError")
 
 
