@@ -41,10 +41,13 @@ PYTHON = ROOT / "build" / "vllm-venv" / "bin" / "python"
 ENGINES, TENSOR, TURNS, LIMIT_S, CHUNK = 2, 2, 5, 600.0, 64 << 20
 CHANGED = 0.006
 """Share of values that differ from the version before: of bfloat16 weights after a step of GRPO at 1e-6."""
+PAUSE_S = 1.5
+"""Seconds between two versions, as a training step takes: for a second after a call vLLM's idle processes poll without pause."""
 SENT = TransferVolume()
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder))
         parts = lambda: weight_parts(model)  # noqa: E731
@@ -105,6 +108,7 @@ def timed(publish: Callable[[int], object], prepare: Callable[[int], object] = l
     before, seconds = SENT.sent, []
     for version in range(2, 2 + TURNS):
         prepare(version)
+        time.sleep(PAUSE_S)
         start = time.perf_counter()
         publish(version)
         seconds.append(time.perf_counter() - start)
