@@ -94,7 +94,9 @@ def fused(place: Place) -> dict[str, Any]:
 def _ways_to_fuse(device: str) -> dict[str, LayerKernels]:
     if device == "cpu":
         return {"before compiling": LayerKernels("cpu", kernels.rms_norm, kernels.silu_gate, kernels.rotary)}
-    return {name: make() for name, make in kernels.KERNELS.items() if name != "liger" or not lacking((kernels.LIGER,))}
+    return {
+        kind: kernels.kernels_by(kind) for kind in kernels.NOTICES if kind != "liger" or not lacking((kernels.LIGER,))
+    }
 
 
 def _outputs(place: Place, made: LayerKernels | None) -> list[Tensor]:

@@ -24,7 +24,6 @@ from braidrl.training.decoders.proof import (
     Finding,
     Twin,
     distance,
-    gradients_of,
     packed_log_probs,
     quietly,
 )
@@ -71,7 +70,7 @@ def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     assert hidden is not None
     for states in (hidden, expected):
         (states * weights).sum().backward()
-    wanted = gradients_of(whole)
+    wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     scale = max(float(g.abs().max()) for g in wanted.values())
     grads = {n: p.grad for n, p in held.items() if p.grad is not None}
     if missing := sorted(wanted.keys() - grads.keys()):

@@ -32,6 +32,7 @@ from braidrl.training.compute import cuda_layers as layers
 from braidrl.training.compute import log_probs
 from braidrl.training.compute.cuda_layers import LayerKernels, rms_norm, rotary, silu_gate
 from braidrl.training.compute.log_probs import ChunkKernels, chunk_gradient, chunk_statistics
+from braidrl.training.decoders.body import PACKED
 from braidrl.training.decoders.proof import Twin
 from braidrl.training.decoders.proven import best_plan
 from braidrl.training.memory.offload import OffloadableTensors
@@ -277,6 +278,6 @@ def test_the_proof_of_a_decoder_runs_on_the_device(twin: CudaTwin) -> None:
     """Kernels of linear attention compute only there, so the proof must not leave a tensor on the CPU."""
     proven = Twin(AutoConfig.for_model("qwen3"), device="cuda")
     plan, decoding = best_plan(proven)
-    assert decoding.holds and plan.is_packed
+    assert decoding.holds and plan == PACKED
     for measure in MEASURES:
         assert accept(measure, proven, plan).holds or measure in OPTIONAL, measure

@@ -25,7 +25,7 @@ from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.compute.slots import round_up
-from braidrl.training.decoders.body import body_of, plan_of_model
+from braidrl.training.decoders.body import PACKED, body_of, plan_of_model
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers
 from braidrl.weights.boxes import Slices
@@ -61,7 +61,7 @@ class EmbeddedEngine(SteppingEngine):
         shrink = model.device.type == "cpu" if shrink is None else shrink
         native = native_decoder(self._weights.model) if compile else None
         # states of mixers and caches of cohorts need not stay where a recorded step has found them
-        recorded = compile and slices is None and model.device.type == "cuda" and plan_of_model(model).is_packed
+        recorded = compile and slices is None and model.device.type == "cuda" and plan_of_model(model) == PACKED
         graphs = StepGraphs(CudaRecorder) if recorded else None
         self._batch = SlotBatch(
             self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs, pipeline

@@ -34,7 +34,7 @@ from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
 from braidrl.training.backends import supported
-from braidrl.training.decoders.proven import check_decodes
+from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer, read_model_config
 from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
 
@@ -251,7 +251,7 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
         own = own_tokenizer(role, config, tokenizer)
         check_tokens(path, own or tokenizer)
         if config.rollout.engine == "embedded" and any(s.kind is Kind.GENERATE and s.role == role for s in flow.stages):
-            check_decodes(read_model_config(path), path)
+            proven_plan(read_model_config(path), path, decodes=True)
         if role in flow.scalar_roles:
             check_scorer(path, fresh_head=role in flow.trained_roles)
         only_scores = role not in flow.trained_roles and all(s.type == "score" for s in flow.stages if s.role == role)

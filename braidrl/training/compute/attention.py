@@ -13,7 +13,7 @@ Shapes: N tokens packed, S sequences of equal length L, H query heads, K key/val
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from braidrl.native.kernels import attend_short, kernel_fits
@@ -96,17 +95,6 @@ def parameters_of(forward: Forward) -> frozenset[str]:
     return frozenset(signature(forward).parameters)
 
 
-def checkpoint_layer(layer: Forward, *given: Any, **options: Any) -> Any:
-    """Run a layer without saving activations; the backward pass recomputes it with the same context."""
-    context = running.get()
-
-    def again(*arguments: Any) -> Any:
-        with attending(context):
-            return layer(*arguments)
-
-    return checkpoint(again, *given, use_reentrant=False, **options)
-
-
 def braid_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
@@ -148,7 +136,7 @@ UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
 AttentionInterface.register(ATTENTION, braid_attention)
 
 
-STEP = 64
+MULTIPLE = 64
 """Lengths up to a multiple of this are one batch in a mixer: linear attention computes chunks of 64 tokens anyway."""
 # torch 2.11 supports fewer key heads than query heads by default; later versions need a flag.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -165,7 +153,7 @@ class PackedSequences(AttentionContext):
     lengths: tuple[int, ...]
     offsets: Tensor
     keep_scores: bool = False
-    _known: dict[int, "RowBatches"] = field(default_factory=dict, init=False)
+    _arranged: dict[int, "RowBatches"] = field(default_factory=dict, init=False)
 
     @staticmethod
     def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> "PackedSequences":
@@ -195,7 +183,7 @@ class PackedSequences(AttentionContext):
         if plain and longest and getattr(module, COMPILED, False) and kernel_fits(longest, query, key, value):
             return attend_short(query, key, value, self.offsets, longest, scores.scaling, scores.window)[None]
         # Once per length, over the batch of sequences of that length.
-        batches = self._batches(1)
+        batches = self.in_batches(1)
         sizes = [count * length for count, length in batches.shapes]
         # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
         parts = zip(*(batches.gathered(flat).split(sizes) for flat in (query, key, value)), strict=True)
@@ -205,24 +193,21 @@ class PackedSequences(AttentionContext):
             outputs.append(attend_equal(q, k, v, scores, self.keep_scores))
         return batches.packed(outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no earlier token."""
-        return self.mix_each(forward, given, named, lambda numbers: {}, STEP)
-
-    def mix_each(
-        self, forward: Forward, given: tuple[Any, ...], named: dict[str, Any],
-        more: Callable[[list[int]], dict[str, Any]], step: int = 1,
+    def mix(
+        self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any],
+        more: Callable[[list[int]], dict[str, Any]] | None = None, multiple: int = MULTIPLE,
     ) -> Any:  # fmt: skip
-        """Run a mixer once per length, over the batch of sequences of that length.
+        """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no earlier token.
 
         Args:
-            forward: The mixer's forward.
+            module: The mixer.
+            forward: Its forward.
             given: Its arguments; tensors (1, N, ...) hold the tokens of all sequences.
             named: Its named arguments, likewise.
             more: Returns further named arguments of the call for some sequences, given their numbers.
-            step: Sequences whose lengths have one quotient by `step`, rounded up, are one batch, padded to its longest.
+            multiple: Sequences whose lengths round up to the same multiple of this are one batch, padded to its longest.
         """
-        total, batches = sum(self.lengths), self._batches(step)
+        total, batches = sum(self.lengths), self.in_batches(multiple)
         buckets = batches.shapes
         sizes = [count * length for count, length in buckets]
         leaves, form = tree_flatten((given, named))
@@ -242,7 +227,7 @@ class PackedSequences(AttentionContext):
         for part, shape, numbers in zip(parts, buckets, batches.numbers, strict=True):
             own, kwargs = tree_unflatten(part, form)
             with attending(EqualRows(shape, self.keep_scores)):
-                found.append(tree_flatten(forward(*own, **{**kwargs, **more(numbers)})))
+                found.append(tree_flatten(forward(*own, **kwargs, **(more(numbers) if more else {}))))
         outputs = []
         for values in zip(*(leaves for leaves, _ in found), strict=True):
             hold_tokens = all(isinstance(v, Tensor) and v.shape[:2] == b for v, b in zip(values, buckets, strict=True))
@@ -250,11 +235,26 @@ class PackedSequences(AttentionContext):
             outputs.append(None if joined is None else batches.packed(joined)[None])
         return tree_unflatten(outputs, found[0][1])
 
-    def _batches(self, step: int) -> "RowBatches":
-        """Return the sequences in batches by length; see `mix_each`."""
-        if step not in self._known:
-            self._known[step] = RowBatches.of(self.lengths, step, self.offsets.device)
-        return self._known[step]
+    def in_batches(self, multiple: int) -> "RowBatches":
+        """Arrange the sequences as the batches of `mix`, in the order in which their lengths first occur."""
+        if multiple in self._arranged:
+            return self._arranged[multiple]
+        groups: dict[int, list[int]] = {}
+        for number, length in enumerate(self.lengths):
+            groups.setdefault(-(-length // multiple), []).append(number)
+        numbers, device = list(groups.values()), self.offsets.device
+        shapes = [(len(group), max(self.lengths[n] for n in group)) for group in numbers]
+        starts = [0, *accumulate(self.lengths)]
+        places, tokens = torch.empty(starts[-1], dtype=torch.int64), list[Tensor]()
+        begin = 0
+        for group, (_, width) in zip(numbers, shapes, strict=True):
+            for n in group:
+                tokens.append(starts[n] + torch.arange(width).clamp(max=self.lengths[n] - 1))
+                places[starts[n] : starts[n + 1]] = torch.arange(begin, begin + self.lengths[n])
+                begin += width
+        unchanged = begin == len(places) and torch.equal(places, torch.arange(begin))
+        order = None if unchanged else (torch.cat(tokens).to(device), places.to(device))
+        return self._arranged.setdefault(multiple, RowBatches(numbers, shapes, order))
 
     def position_ids(self) -> Tensor:
         """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""
@@ -273,26 +273,6 @@ class RowBatches:
     """(S, L) of each batch."""
     order: tuple[Tensor, Tensor] | None
     """The token at each place, and the place of each token; None if tokens are packed like this."""
-
-    @staticmethod
-    def of(lengths: Sequence[int], step: int, device: torch.device) -> "RowBatches":
-        """Arrange sequences of these lengths; batches are in the order in which their lengths first occur."""
-        groups: dict[int, list[int]] = {}
-        for number, length in enumerate(lengths):
-            groups.setdefault(-(-length // step), []).append(number)
-        numbers = list(groups.values())
-        shapes = [(len(group), max(lengths[n] for n in group)) for group in numbers]
-        starts = [0, *accumulate(lengths)]
-        places, tokens = torch.empty(starts[-1], dtype=torch.int64), list[Tensor]()
-        begin = 0
-        for group, (_, width) in zip(numbers, shapes, strict=True):
-            for n in group:
-                tokens.append(starts[n] + torch.arange(width).clamp(max=lengths[n] - 1))
-                places[starts[n] : starts[n + 1]] = torch.arange(begin, begin + lengths[n])
-                begin += width
-        if begin == len(places) and torch.equal(places, torch.arange(begin)):
-            return RowBatches(numbers, shapes, None)
-        return RowBatches(numbers, shapes, (torch.cat(tokens).to(device), places.to(device)))
 
     def gathered(self, flat: Tensor) -> Tensor:
         """Arrange packed tokens (N, ...) as batches."""

@@ -63,21 +63,18 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
     """Compute an RMS norm's forward, (..., W)."""
-    weight = module.weight
-    if not _fits(hidden_states, weight):
+    dtype, weight = hidden_states.dtype, module.weight
+    if not in_memory(hidden_states, weight) or dtype not in DTYPES or dtype != weight.dtype:
         return module.plain_forward(hidden_states)
     return _Norm.apply(hidden_states, weight, module.variance_epsilon)
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor:
     """Compute a gated MLP's forward, (..., W)."""
-    if not _fits(x, module.gate_proj.weight):
+    weight = module.gate_proj.weight
+    if not in_memory(x, weight) or x.dtype not in DTYPES or x.dtype != weight.dtype:
         return module.plain_forward(x)
     return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
-
-
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    return in_memory(x, weight) and x.dtype in DTYPES and x.dtype == weight.dtype
 
 
 class _Norm(torch.autograd.Function):

@@ -44,19 +44,38 @@ class LayerKernels(NamedTuple):
 @cache
 def layer_kernels() -> LayerKernels | None:
     """Return the kernels for this machine's CUDA devices, or None for plain torch; log the choice once."""
-    # Both kinds of kernels need Triton.
-    kind = None
-    if has_triton():
-        kind = "liger" if importlib.util.find_spec(LIGER) is not None else "compiled"
-    logger.log(logging.WARNING if kind is None else logging.INFO, NOTICES[kind])
-    return KERNELS[kind]() if kind else None
+    if not has_triton():  # both kinds of kernels need it
+        logger.warning(
+            "no Triton for this device, so torch computes what kernels would: install triton, or write trainer.compile=false"
+        )
+        return None
+    kind = "liger" if importlib.util.find_spec(LIGER) is not None else "compiled"
+    logger.info("norms, gated activations and rotary embeddings by %s", NOTICES[kind])
+    return kernels_by(kind)
 
 
-NOTICES: dict[str | None, str] = {
-    "liger": "norms, gated activations and rotary embeddings by liger-kernel",
-    "compiled": "norms, gated activations and rotary embeddings by torch.compile; `pip install liger-kernel` spares compiling them",
-    None: "no Triton for this device, so torch computes what kernels would: install triton, or write trainer.compile=false",
+NOTICES = {
+    "liger": "liger-kernel",
+    "compiled": "torch.compile; `pip install liger-kernel` spares compiling them",
 }
+
+
+def kernels_by(kind: str) -> LayerKernels:
+    """Return liger-kernel's kernels (`liger`), or the functions below under torch.compile, for any number of tokens (`compiled`)."""
+    if kind == "compiled":
+        compiled = partial(torch.compile, dynamic=True)
+        return LayerKernels("cuda", compiled(rms_norm), compiled(silu_gate), compiled(rotary))
+    # Imported here: it is optional and needs Triton.
+    from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    return LayerKernels(
+        "cuda",
+        # Same arithmetic as transformers ("llama"); not in place, as others may read the gradient.
+        lambda x, weight, epsilon: LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False, None),
+        lambda gate, up: LigerSiLUMulFunction.apply(gate, up, 1.0, 1.0),
+        liger_rotary_pos_emb,
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -76,33 +95,6 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     cos, sin = cos[:, None], sin[:, None]
     (q1, q2), (k1, k2) = query.chunk(2, -1), key.chunk(2, -1)
     return query * cos + torch.cat([-q2, q1], -1) * sin, key * cos + torch.cat([-k2, k1], -1) * sin
-
-
-def compiled_kernels() -> LayerKernels:
-    """Return the functions under torch.compile, for any number of tokens."""
-    compiled = partial(torch.compile, dynamic=True)
-    return LayerKernels("cuda", compiled(rms_norm), compiled(silu_gate), compiled(rotary))
-
-
-def liger_kernels() -> LayerKernels:
-    """Return liger-kernel's kernels."""
-    # Imported here: it is optional and needs Triton.
-    from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb
-
-    def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        # Same arithmetic as transformers ("llama"); not in place, as others may read the gradient.
-        normed: Tensor = LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False, None)
-        return normed
-
-    def gate(x: Tensor, up: Tensor) -> Tensor:
-        gated: Tensor = LigerSiLUMulFunction.apply(x, up, 1.0, 1.0)
-        return gated
-
-    return LayerKernels("cuda", norm, gate, liger_rotary_pos_emb)
-
-
-KERNELS: dict[str, Callable[[], LayerKernels]] = {"liger": liger_kernels, "compiled": compiled_kernels}
 
 
 NOT_PLAIN = (DTensor, AsyncCollectiveTensor)

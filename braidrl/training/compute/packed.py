@@ -112,8 +112,11 @@ class Packed:
         )
 
 
-def pack(rows: Rows, device: torch.device) -> Packed:
-    """Pack rows for one forward pass. Raises ValueError if a sequence starts with an action, which nothing can predict."""
+def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packed:
+    """Pack rows for one forward pass, with `share_prompts` each family's prompt once.
+
+    Raises ValueError if a sequence starts with an action, which nothing can predict, and for rows that cannot share prompts.
+    """
     tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
     actions = rows["action_mask"].values.nonzero().flatten()
     starts = offsets_of(lengths)
@@ -121,34 +124,29 @@ def pack(rows: Rows, device: torch.device) -> Packed:
     if len(actions) and int(positions[actions].min()) == 0:
         raise ValueError("an action token begins a sequence; a prompt must hold at least one token")
     per_row = rows["action_mask"].with_values(rows["action_mask"].values.to(torch.int64)).row_sums()
+    ids, predictors, row_ends, families = tokens.values, actions - 1, tokens.offsets[1:] - 1, None
+    if share_prompts:
+        families = families_of(rows)
+        if families is None:
+            raise ValueError("rows of several sequences, or without actions, share no prompts")
+        # The position of each token in the shared packing, (N,), and the packing's number of tokens.
+        place, total = torch.empty(len(ids), dtype=torch.int64), 0
+        offsets = tokens.offsets.tolist()
+        for family in families:
+            end = total + family.prompt
+            for row, length in zip(family.rows, family.responses, strict=True):
+                start = offsets[row]
+                place[start : start + family.prompt] = torch.arange(total, total + family.prompt)
+                place[start + family.prompt : start + family.prompt + length] = torch.arange(end, end + length)
+                end += length
+            total = end
+        shared_ids, shared_positions = ids.new_empty(total), positions.new_empty(total)
+        shared_ids[place], shared_positions[place] = ids, positions
+        ids, positions, predictors, row_ends = shared_ids, shared_positions, place[predictors], place[row_ends]
     return Packed(
-        tokens.values.to(device), positions.to(device), tuple(lengths.tolist()), (actions - 1).to(device),
-        tokens.values[actions].to(device), offsets_of(per_row), (tokens.offsets[1:] - 1).to(device),
-    )  # fmt: skip
-
-
-def pack_shared(rows: Rows, device: torch.device) -> Packed:
-    """Pack rows with each family's prompt once. Raises ValueError for rows without families."""
-    families = families_of(rows)
-    if families is None:
-        raise ValueError("rows of several sequences, or without actions, share no prompts")
-    packed = pack(rows, torch.device("cpu"))
-    # The position of each token in the shared packing, (N,), and the packing's number of tokens.
-    place, total = torch.empty(len(packed.input_ids), dtype=torch.int64), 0
-    offsets = rows["tokens"].offsets.tolist()
-    for family in families:
-        end = total + family.prompt
-        for row, length in zip(family.rows, family.responses, strict=True):
-            start = offsets[row]
-            place[start : start + family.prompt] = torch.arange(total, total + family.prompt)
-            place[start + family.prompt : start + family.prompt + length] = torch.arange(end, end + length)
-            end += length
-        total = end
-    ids, positions = (values.new_empty(total) for values in (packed.input_ids, packed.position_ids))
-    ids[place], positions[place] = packed.input_ids, packed.position_ids
-    return replace(
-        packed, input_ids=ids.to(device), position_ids=positions.to(device), predictors=place[packed.predictors].to(device),
-        targets=packed.targets.to(device), row_ends=place[packed.row_ends].to(device), families=tuple(families),
+        ids.to(device), positions.to(device), tuple(lengths.tolist()), predictors.to(device),
+        tokens.values[actions].to(device), offsets_of(per_row), row_ends.to(device),
+        families=None if families is None else tuple(families),
     )  # fmt: skip
 
 
@@ -229,23 +227,19 @@ class SharedPrompts(AttentionContext):
                 place += 1
                 seen_keys = torch.cat([keys[prompt], keys[place]])
                 seen_values = torch.cat([values[prompt], values[place]])
-                mask = self._mask(number, block, scores)
-                outputs.append(_masked(queries[place], seen_keys, seen_values, mask, scores))
+                known = number, block, scores.window, scores.chunk
+                if known not in self._masks:
+                    # (R, P + R): a token sees the prompt and earlier tokens of its response, as `scores` lets it.
+                    of_query = torch.cat([torch.full((n,), i) for i, n in enumerate(family.blocks[block])])
+                    of_key = torch.cat([torch.full((family.prompt,), -1), of_query])
+                    query_place = torch.cat([torch.arange(n) for n in family.blocks[block]]) + family.prompt
+                    key_place = torch.cat([torch.arange(family.prompt), query_place])
+                    seen = (of_key == -1) | (of_key == of_query[:, None])
+                    seen = seen & scores.visible(query_place[:, None], key_place[None, :])
+                    self._masks[known] = seen.to(self.device)
+                outputs.append(_masked(queries[place], seen_keys, seen_values, self._masks[known], scores))
             place += 1
         return torch.cat(outputs)[None]
-
-    def _mask(self, number: int, block: int, scores: Scores) -> Tensor:
-        """Return the (R, P + R) bool mask of a block: a token sees the prompt and earlier tokens of its response, as `scores` lets it."""
-        known = number, block, scores.window, scores.chunk
-        if known not in self._masks:
-            prompt, responses = self.families[number].prompt, self.families[number].blocks[block]
-            own = torch.cat([torch.full((n,), i) for i, n in enumerate(responses)])
-            place = torch.cat([torch.arange(n) for n in responses]) + prompt
-            of_key = torch.cat([torch.full((prompt,), -1), own])
-            key_place = torch.cat([torch.arange(prompt), place])
-            seen = (of_key == -1) | (of_key == own[:, None])
-            self._masks[known] = (seen & scores.visible(place[:, None], key_place[None, :])).to(self.device)
-        return self._masks[known]
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:

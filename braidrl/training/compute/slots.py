@@ -147,7 +147,23 @@ class SlotStep(AttentionContext):
         keys, values = (store[:batch, :, : self._read] for store in stored)
         # query heads that share a key head form a batch of queries to it, so that each key is read once
         grouped = query.reshape(batch, groups, -1, width)
-        return _attend(grouped, keys, values, self._masks[rule], scores).reshape(batch, 1, heads, -1)
+        plain = scores.softcap is None and scores.sinks is None
+        if plain and (query.is_cuda or query.dtype in (torch.bfloat16, torch.float16)):
+            output = scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=self._masks[rule], scale=scores.scaling
+            )
+        elif plain:
+            # for few queries per head two plain matrix products beat the blocked kernel on a CPU
+            products = torch.matmul(grouped * scores.scaling, keys.transpose(-1, -2)).add_(self._masks[rule])
+            output = torch.matmul(products.softmax(-1), values)
+        else:
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            products = torch.matmul(grouped.to(dtype) * scores.scaling, keys.transpose(-1, -2).to(dtype))
+            sinks = scores.sinks
+            sinks = None if sinks is None else sinks.view(1, groups, -1, 1).expand(batch, -1, -1, 1)
+            weights = attention_weights(products, scores, self._masks[rule], sinks)
+            output = torch.matmul(weights, values.to(dtype)).to(query.dtype)
+        return output.reshape(batch, 1, heads, -1)
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer for one token of each slot, from the slots' states, which it updates."""
@@ -163,21 +179,6 @@ class SlotStep(AttentionContext):
             if states[name].data_ptr() != value.data_ptr():
                 states[name].copy_(value)
         return found
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: Scores) -> Tensor:
-    """Attend with (B, K, H/K, D) queries to (B, K, L, D) keys and (B, K, L, E) values."""
-    plain = rule.softcap is None and rule.sinks is None
-    if plain and (query.is_cuda or query.dtype in (torch.bfloat16, torch.float16)):
-        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=rule.scaling)
-    # for few queries per head two plain matrix products beat the blocked kernel on a CPU
-    if plain:
-        scores = torch.matmul(query * rule.scaling, keys.transpose(-1, -2)).add_(mask)
-        return torch.matmul(scores.softmax(-1), values)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    products = torch.matmul(query.to(dtype) * rule.scaling, keys.transpose(-1, -2).to(dtype))
-    sinks = None if rule.sinks is None else rule.sinks.view(1, keys.shape[1], -1, 1).expand(len(query), -1, -1, 1)
-    return torch.matmul(attention_weights(products, rule, mask, sinks), values.to(dtype)).to(query.dtype)
 
 
 @dataclass(eq=False)
@@ -204,7 +205,7 @@ class PrefillSequences(AttentionContext):
             kept.update({number: (carried, place) for place, number in enumerate(numbers)})
             return {name: carried}
 
-        found = self.sequences.mix_each(forward, given, named, with_cache)
+        found = self.sequences.mix(module, forward, given, named, with_cache, multiple=1)
         self._states.append(
             {
                 number: {name: state[place].clone() for name, state in carried.states().items()}

@@ -9,10 +9,12 @@ ids ──embedding──▶ layers ──norm──▶ hidden states ──head
 import logging
 import re
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from braidrl.errors import UserError
 from braidrl.training.compute.attention import (
@@ -20,7 +22,6 @@ from braidrl.training.compute.attention import (
     AttentionContext,
     PackedSequences,
     attending,
-    checkpoint_layer,
     parameters_of,
     running,
 )
@@ -59,10 +60,6 @@ class ForwardPlan:
         """Return the name of the model's attention implementation."""
         return "eager" if self.by_rows else ATTENTION
 
-    @property
-    def is_packed(self) -> bool:
-        return not self.mixers and not self.by_rows
-
 
 PACKED = ForwardPlan()
 RECEIVED = "received_states"
@@ -71,26 +68,16 @@ PLAN = "forward_plan"
 """Attribute of a model with the plan of `use_plan`."""
 
 
-@dataclass(frozen=True, eq=False)
 class Body:
-    """The parts of one decoder: the module that holds them, and the names of its attributes."""
+    """The parts of one decoder: the module that holds them, and its attributes `embedding`, `layers` and `norm` by their own names."""
 
-    decoder: Any
-    embedding_name: str
-    layers_name: str
-    norm_name: str
-
-    @property
-    def embedding(self) -> Any:
-        return getattr(self.decoder, self.embedding_name)
-
-    @property
-    def layers(self) -> Any:
-        return getattr(self.decoder, self.layers_name)
-
-    @property
-    def norm(self) -> Any:
-        return getattr(self.decoder, self.norm_name)
+    def __init__(self, decoder: Any, embedding_name: str, layers_name: str, norm_name: str) -> None:
+        self.decoder, self.embedding_name, self.layers_name, self.norm_name = (
+            decoder, embedding_name, layers_name, norm_name,
+        )  # fmt: skip
+        self.embedding, self.layers, self.norm = (
+            getattr(decoder, name) for name in (embedding_name, layers_name, norm_name)
+        )
 
 
 BODIES: dict[str, Callable[[Any], Body]] = {}
@@ -165,19 +152,16 @@ def run_body(
     if hidden is not None and (received := getattr(model, RECEIVED, None)):
         received[0].hidden = hidden
 
-    def forward(**named: Any) -> Tensor:
-        found: Tensor = decoder(**named).last_hidden_state
-        return found
-
     if plan_of_model(model).by_rows:
         if not isinstance(context, PackedSequences):
             raise ValueError(
                 f"{type(decoder).__name__} runs over rows of equal length, which {type(context).__name__} does not support"
             )
-        mixed: Tensor = context.mix_each(forward, (), given, lambda numbers: {})
+        mixed: Tensor = context.mix(decoder, lambda **named: decoder(**named).last_hidden_state, (), given, multiple=1)
         return mixed
     with attending(context):
-        return forward(**given)
+        found: Tensor = decoder(**given).last_hidden_state
+    return found
 
 
 def still(config: Any) -> list[str]:
@@ -205,9 +189,13 @@ def set_training(model: Any, training: bool) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Enable activation checkpointing: recompute each layer in the backward pass."""
+    """Enable activation checkpointing: the backward pass recomputes each layer, with the attention context of its forward pass."""
+
+    def recomputed(layer: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        return checkpoint(copy_context().run, layer, *given, use_reentrant=False, **options)
+
     try:
-        model._set_gradient_checkpointing(True, checkpoint_layer)
+        model._set_gradient_checkpointing(True, recomputed)
     except ValueError as error:
         raise UserError(
             f"trainer.checkpoint_activations: {type(model).__name__} has no layers that support recomputation; write false"

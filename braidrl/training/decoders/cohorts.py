@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from braidrl.training.compute.attention import parameters_of
-from braidrl.training.compute.slots import cache_name, round_up
+from braidrl.training.compute.slots import cache_name
 from braidrl.training.decoders.body import decoder_of
 
 ROWS = 16
@@ -73,11 +73,11 @@ class Cohorts:
         gone = set(slots)
         for cohort in self._cohorts:
             kept = [place for place, slot in enumerate(cohort.slots) if slot not in gone]
-            if len(kept) < len(cohort.slots):
-                before, cohort.slots = round_up(len(cohort.slots), ROWS), [cohort.slots[place] for place in kept]
-                if kept:
-                    rows = torch.tensor(_padded(kept), device=self._model.device)
-                    cohort.cache = _selected(cohort.cache, rows, before, {})
+            if 0 < len(kept) < len(cohort.slots):
+                rows = torch.tensor(kept + kept[:1] * (-len(kept) % ROWS), device=self._model.device)
+                padded = len(cohort.slots) + -len(cohort.slots) % ROWS
+                cohort.cache = _selected(cohort.cache, rows, padded, {})
+            cohort.slots = [cohort.slots[place] for place in kept]
         self._cohorts = [cohort for cohort in self._cohorts if cohort.slots]
 
     def move(self, source: int, target: int) -> None:
@@ -88,7 +88,7 @@ class Cohorts:
     def _forward(self, cohort: Cohort, ids: Tensor, positions: Tensor) -> Tensor:
         """Run the model's own forward for the rows of a cohort, (S, L), and return the last hidden states (S, D)."""
         decoder = decoder_of(self._model)
-        rows = torch.tensor(_padded(list(range(len(ids)))), device=ids.device)
+        rows = torch.tensor([*range(len(ids)), *[0] * (-len(ids) % ROWS)], device=ids.device)
         name = cache_name(decoder)
         inputs = {"input_ids": ids[rows], "position_ids": positions[rows], "use_cache": True, name: cohort.cache}
         accepted = parameters_of(type(decoder).forward)
@@ -96,10 +96,6 @@ class Cohorts:
         cohort.cache = getattr(output, name)
         last: Tensor = output.last_hidden_state[: len(ids), -1]
         return last
-
-
-def _padded(places: list[int]) -> list[int]:
-    return places + [places[0]] * (round_up(len(places), ROWS) - len(places))
 
 
 def _selected(value: Any, rows: Tensor, before: int, seen: dict[int, Any]) -> Any:

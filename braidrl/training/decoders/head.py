@@ -36,46 +36,41 @@ class Head:
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
-def head_of(model: Any) -> Head:
-    """Return a causal model's head, measured once; works without weights."""
-    found = getattr(model, HEAD, None)
-    if found is None:
-        found = measured_head(model)
-        setattr(model, HEAD, found)
-    head: Head = found
-    return head
-
-
 @torch.no_grad()
-def measured_head(model: Any) -> Head:
-    """Measure a model's head with a small probe in place of its output layer."""
+def head_of(model: Any) -> Head:
+    """Return a causal model's head, measured once with a small probe in place of its output layer; works without weights."""
+    known: Head | None = getattr(model, HEAD, None)
+    if known is not None:
+        return known
+    head = Head(is_own=True)
     output: Any = model.get_output_embeddings()
-    if not isinstance(output, nn.Linear) or getattr(output, "bias", None) is not None:
-        return Head(is_own=True)
-    generator = torch.Generator().manual_seed(0)
-    probe = nn.Linear(output.in_features, PROBED, bias=False, device="cpu", dtype=torch.float64)
-    probe.weight.copy_(torch.randn(probe.weight.shape, generator=generator, dtype=torch.float64))
-    hidden = torch.randn(1, PROBED, output.in_features, generator=generator, dtype=torch.float64)
-    owner, name = next(
-        (module, name) for module in model.modules() for name, child in module.named_children() if child is output
-    )
-    setattr(owner, name, probe)
-    try:
-        small, large = (own_logits(model, hidden * factor).double() / factor for factor in (1e-3, 1e6))
-    except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError):
-        return Head(is_own=True)
-    finally:
-        setattr(owner, name, output)
-    product = hidden @ probe.weight.T
-    if small.shape != product.shape:
-        return Head(is_own=True)
-    # Small inputs show only the scale, large inputs only the cap.
-    scale = float((small * product).sum() / (product * product).sum())
-    scale = 1.0 if abs(scale - 1) < 1e-7 else scale
-    linear = torch.allclose(large, scale * product, rtol=1e-5)
-    head = Head(scale, None if linear else float(large.abs().max()) * 1e6)
-    agrees = torch.allclose(small, head.shape(product * 1e-3) / 1e-3, rtol=1e-4, atol=1e-6)
-    return head if agrees and torch.allclose(large, head.shape(product * 1e6) / 1e6, rtol=1e-4) else Head(is_own=True)
+    if isinstance(output, nn.Linear) and getattr(output, "bias", None) is None:
+        generator = torch.Generator().manual_seed(0)
+        probe = nn.Linear(output.in_features, PROBED, bias=False, device="cpu", dtype=torch.float64)
+        probe.weight.copy_(torch.randn(probe.weight.shape, generator=generator, dtype=torch.float64))
+        hidden = torch.randn(1, PROBED, output.in_features, generator=generator, dtype=torch.float64)
+        product = hidden @ probe.weight.T
+        owner, name = next(
+            (module, name) for module in model.modules() for name, child in module.named_children() if child is output
+        )
+        setattr(owner, name, probe)
+        try:
+            small, large = (own_logits(model, hidden * factor).double() / factor for factor in (1e-3, 1e6))
+        except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError):
+            small = large = product[:0]
+        finally:
+            setattr(owner, name, output)
+        if small.shape == product.shape:
+            # Small inputs show only the scale, large inputs only the cap.
+            scale = float((small * product).sum() / (product * product).sum())
+            scale = 1.0 if abs(scale - 1) < 1e-7 else scale
+            linear = torch.allclose(large, scale * product, rtol=1e-5)
+            measured = Head(scale, None if linear else float(large.abs().max()) * 1e6)
+            agrees = torch.allclose(small, measured.shape(product * 1e-3) / 1e-3, rtol=1e-4, atol=1e-6)
+            if agrees and torch.allclose(large, measured.shape(product * 1e6) / 1e6, rtol=1e-4):
+                head = measured
+    setattr(model, HEAD, head)
+    return head
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:

@@ -118,12 +118,7 @@ class Twin:
             found = logits.float().log_softmax(-1).gather(-1, row[1:, None])[:, 0]
             (found * weights).sum().backward()
             log_probs.append(found.detach())
-        return log_probs, gradients_of(self.own)
-
-
-def gradients_of(model: Any) -> dict[str, Tensor]:
-    """Return a model's gradients by name."""
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return log_probs, {n: p.grad for n, p in self.own.named_parameters() if p.grad is not None}
 
 
 def packed_log_probs(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -145,7 +140,7 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
     packed = packed_log_probs(model, twin.rows)
     sum((p * w).sum() for p, w in zip(packed, twin.weights, strict=True)).backward()  # type: ignore[union-attr]
     packed = [each.detach() for each in packed]
-    own = gradients_of(model)
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     total = torch.cat([g.flatten() for g in gradients.values()]).norm()
     differing = sum((own[n] - g if n in own else g).square().sum() for n, g in gradients.items())
     with torch.no_grad():
@@ -221,21 +216,21 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
     set_training(model, False)
     packed, alone = (_calls(model, twin.rows, packed=together) for together in (True, False))
     for (name, given, theirs), (other, also, ours) in zip(alone, packed, strict=False):
-        if name != other or theirs.shape != ours.shape:
+        if name != other or theirs.shape != ours.shape or given.shape != also.shape:
             continue
         if type(model.get_submodule(name)).__module__.startswith("torch."):
             continue
-        if _differ(theirs, ours) and given.shape == also.shape and not _differ(given, also):
+        output_differs, inputs_differ = (
+            a.numel() > 0 and float((b - a).abs().max()) > 1e-3 * float(a.abs().max() + 1e-6)
+            for a, b in ((theirs, ours), (given, also))
+        )
+        if output_differs and not inputs_differ:
             around = [name.rsplit(".", up)[0] for up in range(name.count(".") + 1)]
             inner = [
                 n for n in around if re.search(r"\.\d+\.", n) and not isinstance(model.get_submodule(n), nn.ModuleList)
             ]
             return list(dict.fromkeys(type(model.get_submodule(n)).__name__ for n in inner))
     return []
-
-
-def _differ(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.numel() > 0 and float((theirs - ours).abs().max()) > 1e-3 * float(ours.abs().max() + 1e-6)
 
 
 def _calls(model: Any, rows: Sequence[Tensor], packed: bool) -> list[tuple[str, Tensor, Tensor]]:

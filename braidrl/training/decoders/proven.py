@@ -34,11 +34,34 @@ UNNAMED = (
 """Settings that do not affect a model's structure."""
 
 
-def proven_plan(config: Any, folder: Path | str) -> ForwardPlan:
-    """Return the proven forward plan of a configuration. Raises UserError, in one line, if no plan is proven correct."""
-    found = remembered(config, "decoder", lambda: _proven(config))
+def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> ForwardPlan:
+    """Return the proven forward plan of a configuration, measured once on this machine.
+
+    Args:
+        config: A model's configuration.
+        folder: Its directory, for messages.
+        decodes: Whether the embedded engine, too, must compute the trainer's log-probs.
+
+    Raises:
+        UserError: No plan is proven correct.
+    """
+
+    def measured() -> dict[str, Any]:
+        try:
+            with quietly(), torch.enable_grad():  # a checkpoint may be loaded under no_grad
+                plan, decoding = best_plan(Twin(config, device=proof_device()))
+        except Refusal as refusal:
+            return {"refused": str(refusal)}
+        except FAILURES as error:
+            return {"refused": f"a tiny model of its structure cannot be loaded: {first_line(error)}"}
+        why = "" if decoding.holds else decoding.note or f"log-probs differ by {decoding.value:.1g}"
+        return {"mixers": plan.mixers, "by_rows": plan.by_rows, "decoding": why}
+
+    found = remembered(config, "decoder", measured)
     if "refused" in found:
         raise UserError(f"model: {folder}, {config.model_type}, is not proven to train correctly: {found['refused']}")
+    if decodes and (why := found["decoding"]):
+        raise UserError(f"model: {folder}, {config.model_type}, is not proven to decode in the embedded engine: {why}")
     return ForwardPlan(tuple(found["mixers"]), found["by_rows"])
 
 
@@ -65,25 +88,6 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
             os.replace(name, path)
         KNOWN[key] = known
     return KNOWN[key]
-
-
-def check_decodes(config: Any, folder: Path | str) -> None:
-    """Raise UserError if the embedded engine is not proven to compute the trainer's log-probs."""
-    proven_plan(config, folder)
-    if why := remembered(config, "decoder", lambda: _proven(config))["decoding"]:
-        raise UserError(f"model: {folder}, {config.model_type}, is not proven to decode in the embedded engine: {why}")
-
-
-def _proven(config: Any) -> dict[str, Any]:
-    try:
-        with quietly(), torch.enable_grad():  # a checkpoint may be loaded under no_grad
-            plan, decoding = best_plan(Twin(config, device=proof_device()))
-    except Refusal as refusal:
-        return {"refused": str(refusal)}
-    except FAILURES as error:
-        return {"refused": f"a tiny model of its structure cannot be loaded: {first_line(error)}"}
-    why = "" if decoding.holds else decoding.note or f"log-probs differ by {decoding.value:.1g}"
-    return {"mixers": plan.mixers, "by_rows": plan.by_rows, "decoding": why}
 
 
 def proof_device() -> str:

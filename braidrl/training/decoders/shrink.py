@@ -8,7 +8,6 @@ proof's sequences; scale factors are unchanged.
 
 import copy
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +115,7 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
             found[name] = sizes.width(value)
     if isinstance(found.get("eos_token_id"), list):
         found["eos_token_id"] = 1
-    for rule in (_attention, _latent_attention, _recurrence, _experts, _layers, _positions, _others):
+    for rule in (_attention, _recurrence, _experts, _layers, _positions, _others):
         rule(found, settings, sizes)
     return found
 
@@ -148,9 +147,6 @@ class _Sizes(NamedTuple):
         if value == self.original:
             return self.small
         return max(8, min(4 * self.small, -(-value * self.small // self.original // 8) * 8))
-
-
-Rule = Callable[[dict[str, Any], dict[str, Any], _Sizes], None]
 
 
 def _set(found: dict[str, Any], names: tuple[str, ...], value: int) -> None:
@@ -187,20 +183,16 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
         found["attention_hidden_size"] = ratio * sizes.small
         if isinstance(given.get("attention_head_dim"), int):
             found["attention_head_dim"] = ratio * sizes.small // sizes.heads
-
-
-def _latent_attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    if not isinstance(given.get("qk_rope_head_dim"), int):
-        return
-    # the widths that vLLM's kernels take, where wider heads are asked for
-    rope, rank, own, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
-    found |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
-    for name, small in (("qk_nope_head_dim", own), ("v_head_dim", value), ("q_lora_rank", 24)):
-        if isinstance(given.get(name), int):
-            found[name] = small
-    if isinstance(given.get("head_dim"), int):
-        found["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
-    found.pop("qk_head_dim", None)
+    if isinstance(given.get("qk_rope_head_dim"), int):
+        # Latent attention, with the widths that vLLM's kernels take where wider heads are asked for.
+        rope, rank, own, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
+        found |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
+        for name, small in (("qk_nope_head_dim", own), ("v_head_dim", value), ("q_lora_rank", 24)):
+            if isinstance(given.get(name), int):
+                found[name] = small
+        if isinstance(given.get("head_dim"), int):
+            found["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
+        found.pop("qk_head_dim", None)
 
 
 def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:

@@ -18,9 +18,6 @@ from torch import Tensor, UntypedStorage
 from braidrl.errors import UserError
 from braidrl.weights.shards import empty, storages
 
-Restore = Callable[[], None]
-"""Restores one storage."""
-
 
 class OffloadableTensors:
     """A set of tensors that can be offloaded. It is listed again at each move, as optimizer state appears with the first step.
@@ -30,8 +27,9 @@ class OffloadableTensors:
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        # By storage id; the storage is referenced so that its id is not reused.
-        self._away: dict[int, tuple[UntypedStorage, int, Restore]] = {}
+        # By storage id, with the number of bytes: a copy in host memory, or the place in the file. The storage is referenced so that its
+        # id is not reused.
+        self._away: dict[int, tuple[UntypedStorage, int, Tensor | int]] = {}
         self._file: IO[bytes] | None = None
 
     @property
@@ -42,61 +40,54 @@ class OffloadableTensors:
     def offload(self) -> None:
         """Offload everything that is on the device. Raises UserError if there is no space for it."""
         for storage in storages(self._tensors()):
-            if (size := storage.nbytes()) and storage._cdata not in self._away:
-                if storage.is_cuda:
-                    restore = to_pinned(storage)
-                else:
-                    # In TMPDIR; it disappears with this process however it ends.
-                    self._file = self._file or tempfile.TemporaryFile(prefix="braid-", buffering=0)  # noqa: SIM115
-                    restore = to_file(storage, self._file)
-                self._away[storage._cdata] = storage, size, restore
-                empty(storage)
+            size = storage.nbytes()
+            if not size or storage._cdata in self._away:
+                continue
+            kept: Tensor | int
+            if storage.is_cuda:
+                # The device memory may be reused at once, as the stream orders the copy.
+                kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                kept.copy_(bytes_of(storage), non_blocking=True)
+            else:
+                # In TMPDIR; the file disappears with this process however it ends.
+                self._file = self._file or tempfile.TemporaryFile(prefix="braid-", buffering=0)  # noqa: SIM115
+                kept = os.fstat(self._file.fileno()).st_size
+                try:
+                    transfer(storage, self._file, kept, write=True)
+                except OSError as error:
+                    raise UserError(
+                        f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {size:,} bytes of weights ({error.strerror}); "
+                        "set TMPDIR to a folder on a larger disk"
+                    ) from error
+            self._away[storage._cdata] = storage, size, kept
+            empty(storage)
 
     def onload(self) -> None:
         """Restore everything that is offloaded."""
         while self._away:
-            key, (_, _, restore) = next(iter(self._away.items()))
-            restore()
+            key, (storage, size, kept) = next(iter(self._away.items()))
+            if isinstance(kept, Tensor):
+                storage.resize_(size)
+                bytes_of(storage).copy_(kept, non_blocking=True)
+            else:
+                assert self._file is not None
+                transfer(storage, self._file, kept, write=False)
             del self._away[key]
         self._file = None
 
 
-def to_pinned(storage: UntypedStorage) -> Restore:
-    """Copy a storage to pinned host memory. Its device memory may be reused at once, as the stream orders the copy."""
-    size = storage.nbytes()
-
-    def content() -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    host.copy_(content(), non_blocking=True)
-
-    def restore() -> None:
-        storage.resize_(size)
-        content().copy_(host, non_blocking=True)
-
-    return restore
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """Return a storage's bytes as a tensor that shares them."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def to_file(storage: UntypedStorage, file: IO[bytes]) -> Restore:
-    """Append a storage's bytes to an unlinked file. Raises UserError if the disk is full."""
-    place = os.fstat(file.fileno()).st_size
-    try:
-        transfer(lambda view, at: os.pwrite(file.fileno(), view, at), storage, place)
-    except OSError as error:
-        raise UserError(
-            f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {storage.nbytes():,} bytes of weights ({error.strerror}); "
-            "set TMPDIR to a folder on a larger disk"
-        ) from error
-    return lambda: transfer(lambda view, at: os.preadv(file.fileno(), [view], at), storage, place)
-
-
-def transfer(move: Callable[[memoryview, int], int], storage: UntypedStorage, place: int) -> None:
-    """Move a storage's bytes to or from an offset in a file. Raises OSError if the file ends early."""
+def transfer(storage: UntypedStorage, file: IO[bytes], place: int, write: bool) -> None:
+    """Write a storage's bytes to an offset in a file, or read them from there. Raises OSError if the file ends early."""
     view = memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
     done = 0
     while done < len(view):
-        count = move(view[done:], place + done)
+        rest, at = view[done:], place + done
+        count = os.pwrite(file.fileno(), rest, at) if write else os.preadv(file.fileno(), [rest], at)
         if not count:
-            raise OSError(f"{len(view) - done} bytes of offloaded weights are missing")
+            raise OSError(f"{len(rest)} bytes of offloaded weights are missing")
         done += count

@@ -120,15 +120,19 @@ class LocalPacked(Packed):
 
 
 def predict_own_tokens(
-    predict: Predict, group: dist.ProcessGroup, join: bool, packed: Packed, *objective: Any
+    predict: Predict, group: dist.ProcessGroup, multiple: int, join: bool, packed: Packed, *objective: Any
 ) -> dict[str, Tensor]:
     """Call `predict` on this rank's share of the tokens; all ranks of `group` call this with the same rows.
 
-    With `join` every rank gets the predictions of all tokens, else only of its own.
+    Tokens are padded to a `multiple` of the number of ranks. With `join` every rank gets the predictions of all tokens, else only of
+    its own.
     """
-    # Padded to a multiple of the ranks; `hidden` is already local.
-    count = -(-len(packed.input_ids) // group.size())
-    packed, first = packed.padded(count * group.size()), group.rank() * count
+    packed = packed.padded(-(-len(packed.input_ids) // multiple) * multiple)
+    if group.size() == 1:
+        return predict(packed, *objective)
+    # `hidden` is already local.
+    count = len(packed.input_ids) // group.size()
+    first = group.rank() * count
     here = (packed.predictors >= first) & (packed.predictors < first + count)
     ends = packed.row_ends[(packed.row_ends >= first) & (packed.row_ends < first + count)]
     own = slice(first, first + count)

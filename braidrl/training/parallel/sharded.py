@@ -51,8 +51,6 @@ class Sharded(DataParallel):
     """The ranks of a layout without full replicas; created by `apply_layout`."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
-    world: DataParallel = field(default_factory=DataParallel)
-    """All ranks of the role."""
     mesh: DeviceMesh | None = None
     """Mesh with dimensions (pipeline, node, shard, tensor); ranks along `node` and `shard` have different tokens."""
     token_mesh: DeviceMesh | None = None
@@ -75,11 +73,9 @@ class Sharded(DataParallel):
         tied = is_tied(model)
         if self.pipeline is not None:
             split_layers(model, self.pipeline.group.rank(), self.pipeline.group.size())
-        if self.layout.sequence > 1:
-            predict = partial(predict_own_tokens, predict, self.sequence_group, self.has_predictions)
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
-        if plan:
-            predict = partial(_predict_padded, predict, self.layout.sequence * self.layout.tensor)
+        if (multiple := self.layout.sequence * self.layout.tensor) > 1:
+            predict = partial(predict_own_tokens, predict, self.sequence_group, multiple, self.has_predictions)
         # With several nodes, each has all shards.
         nodes = ("node",) if self.layout.nodes > 1 else ()
         rows_mesh = tokens_mesh = self.mesh[(*nodes, "shard")]
@@ -215,11 +211,6 @@ class Sharded(DataParallel):
         return squares.sqrt()
 
 
-def _predict_padded(predict: Predict, divisor: int, packed: Packed, *objective: Any) -> dict[str, Tensor]:
-    """Call `predict` on tokens padded to a multiple of `divisor`."""
-    return predict(packed.padded(-(-len(packed.input_ids) // divisor) * divisor), *objective)
-
-
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
     """Return this rank's view of a layout over `world`; every rank calls this at the same time.
 
@@ -253,6 +244,6 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         forward_is_collective=True,
         has_predictions=pipeline is None or pipeline.group.rank() == layout.pipeline - 1,
         is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None,
-        layout=layout, world=world, mesh=mesh, token_mesh=tokens, replica_group=replica,
+        layout=layout, mesh=mesh, token_mesh=tokens, replica_group=replica,
         sequence_group=subgroup(sequence_group), pipeline=pipeline, uses_fsdp=layout.shard != "none",
     )  # fmt: skip

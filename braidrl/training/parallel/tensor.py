@@ -56,11 +56,6 @@ REPLICATED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 """The styles of modules that every rank computes in full."""
 
 
-def replicate(sharded: DTensor) -> Tensor:
-    """Gather a DTensor on every rank; its gradients are reduce-scattered."""
-    return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-
-
 def local_chunk(whole: Tensor, mesh: DeviceMesh, dimension: int) -> Tensor:
     """Return this rank's chunk of a tensor."""
     return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
@@ -82,16 +77,18 @@ def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
         parallelize_module(module, mesh, RowwiseParallel(output_layouts=TOKENS))
         return
 
-    def replicated(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        # By default, torch would all-reduce the gradient of the input here, for each product of a block.
-        input = DTensor.from_local(given[0], mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
-        return (input, *given[1:])
-
-    module.register_forward_pre_hook(replicated)
+    # By default, torch would all-reduce the gradient of the input here, for each product of a block.
+    module.register_forward_pre_hook(
+        lambda _, given: (
+            DTensor.from_local(given[0], mesh, [Replicate()], run_check=False, grad_placements=[Partial()]), *given[1:],
+        )
+    )  # fmt: skip
     gathers = style == "colwise_gather_output"
     parallelize_module(module, mesh, ColwiseParallel(use_local_output=not gathers))
     if gathers:
-        module.register_forward_hook(lambda _, __, columns: replicate(columns))
+        module.register_forward_hook(
+            lambda _, __, columns: columns.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        )
 
 
 def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
@@ -184,7 +181,12 @@ def parallelize_layer(
         for name, scatter in block.gathers.items():
             gather_tokens(
                 layer.get_submodule(name),
-                lambda own: replicate(DTensor.from_local(own, mesh, [TOKENS], run_check=False)),
+                # The gradients of all tokens are reduce-scattered.
+                lambda own: (
+                    DTensor.from_local(own, mesh, [TOKENS], run_check=False)
+                    .redistribute(placements=[Replicate()])
+                    .to_local(grad_placements=[Partial()])
+                ),
                 (lambda whole: local_chunk(whole, mesh, 1)) if scatter else None,
             )
         for part in module.modules() if block.products else ():
@@ -204,12 +206,10 @@ def gather_tokens(block: nn.Module, gather: Callable[[Tensor], Tensor], own: Cal
         states = gather(given[0] if given else named["hidden_states"])
         return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
 
-    def own_tokens(output: Any) -> Any:
-        return own(output) if own is not None and isinstance(output, Tensor) and output.dim() == 3 else output
-
     block.register_forward_pre_hook(gathered, with_kwargs=True)
     if own is not None:
-        block.register_forward_hook(lambda _, __, output: tree_map(own_tokens, output))
+        shared = lambda part: own(part) if isinstance(part, Tensor) and part.dim() == 3 else part  # noqa: E731
+        block.register_forward_hook(lambda _, __, output: tree_map(shared, output))
 
 
 def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:

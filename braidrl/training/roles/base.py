@@ -18,8 +18,8 @@ from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, ShardedBackend
-from braidrl.training.compute.packed import Packed, pack, pack_shared, plan_shared, saves_enough
-from braidrl.training.decoders.body import plan_of_model, set_training
+from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_enough
+from braidrl.training.decoders.body import PACKED, plan_of_model, set_training
 from braidrl.training.lora import plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.parallel.replicated import OnPrediction
@@ -45,7 +45,7 @@ class RoleWorker(RoleModel, ShardedBackend):
 
     def shares_prompts(self, rows: Rows) -> bool:
         """Return whether shared prompts of these rows are computed once."""
-        return self.config.trainer.share_prompts and plan_of_model(self.model).is_packed and saves_enough(rows)
+        return self.config.trainer.share_prompts and plan_of_model(self.model) == PACKED and saves_enough(rows)
 
     def plan(self, rows: Rows, whole_groups: bool = False) -> list[list[int]]:
         """Return the indices of the rows of each micro-batch, which has at most `max_tokens_per_device` tokens.
@@ -69,8 +69,7 @@ class RoleWorker(RoleModel, ShardedBackend):
         found = []
         for numbers in self.plan(rows, whole_groups):
             part = rows.take(numbers)
-            pack_rows = pack_shared if self.shares_prompts(part) else pack
-            found.append(MicroBatch(numbers, part, pack_rows(part, self.device)))
+            found.append(MicroBatch(numbers, part, pack(part, self.device, self.shares_prompts(part))))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
         none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
         filler = Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)

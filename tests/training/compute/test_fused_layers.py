@@ -25,8 +25,7 @@ def test_liger_is_used_if_installed_and_no_kernel_without_triton(
 ) -> None:
     monkeypatch.setattr(cuda_layers, "has_triton", lambda: triton)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: "found" if liger else None)
-    for name in cuda_layers.KERNELS:
-        monkeypatch.setitem(cuda_layers.KERNELS, name, lambda name=name: name)
+    monkeypatch.setattr(cuda_layers, "kernels_by", lambda kind: kind)
     assert cuda_layers.layer_kernels.__wrapped__() == chosen
     assert ("torch computes" in caplog.text) == (chosen is None)
 

@@ -10,7 +10,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.training.compute.log_probs import linear_log_probs
-from braidrl.training.compute.packed import Packed, families_of, pack, pack_shared, plan_shared, saves_enough
+from braidrl.training.compute.packed import Packed, families_of, pack, plan_shared, saves_enough
 from tests.training.compute.test_attention import CONFIGS, models
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_log_probs_and_gradients_are_those_of_the_rows_apart(name: str) -> None:
     rows, model = rows_of(), in_float64(models(name)[0])
     weights = torch.randn(int(rows["action_mask"].values.sum()), dtype=torch.float64)
     found = []
-    for packed in (pack(rows, CPU), pack_shared(rows, CPU)):
+    for packed in (pack(rows, CPU), pack(rows, CPU, share_prompts=True)):
         values = log_probs(model, packed)
         model.zero_grad()
         (values * weights).sum().backward()
@@ -81,13 +81,13 @@ def test_log_probs_and_gradients_are_those_of_the_rows_apart(name: str) -> None:
 
 
 def test_each_prompt_is_computed_once() -> None:
-    packed = pack_shared(rows_of(), CPU)
+    packed = pack(rows_of(), CPU, share_prompts=True)
     assert len(packed.input_ids) == sum(prompt + sum(responses) for prompt, responses in GROUPS)
 
 
 def test_a_rows_last_token_keeps_its_place() -> None:
     rows = rows_of()
-    packed = pack_shared(rows, CPU)
+    packed = pack(rows, CPU, share_prompts=True)
     last = [rows["tokens"][i][-1].item() for i in range(len(rows))]
     assert packed.input_ids[packed.row_ends].tolist() == last
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.data.rows import Rows
-from braidrl.training.compute.packed import FILLER, Packed, pack, pack_shared, saves_enough
+from braidrl.training.compute.packed import FILLER, Packed, pack, saves_enough
 from braidrl.training.loading import load_scorer
 from braidrl.training.parallel.pipeline import RUN, local_layers, runs, split_layers
 from braidrl.training.roles.make import DecoderWorker
@@ -64,7 +64,7 @@ def test_padding_tokens_do_not_change_the_rows(shared: bool, tiny_models: dict[s
     rows: Rows = rows_of() if shared else make_rows()
     rows = rows.with_columns({"tokens": rows["tokens"].with_values(rows["tokens"].values % len(TOKENIZER))})
     assert saves_enough(rows) == shared
-    packed: Packed = pack_shared(rows, CPU) if shared else pack(rows, CPU)
+    packed: Packed = pack(rows, CPU, share_prompts=shared)
     worker = DecoderWorker("actor", config_of(str(tiny_models["qwen2"])), train=False)
     wanted = worker.predict(packed)["log_probs"]
     for more in (0, 1, 2 * FILLER + 3):
