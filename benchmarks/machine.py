@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from braidrl.training.device_rates import measured_rates
+from braidrl.training.operations import measured_rates
 
 
 def describe(threads: int) -> dict[str, Any]:

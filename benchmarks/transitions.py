@@ -27,8 +27,7 @@ from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.roles.copies import local_weight_parts
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.shards import weight_parts
@@ -103,7 +102,7 @@ def made(world: World, model: str, training: dict[str, Any], layout: GenerationL
     ranks = join_generation_groups(layout.groups(resolved))
     module, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
     return GenerationWeights(
-        partial(local_weight_parts, worker),
+        worker.weights,
         resolved,
         worker.ranks,
         partial(weight_parts, module, slices),

@@ -24,7 +24,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
-from braidrl.training.device_rates import DeviceRates, keep_rates
+from braidrl.training.operations import DeviceRates, keep_rates
 
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster

@@ -25,7 +25,6 @@ from braidrl.observe.metrics import Sums
 from braidrl.training.compute import cuda_layers as kernels
 from braidrl.training.compute.cuda_layers import LayerKernels, use_kernels
 from braidrl.training.objective import Objective
-from braidrl.training.roles.copies import local_weight_parts
 from braidrl.weights.collective import Incoming, WeightOffer
 from braidrl.weights.file import WeightFile, WeightWriter
 
@@ -197,7 +196,7 @@ def two_processes(place: Place) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     there, back = context.Queue(), context.Queue()
     role = models.worker(place.model, place.device, "bfloat16")
-    writer = WeightWriter(local_weight_parts(role), Ranks())
+    writer = WeightWriter(role.weights(), Ranks())
     offer = WeightOffer(Ranks(), "127.0.0.1", 120.0, torch.device("cpu"), check=True)
     child = context.Process(target=sum_loaded, args=(place.device, there, back))
     child.start()
@@ -206,7 +205,7 @@ def two_processes(place: Place) -> dict[str, Any]:
         with torch.no_grad():
             for parameter in role.model.parameters():
                 parameter.mul_(version)
-        parts = local_weight_parts(role)
+        parts = role.weights()
         wanted = {name: float(part.local.double().sum()) for name, part in parts.items()}
         start = time.perf_counter()
         with ExitStack() as sent:

@@ -18,7 +18,7 @@ from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.observe.metrics import Sums
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 
 
 @dataclass(frozen=True)

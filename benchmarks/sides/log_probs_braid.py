@@ -11,7 +11,7 @@ from benchmarks.sides.packing_braid import rows_of
 from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.training.compute.packed import pack
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

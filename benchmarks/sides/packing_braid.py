@@ -18,7 +18,7 @@ from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.compute.packed import Packed
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 
 MICRO_BATCH_TOKENS = 4096
 

@@ -13,7 +13,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

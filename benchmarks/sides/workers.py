@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from braidrl.config import parse_config
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 
 Worker = TypeVar("Worker", bound=DecoderWorker)
 

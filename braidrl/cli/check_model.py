@@ -12,10 +12,9 @@ from transformers import AutoConfig
 
 from braidrl.engines.vllm_proof import vllm_finding
 from braidrl.errors import UserError, first_line
-from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
+from braidrl.training.acceptance import MEASURES, OPTIONAL, accept, layout_findings
 from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, packed_findings, quietly
 from braidrl.training.decoders.proven import best_plan, proof_device
-from braidrl.training.layout_proof import layout_findings
 from braidrl.training.loading import check_model, read_model_config
 
 WIDTH = 52

@@ -17,7 +17,7 @@ from braidrl.importing import PACKAGES, version_of
 from braidrl.training.compute.attention import ATTENTION, PackedSequences
 from braidrl.training.compute.log_probs import linear_log_probs
 from braidrl.training.decoders.body import run_body
-from braidrl.training.device_rates import keep_rates, measured_rates, rates_file
+from braidrl.training.operations import keep_rates, measured_rates, rates_file
 
 LEAST_DISK = 1 << 30
 RATES_SIDE, RATES_NUMBERS = 1024, 1 << 24

@@ -23,7 +23,7 @@ from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, device_table, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime
 from braidrl.training.loading import load_tokenizer
-from braidrl.training.role_settings import usual_max_tokens
+from braidrl.training.role_settings import USUAL_TOKENS
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
@@ -147,7 +147,8 @@ def show(
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
     here = [f"here the run would end: {line}" for line in lacking(config)]
     here = [*vocabulary_lines(prepared), *here]
-    trainer, longest_row, tokens = config.trainer, config.max_sequence_tokens, usual_max_tokens(config)
+    trainer, longest_row = config.trainer, config.max_sequence_tokens
+    tokens = trainer.max_tokens_per_device or USUAL_TOKENS
     rows = trainer.prompts_per_step * config.rollout.samples_per_prompt
     batch = [
         f"a step: {trainer.prompts_per_step:,} prompts x {config.rollout.samples_per_prompt} samples = {rows:,} rows, "

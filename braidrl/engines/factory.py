@@ -40,9 +40,8 @@ from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.loading import load_decoder, read_model_config
 from braidrl.training.lora import adapter_config
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.role_settings import DTYPES, dtype_of, layout_of, model_path, slots_of
-from braidrl.training.roles.base import RoleWorker
-from braidrl.training.roles.copies import copy_within, local_weight_parts
+from braidrl.training.role_settings import DTYPES, settings_of, slots_of
+from braidrl.training.roles.worker import RoleWorker, copy_within, torch_worker
 from braidrl.weights.collective import CollectivePublisher, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_folder, stored_in_memory
 from braidrl.weights.generation_layout import GenerationLayout
@@ -99,7 +98,7 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
         return made if isinstance(made, SteppingEngine) else EngineService([made], config.cluster.wait_limit_s)
     # Decoding needs all weights on each rank, with adapters merged; otherwise a frozen copy, refreshed at each publication.
     dtype = DTYPES[rollout.dtype] if rollout.dtype else None
-    own_dtype = dtype or dtype_of(worker.role, config)
+    own_dtype = dtype or settings_of(worker.role, config).dtype
     model = worker.shared_model or load_decoder(spec.model, own_dtype, spec.device).requires_grad_(False).eval()
     return EmbeddedEngine(
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, dtype=dtype, compile=rollout.compile
@@ -131,12 +130,12 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         # A user's own backend without an index of its weights: every full tensor by its name.
         shared = worker.shared_model is not None and isinstance(engine, EmbeddedEngine)
         return InPlacePublisher(engine, source=None if shared else worker)
-    parts, own = partial(local_weight_parts, worker), config.roles.get(worker.role)
+    parts, own = worker.weights, config.roles.get(worker.role)
     # Ranks with all weights may generate alone: they do not wait for the others.
     together = worker.ranks.is_sharded or own is None or own.generate_workers is None
     ranks = worker.ranks if together else DataParallel()
     if lora := adapters_sent(worker, config):
-        adapters = partial(local_weight_parts, worker, adapters_alone=True)
+        adapters = partial(torch_worker(worker).weights, adapters_alone=True)
         return FilePublisher(WeightWriter(adapters(), ranks, adapter=adapter_config(lora)), adapters, engine)
     if isinstance(engine, SpmdEngine | EmbeddedEngine):
         sharded = isinstance(engine, SpmdEngine)
@@ -175,7 +174,7 @@ def exchange_publisher(
         config: The run's configuration.
         ranks: The ranks of both pools.
     """
-    parts: Parts = partial(local_weight_parts, worker) if worker is not None else dict
+    parts: Parts = worker.weights if worker is not None else dict
     if engine_processes(config) or config.rollout.engine not in ("embedded", "vllm"):
         return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
     assert engine is None or isinstance(engine, EmbeddedEngine | SpmdEngine)
@@ -227,8 +226,8 @@ def transport_of(config: Config) -> str:
 
 def engine_spec(role: str, config: Config) -> EngineSpec:
     """Return the settings of a role's engine, as plain data that is sent to its process."""
-    rollout, path = config.rollout, model_path(role, config).expanduser()
-    longest, dtype = config.max_sequence_tokens, DTYPES[rollout.dtype] if rollout.dtype else dtype_of(role, config)
+    rollout, own, longest = config.rollout, settings_of(role, config), config.max_sequence_tokens
+    path, dtype = own.model.expanduser(), DTYPES[rollout.dtype] if rollout.dtype else own.dtype
     longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
     processes = max(1, engine_processes(config)) * ranks_per_node(config)
     options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
@@ -251,7 +250,7 @@ def training_sampling(config: Config) -> SamplingParams:
 def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec) -> SpmdEngine:
     """Return the engine with which ranks decode together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     rollout, layout, trains = config.rollout, generation_layout(config), not isinstance(worker, Remote)
-    training = (layout_of(worker.role, config) if trains else ParallelLayout()).resolve(worker.ranks.size)
+    training = (settings_of(worker.role, config).layout if trains else ParallelLayout()).resolve(worker.ranks.size)
     groups = layout.groups(training)
     group = subgroup(groups.flatten(1)) if worker.ranks.group is not None else None
     # With a memory budget the copy is kept, and is offloaded as the budget requires.
@@ -275,7 +274,7 @@ def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenize
             compile=rollout.compile, pipeline=pipeline,
         )  # fmt: skip
     if takes_turns and isinstance(worker, RoleWorker) and not adapters_sent(worker, config):
-        made.take_turns(partial(local_weight_parts, worker), training, worker.ranks, layout)
+        made.take_turns(worker.weights, training, worker.ranks, layout)
     return made
 
 
@@ -338,7 +337,8 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
         raise UserError(
             f"rollout.servers: {len(rollout.servers.urls)} for {ranks.size} ranks that generate; name one for each, or more"
         )
-    model, device = model_path(worker.role, config).expanduser(), choose_device(config.device)
+    own, device = settings_of(worker.role, config), choose_device(config.device)
+    model = own.model.expanduser()
     sent = rollout.servers.weights == "network"
     store = stored_in_memory if sent else partial(stored_in_folder, within=rollout.servers.folder)
     sending = NetworkSettings(device, rollout.check_weights) if sent else None
@@ -352,7 +352,7 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     engines = [HttpEngine(GenerationServer(url, dialect, limit_s, sending), spec) for url in urls]
     service = EngineService(engines, limit_s, store)
     # A server may still have the weights of an earlier run.
-    service.publish(0, ModelWeights(load_decoder(model, dtype_of(worker.role, config), torch.device("cpu"))))
+    service.publish(0, ModelWeights(load_decoder(model, own.dtype, torch.device("cpu"))))
     if failures := service.router.failures:
         service.close()
         raise UserError(f"rollout.servers: {failures[0]}")

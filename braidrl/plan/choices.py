@@ -32,7 +32,7 @@ from braidrl.runtimes.memory.budget import (
 from braidrl.runtimes.memory.residency import PUBLISH, Asset, AssetPart
 from braidrl.runtimes.sizing import MOST_SLOTS
 from braidrl.training.memory.footprint import Shape, saved_bytes
-from braidrl.training.role_settings import slots_of, usual_max_tokens
+from braidrl.training.role_settings import USUAL_TOKENS, slots_of
 
 RolePart = Literal["all", "model", "generate"]
 PARTS: tuple[AssetPart, ...] = ("weights", "optimizer", "engine", "inference")
@@ -134,7 +134,7 @@ class Choices:
         `keep` reduces the choices of one layout: the best micro-batch does not depend on the engine.
         """
         problem, longest = self.problem, self.problem.config.max_sequence_tokens
-        given = usual_max_tokens(problem.config)
+        given = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
         if part == "generate":
             # Engines on separate devices, with their own weights.
             alone = problem.use(model.role, ParallelLayout(data=devices), given)

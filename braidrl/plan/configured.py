@@ -17,13 +17,7 @@ from braidrl.plan.search import Plan, Search
 from braidrl.plan.streaming import StreamingSearch
 from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, engine_use, role_memory
 from braidrl.runtimes.streaming.groups import worker_groups
-from braidrl.training.role_settings import (
-    checkpoints_activations,
-    inference_layouts,
-    layout_of,
-    max_tokens_of,
-    slots_of,
-)
+from braidrl.training.role_settings import inference_layouts, settings_of, slots_of
 
 Pools = dict[tuple[str, ...], int]
 """The number of devices of each pool, by its roles; under streaming by its worker group's name."""
@@ -74,7 +68,8 @@ def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
     """Return the configured deployment of a stage's role, and the number of devices that run the stage."""
     config, role, pools = problem.config, str(stage.role), configured_pools(problem)
     target, shape = generation_layout(config), problem.models[role].shape
-    tokens, again = max_tokens_of(role, config), checkpoints_activations(role, config)
+    own = settings_of(role, config)
+    tokens, again = own.max_tokens, own.activation_checkpointing
     apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
     devices = next(devices for pool, devices in pools.items() if role + GENERATE * apart in pool)
     if apart:
@@ -84,7 +79,7 @@ def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
         engine = engine_use(role, shape, layout, config, slots_of(config), target.ranks)
         engine = engine and replace(engine, shape=replace(use.plain, dtype=engine.shape.dtype), own_weights=False)
         return replace(use, shape=use.plain, trained=False, computes=False, engine=engine), devices
-    layout = layout_of(role, config).resolve(devices)
+    layout = own.layout.resolve(devices)
     use = problem.use(role, layout, tokens, again)
     if problem.models[role].trained and (other := inference_layouts(config, problem.flow).get(role)):
         use = replace(use, inference=other.resolve(devices))

@@ -22,7 +22,7 @@ from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
 from braidrl.runtimes.prepare.checks import check_plan
 from braidrl.training.memory.footprint import Shape, model_shape
 from braidrl.training.optimizer import moment_bytes
-from braidrl.training.role_settings import DTYPES, dtype_name, lora_of, model_path, slots_of
+from braidrl.training.role_settings import DTYPES, settings_of, slots_of
 from braidrl.weights.generation_layout import GenerationLayout
 
 USABLE = 0.92
@@ -80,10 +80,11 @@ class Problem:
         """Return the roles that need a model, in order of first use."""
         found = {}
         for role in self.flow.roles:
-            dtype, folder = dtype_name(role, self.config), model_path(role, self.config)
+            own = settings_of(role, self.config)
+            dtype, folder = own.dtype_name, own.model
             scalar, trained = role in self.flow.scalar_roles, role in self.flow.trained_roles
             plain = shape_of(folder, DTYPES[dtype], scalar)
-            lora = lora_of(role, self.config) if trained else None
+            lora = own.lora if trained else None
             shape = model_shape(folder, DTYPES[dtype], scalar, lora) if lora else plain
             stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
             kinds = {stage.kind for stage in stages}
@@ -201,7 +202,7 @@ class Problem:
         axes = (role, layout.pipeline > 1, layout.tensor > 1, layout.sequence > 1, layout.shard != "none")
         if axes not in self._allowed:
             try:
-                check_plan(model_path(role, self.config), layout, "layout")
+                check_plan(settings_of(role, self.config).model, layout, "layout")
             except UserError:
                 self._allowed[axes] = False
         return self._allowed.setdefault(axes, True)

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.config import Config
+from braidrl.config import Config, RoleConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, Retokenizer
 from braidrl.engines.factory import Remote
@@ -33,10 +33,9 @@ from braidrl.runtimes.memory.residency import Residency
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.role_settings import inference_layouts, own_tokenizer, with_layout
+from braidrl.training.role_settings import inference_layouts, own_tokenizer
 from braidrl.training.roles.checkpoint import Write, saving_tasks
-from braidrl.training.roles.copies import RoleCopy
-from braidrl.training.roles.make import make_worker, torch_worker
+from braidrl.training.roles.worker import RoleCopy, make_worker, torch_worker
 
 Totals = Mapping[str, Tensor]
 PREDICTED = {"score": "scores", "values": "values"}  # others call `log_probs`
@@ -77,7 +76,8 @@ class StageExecutor:
                 self.generation.start_engine(worker)
             frozen = None
             if training and role in inferring:
-                settings = with_layout(role, config, inferring[role])
+                own = (config.roles.get(role) or RoleConfig()).model_copy(update={"layout": inferring[role]})
+                settings = config.model_copy(update={"roles": {**config.roles, role: own}})
                 frozen = torch_worker(make_worker(role, settings, flow, ranks, training=False))
                 self.copies[role] = RoleCopy(frozen, torch_worker(worker))
             self.residency.add(worker, self.engines.get(role), frozen)
@@ -169,7 +169,7 @@ class StageExecutor:
         """Return the input of an optimizer step: the counts of all of its rows (`index`), and the local rows with what they need of
         others.
         """
-        needs = self.objective(stage).needs_group_tokens and len(rows)
+        needs = "group_tokens" in self.objective(stage).aggregation.reads and len(rows)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
 
     def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:

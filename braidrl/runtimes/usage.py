@@ -29,12 +29,10 @@ from braidrl.flow import Kind, Stage
 from braidrl.observe.metrics import Sums
 from braidrl.training import operations
 from braidrl.training.backends import TrainingBackend
-from braidrl.training.device_rates import DeviceRates, own_rates
 from braidrl.training.memory.footprint import model_shape
-from braidrl.training.operations import MatrixSizes, TokenCounts, decoding
-from braidrl.training.role_settings import DTYPES, dtype_of, model_path
-from braidrl.training.roles.base import RoleWorker
-from braidrl.training.roles.make import ScalarWorker
+from braidrl.training.operations import DeviceRates, MatrixSizes, TokenCounts, decoding, own_rates
+from braidrl.training.role_settings import DTYPES, settings_of
+from braidrl.training.roles.worker import RoleWorker, ScalarWorker
 
 
 class Drawn(NamedTuple):
@@ -48,7 +46,7 @@ class Drawn(NamedTuple):
         """Return the tokens drawn after a prompt, or in all turns of an episode."""
         if isinstance(ended, Response):
             tokens = ended.tokens.numel()
-            return Drawn(tokens, operations.tokens_seen(prompt.numel(), tokens))
+            return Drawn(tokens, tokens * prompt.numel() + tokens * (tokens - 1) // 2)
         actions = np.array(ended.trajectory.actions, dtype=bool)
         lengths = np.array(ended.trajectory.sequence_lengths, dtype=np.int64)
         places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -104,15 +102,15 @@ class DeviceUsage:
         for rows in filter(len, passes):
             sizes = self._sizes_of(worker.role, isinstance(worker, ScalarWorker))
             counts = TokenCounts.of(rows, worker.shares_prompts(rows))
-            if stage.kind is Kind.TRAIN:
-                done += operations.training_operations(sizes, counts, frozen=worker.lora is not None)
-            else:
-                done += operations.forward_operations(sizes, counts)
+            # A backward pass takes as many operations for gradients of activations, and as many again for those of trained weights.
+            factor = 1.0 if stage.kind is not Kind.TRAIN else 2.0 if worker.lora is not None else 3.0
+            done += factor * operations.forward_operations(sizes, counts)
         sums.add(f"utilisation/operations/{stage.name}", done, (time.perf_counter() - start) * peak)
 
     def _sizes_of(self, role: str, scalar: bool = False) -> MatrixSizes:
         if role not in self._sizes:
-            shape = model_shape(model_path(role, self.config).expanduser(), dtype_of(role, self.config), scalar)
+            own = settings_of(role, self.config)
+            shape = model_shape(own.model.expanduser(), own.dtype, scalar)
             self._sizes[role] = MatrixSizes.of(shape.sizes, shape.parameters, scalar)
         return self._sizes[role]
 
@@ -138,6 +136,6 @@ class DeviceUsage:
         own_slots = max(1, slots // ranks)
         steps = decoding(np.array(tokens), own_slots).steps if crowd is None else sum(tokens) / crowd
         role, dtype = str(stage.role), config.rollout.dtype
-        element_bytes = (DTYPES[dtype] if dtype else dtype_of(role, config)).itemsize
+        element_bytes = (DTYPES[dtype] if dtype else settings_of(role, config).dtype).itemsize
         read = operations.decoding_bytes(self._sizes_of(role), element_bytes, steps * max(1, copies) / ranks, sum(seen))
         sums.add(f"utilisation/bandwidth/{stage.name}", read, seconds * bandwidth)

@@ -1,9 +1,11 @@
 """Further checks of `braid check` besides the proof of a plan: pipeline stages, adapters, half precision, files, resuming.
 
-Each measure takes a twin and its plan, and returns a value and its bound, without weights, a device or another process.
+Each measure takes a twin and its plan, and returns a value and its bound, without weights, a device or another process. Layouts are
+proven by real ranks: two must compute the log-probs and gradient norm of one process (`layout_findings`).
 """
 
 import copy
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,8 +16,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from braidrl.config import LoraConfig
-from braidrl.errors import UserError, first_line
+from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import World
+from braidrl.config import LoraConfig, parse_config
+from braidrl.data.rows import Rows
+from braidrl.errors import UserError, WorkerError, first_line
+from braidrl.observe.metrics import Sums
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
 from braidrl.training.decoders.proof import (
@@ -31,7 +38,10 @@ from braidrl.training.decoders.proven import proof_device, remembered
 from braidrl.training.loading import read_buffers, rebuild_buffers
 from braidrl.training.lora import add_adapters, merged, plain_names
 from braidrl.training.memory.footprint import divide_tokens
+from braidrl.training.objective import Objective
 from braidrl.training.parallel.pipeline import is_tied, split_layers
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.model_files import ModelFiles
 
 EXACT = 1e-5
@@ -84,7 +94,7 @@ def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def tensor_ranks(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Run the twin with the tokens that one of two tensor ranks has between its blocks; `layout_proof` starts real ranks."""
+    """Run the twin with the tokens that one of two tensor ranks has between its blocks; `layout_findings` starts real ranks."""
     if plan.by_rows:
         raise ValueError("its attention is its own")
     model = twin.model(plan)
@@ -244,3 +254,71 @@ def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, reme
     if not finding.holds:
         why = finding.note or f"it differs by {finding.value:.1g}"
         raise UserError(f"{remedy}: for the model in {folder} it is not proven that {name}: {why}")
+
+
+RANKS = 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data 2": {"data": 2}, "shard full": {"shard": "full"}, "sequence 2": {"sequence": 2}, "tensor 2": {"tensor": 2},
+    "pipeline 2": {"pipeline": 2},
+}  # fmt: skip
+LIMIT_S = 60.0
+
+
+def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
+    """Run two ranks on this machine for each layout, and compare them with one process."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        twin.model(plan).save_pretrained(folder)
+        task = {"folder": folder, "layout": {}, "rows": [row.tolist() for row in twin.rows]}
+        alone = figures(None, task)
+        for name, layout in LAYOUTS.items():
+            if plan.by_rows and name != "data 2":
+                found.append(Finding(f"{name} equals one process", float("inf"), BOUND, "its attention is its own"))
+                continue
+            try:
+                both = run_ranks(f"{__name__}:figures", {**task, "layout": layout}, RANKS, LIMIT_S)
+                pairs = [(both["log_probs"][n], row) for n, row in alone["log_probs"].items()]
+                each = [abs(a - b) for one, row in pairs for a, b in zip(one, row, strict=True)]
+                value = max(*each, abs(both["norm"] - alone["norm"]) / alone["norm"])
+                found.append(Finding(f"{name} equals one process", value, BOUND))
+            except (UserError, WorkerError) as error:
+                found.append(Finding(f"{name} equals one process", float("inf"), BOUND, first_line(error)))
+    return found
+
+
+@quietly()
+def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
+    """Return the log-probs of all rows by row number, and the global gradient norm; without a `world`, computed by this process alone.
+
+    Every token of a row but the first is an action.
+    """
+    rows, folder, layout = [torch.tensor(row) for row in task["rows"]], task["folder"], task["layout"]
+    torch.set_num_threads(1)
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    settings = {"flow": "sft", "model": folder, "device": "cpu", "dtype": "float32", "data": {"train": "none.jsonl"}}
+    config = parse_config(
+        {**settings, "trainer": {"layout": layout, "max_tokens_per_device": 64, "max_grad_norm": 1.0}}
+    )
+    ranks = DataParallel(world.group, world) if world else DataParallel()
+    worker = DecoderWorker("actor", config, True, ranks)
+    numbers = [n for n in range(len(rows)) if n % size == rank and len(rows[n]) > 1]
+    tokens = [rows[n] for n in numbers]
+    lengths = torch.tensor([len(row) for row in tokens])
+    mask = torch.cat([torch.arange(len(row)) > 0 for row in tokens])
+    mine = Rows(
+        {
+            "source": torch.zeros_like(lengths), "group": torch.tensor(numbers), "sample": torch.zeros_like(lengths),
+            "length": lengths, "action_tokens": lengths - 1, "tokens": Ragged.from_lengths(torch.cat(tokens), lengths),
+            "action_mask": Ragged.from_lengths(mask, lengths),
+            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
+        }
+    )  # fmt: skip
+    log_probs = worker.forward("log_probs", mine)
+    worker.forward_backward(Objective.of("actor", {"loss": "sft", "aggregate": "token-mean"}), mine, Sums())
+    norm = worker.optim_step({"tokens": float(sum(len(row) - 1 for row in rows))}, 1)
+    values = dict(zip(map(str, numbers), log_probs.tolist(), strict=True))
+    if world is None:
+        return {"norm": norm, "log_probs": values}
+    gathered = world.gather("figures", json.dumps({"norm": norm, "log_probs": values}).encode())
+    parts = [json.loads(bytes(part)) for part in gathered]
+    return {"norm": parts[0]["norm"], "log_probs": {k: v for part in parts for k, v in part["log_probs"].items()}}

@@ -31,7 +31,7 @@ from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Objective
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.parallel.sharded import apply_layout
-from braidrl.training.role_settings import dtype_of, layout_of, learning_rate_of, model_path
+from braidrl.training.role_settings import settings_of
 from braidrl.weights.shards import WeightPart
 
 Advance = Callable[[int, int], None]
@@ -42,7 +42,7 @@ FEATURES = (
     "tensor", "pipeline", "sequence", "shard", "streaming", "offload", "lora", "copies", "optimizers", "checkpoint_async",
 )  # fmt: skip
 """Features of the built-in backend, each of which another may declare in `supports`. `streaming`, `offload` and `copies` need `weights`."""
-BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.training.roles.make:torch_backend"})
+BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.training.roles.worker:torch_backend"})
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
 
 
@@ -63,12 +63,12 @@ class BackendSpec:
     @property
     def path(self) -> Path:
         """Return the model's Hugging Face directory."""
-        return model_path(self.role, self.config).expanduser()
+        return settings_of(self.role, self.config).model.expanduser()
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the weights in the forward pass."""
-        return dtype_of(self.role, self.config)
+        return settings_of(self.role, self.config).dtype
 
     @property
     def device(self) -> torch.device:
@@ -78,12 +78,12 @@ class BackendSpec:
     @property
     def learning_rate(self) -> float:
         """Return the learning rate after warm-up."""
-        return learning_rate_of(self.role, self.config)
+        return settings_of(self.role, self.config).learning_rate
 
     @property
     def layout(self) -> ParallelLayout:
         """Return the role's layout, with `data` filled in."""
-        return layout_of(self.role, self.config).resolve(self.ranks.size)
+        return settings_of(self.role, self.config).layout.resolve(self.ranks.size)
 
     def join(self) -> DataParallel:
         """Return this rank's place in the layout; all ranks of the role call this together, before they build their model.
@@ -91,7 +91,7 @@ class BackendSpec:
         `gather_rows` gives the rows of all ranks that hold one replica, `all_reduce_gradients` sums over replicas, `gradient_norm` counts
         each element of a DTensor once, and one rank of each replica `is_reporting_rank`. Ranks are numbered with tensor fastest.
         """
-        return apply_layout(layout_of(self.role, self.config), self.ranks, self.device)
+        return apply_layout(settings_of(self.role, self.config).layout, self.ranks, self.device)
 
 
 def supported(backend: str) -> frozenset[str]:

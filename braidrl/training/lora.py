@@ -2,12 +2,18 @@
 
 training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B trained
 elsewhere    W + α/r · B A                        exports, engines, and copies of this role's weights
+
+The frozen weights may be kept in 4 bits (QLoRA) by bitsandbytes, so that only one layer's weight exists in full at a time. Dettmers et
+al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
+
+W (out, in) ──64 at a time──▶ NormalFloat codes, two per byte, and a scale per block ──dequantised in each product──▶ x Wᵀ + b
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +21,24 @@ from torch.distributed.tensor import DTensor
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
-from braidrl.training.four_bit import FourBitLinear
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD
 from braidrl.weights.shards import box_of, full_tensor, local_shard
 
+T = TypeVar("T")
 ADAPTER = "adapter"
 """The folder of the adapters in a role's checkpoint, in peft's format."""
 NAME = "default"
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
+
+
+BLOCK = 64
+"""Weights in 4 bits that share a scale."""
+KIND = "nf4"
+BYTES_PER_WEIGHT = 0.5 + torch.float32.itemsize / BLOCK
+# bitsandbytes, which peft also imports, warns about kernels on the model hub.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def import_peft() -> Any:
@@ -61,7 +75,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(model.dtype)
-    train_adapters_only(model)
+        parameter.requires_grad_(is_adapter(name))
 
 
 def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:
@@ -82,20 +96,64 @@ def adapter_config(lora: LoraConfig) -> str:
     return json.dumps(config)
 
 
-def train_adapters_only(model: nn.Module) -> None:
-    """Freeze everything except adapters and a scalar head."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-
-
 def is_adapter(name: str) -> bool:
     """Return whether LoRA trains a parameter: an adapter's factor or a scalar head."""
     return ".lora_" in name or name == HEAD
 
 
-def adapter_name(name: str) -> str:
-    """Return a parameter's name in peft's files."""
-    return PREFIX + name.replace(f".{NAME}.", ".")
+def adapters_of(named: Mapping[str, T]) -> dict[str, T]:
+    """Return what LoRA trains among named parameters, or their shapes, by peft's names."""
+    return {PREFIX + name.replace(f".{NAME}.", "."): value for name, value in named.items() if is_adapter(name)}
+
+
+def import_bitsandbytes(key: str) -> Any:
+    """Import bitsandbytes. Raises UserError, naming the configuration `key` that needs it, if it is not installed."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise UserError(f"{key} needs bitsandbytes; install it by `pip install 'braidrl[bits]'`") from error
+    return bitsandbytes
+
+
+class FourBitLinear(nn.Module):
+    """A linear layer with a frozen 4-bit weight; only its input gets a gradient."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Quantize a layer's float32 or bfloat16 weight; keep its bias."""
+        super().__init__()
+        functional = import_bitsandbytes("lora.base_dtype").functional
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
+        codes, state = functional.quantize_4bit(linear.weight.detach(), blocksize=BLOCK, quant_type=KIND)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", state.absmax)
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the dequantised weight (out, in) in its original dtype."""
+        shape = [self.out_features, self.in_features]
+        return torch.ops.bitsandbytes.dequantize_4bit(self.codes, self.scales, BLOCK, KIND, shape, self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _FourBitProduct.apply(x, self)
+        return result if self.bias is None else result + self.bias
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """The product x Wᵀ, which saves the codes instead of the weight for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.layer.weight, None
 
 
 class Adapted:
@@ -145,8 +203,3 @@ def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tens
 def merged(tensor: Tensor | Adapted) -> Tensor:
     """Return the full tensor, with its adapter merged if it has one; all ranks of a sharded model call this at the same time."""
     return tensor.merged_part(whole=True) if isinstance(tensor, Adapted) else full_tensor(tensor)
-
-
-def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters by peft's names."""
-    return {adapter_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -13,7 +13,7 @@ All tensors are flat over the A action tokens of a micro-batch;
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,12 +31,11 @@ from braidrl.flow.signatures import columns_in_training, entry_of
 
 @dataclass(frozen=True)
 class Likelihood:
-    """One term: `coefficient` times the mean of −log π over the action tokens of `select(rows)`."""
+    """One term: `coefficient` times the mean of −log π over action tokens: `ptx` of attached texts, `positive` of correct rows."""
 
     name: str
     coefficient: float
     loss: Entry
-    select: Callable[[Rows], Rows]
     entropy_coef: float = 0.0
     whole_groups: bool = False
 
@@ -44,35 +43,31 @@ class Likelihood:
     def denominator(self) -> str:
         return f"{self.name}_tokens"
 
+    def select(self, rows: Rows) -> Rows:
+        """Return the rows of this term. Pre-training texts become separate rows, in which every token but the first is predicted."""
+        if self.name == "positive":
+            return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
+        tokens: Ragged = rows["ptx_tokens"]
+        first = torch.zeros(len(tokens.values), dtype=torch.bool)
+        first[tokens.offsets[:-1][tokens.lengths > 0]] = True
+        identity: dict[str, Any] = {name: rows[name] for name in IDENTITY}
+        texts = Rows(
+            identity
+            | {
+                "tokens": tokens,
+                "action_mask": tokens.with_values(~first),
+                "sequence_lengths": Ragged(tokens.lengths, torch.arange(len(tokens) + 1)),
+                "action_tokens": (tokens.lengths - 1).clamp(min=0),
+            }
+        )
+        return texts.take(texts["action_tokens"] > 0)
+
     def sums(
         self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the loss sum by its denominator, with gradient, and the loss per token, detached."""
         per_token, _ = self.loss.function(predicted["log_probs"])
         return {self.denominator: self.coefficient * per_token.sum()}, {f"{self.name}_loss": per_token.detach()}
-
-
-def text_rows(rows: Rows) -> Rows:
-    """Return the pre-training texts attached to rows as separate rows; every token but the first is predicted."""
-    tokens: Ragged = rows["ptx_tokens"]
-    first = torch.zeros(len(tokens.values), dtype=torch.bool)
-    first[tokens.offsets[:-1][tokens.lengths > 0]] = True
-    identity: dict[str, Any] = {name: rows[name] for name in IDENTITY}
-    texts = Rows(
-        identity
-        | {
-            "tokens": tokens,
-            "action_mask": tokens.with_values(~first),
-            "sequence_lengths": Ragged(tokens.lengths, torch.arange(len(tokens) + 1)),
-            "action_tokens": (tokens.lengths - 1).clamp(min=0),
-        }
-    )
-    return texts.take(texts["action_tokens"] > 0)
-
-
-def correct_rows(rows: Rows) -> Rows:
-    """Return the rows with a correct answer."""
-    return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
 
 
 NAMES_A_TOKEN = "at response token"
@@ -110,14 +105,14 @@ class Objective:
         for key in ("loss", "aggregate", "kl", "correction"):
             if key in params:
                 chosen[key] = {"name": params[key]} if isinstance(params[key], str) else dict(params[key])
-        auxiliary = []
-        if coefficient := params.get("ptx_coef", 0.0):
-            auxiliary.append(Likelihood("ptx", coefficient, registry.losses["ptx"], text_rows))
-        if coefficient := params.get("positive_coef", 0.0):
-            auxiliary.append(Likelihood("positive", coefficient, registry.losses["sft"], correct_rows))
-        loss, aggregate = chosen["loss"], chosen["aggregate"]
+        auxiliary = [
+            Likelihood(name, coefficient, registry.losses[loss])
+            for name, loss in (("ptx", "ptx"), ("positive", "sft"))
+            if (coefficient := params.get(f"{name}_coef", 0.0))
+        ]
+        loss_settings, aggregate = chosen["loss"], chosen["aggregate"]
         return Objective(
-            role, entry_of(registry.losses, loss.pop("name")), loss,
+            role, entry_of(registry.losses, loss_settings.pop("name")), loss_settings,
             entry_of(registry.aggregations, aggregate.pop("name")), aggregate,
             params.get("old", "self"), chosen.get("kl"), params.get("entropy_coef", 0.0), chosen.get("correction"),
             tuple(auxiliary),
@@ -137,11 +132,6 @@ class Objective:
     def whole_groups(self) -> bool:
         """Return whether the loss compares rows of a group, which must then share a micro-batch."""
         return self.loss.needs.whole_groups
-
-    @property
-    def needs_group_tokens(self) -> bool:
-        """Return whether a row's loss depends on its whole group's number of tokens in the optimizer step."""
-        return "group_tokens" in self.aggregation.reads
 
     def select(self, rows: Rows) -> Rows:
         """Return the rows that take part in this loss."""

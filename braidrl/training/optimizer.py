@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
-from braidrl.training.four_bit import import_bitsandbytes
+from braidrl.training.lora import import_bitsandbytes
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.weights.shards import local_shard, shard_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from braidrl.data.rows import Column, Rows
 from braidrl.runtimes.hybrid.protocols import DivisibleTable, Mesh, RankCalls, TransferProtocol, register
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 
 
 def in_turn(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:

@@ -22,7 +22,7 @@ from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts
 from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
-from braidrl.training.device_rates import own_rates
+from braidrl.training.operations import own_rates
 from tests.tiny import Workshop, weights_of
 
 

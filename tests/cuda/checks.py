@@ -36,7 +36,7 @@ from braidrl.training.decoders.body import PACKED
 from braidrl.training.decoders.proof import Twin
 from braidrl.training.decoders.proven import best_plan
 from braidrl.training.memory.offload import OffloadableTensors
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.shards import empty, full_parts, occupy, storages
 from tests.cuda.allowed import DOUBLES, WAITS

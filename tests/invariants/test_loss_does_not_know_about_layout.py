@@ -16,7 +16,7 @@ from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.objective import Objective, denominators, with_group_tokens
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from tests.tiny import MODELS, TOKENIZER, settings
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

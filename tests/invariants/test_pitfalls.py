@@ -25,7 +25,7 @@ from braidrl.runtimes.generating.generation import sampling_of
 from braidrl.runtimes.run import train
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.in_place import EngineWeights
 from tests.engines.tiny import make_model
 from tests.recipes.tiny import make_config, write_data, write_decoder

@@ -14,9 +14,8 @@ from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import REQUIRED_KEYS, Sums
 from braidrl.runtimes.step_metrics import summary
 from braidrl.runtimes.usage import DeviceUsage, Drawn
-from braidrl.training.device_rates import DeviceRates
 from braidrl.training.memory.footprint import model_shape
-from braidrl.training.operations import MatrixSizes, decoding_bytes
+from braidrl.training.operations import DeviceRates, MatrixSizes, decoding_bytes
 from tests.tiny import Workshop
 
 GENERATE = Stage("actor.generate", "generate", "actor", Signature(Kind.GENERATE))

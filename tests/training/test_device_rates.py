@@ -10,8 +10,8 @@ import torch
 
 from braidrl.cluster.device_kinds import known_kinds
 from braidrl.cluster.process import usable_cores
-from braidrl.training import device_rates as machine
-from braidrl.training.device_rates import DeviceRates, keep_rates, kept_rates, measured_rates, own_rates
+from braidrl.training import operations as machine
+from braidrl.training.operations import DeviceRates, keep_rates, kept_rates, measured_rates, own_rates
 
 MEASURED = DeviceRates({"float32": 8e11, "bfloat16": 9e11}, 4e10)
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from torch import nn
 from braidrl.config import LoraConfig, TrainerConfig
 from braidrl.errors import UserError
 from braidrl.runtimes.run import TrainingRun
-from braidrl.training.four_bit import FourBitLinear
+from braidrl.training.lora import FourBitLinear
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.optimizer import MasterOptimizer
 from braidrl.training.optimizer_contract import train
 from braidrl.training.roles.checkpoint import full_state_dict
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
 from tests.training.parallel.laid_out import config_of
 

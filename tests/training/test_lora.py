@@ -21,8 +21,7 @@ from braidrl.training.lora import ADAPTER, adapter_config
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.checkpoint import full_state_dict
-from braidrl.training.roles.copies import RoleCopy, local_weight_parts
-from braidrl.training.roles.make import DecoderWorker, ScalarWorker
+from braidrl.training.roles.worker import DecoderWorker, RoleCopy, ScalarWorker
 from braidrl.weights.collective import Incoming, WeightOffer
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.transfer import LayoutCopy
@@ -185,7 +184,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
 
     trained = started(adapted(tiny_models["qwen3"]))
     other = DecoderWorker("actor", adapted(tiny_models["qwen3"]), train=True)
-    parts, own = (local_weight_parts(worker, adapters_alone=True) for worker in (trained, other))
+    parts, own = (worker.weights(adapters_alone=True) for worker in (trained, other))
     moved = LayoutCopy(lambda: parts, lambda: own, Ranks()).refresh().stayed if way == "in place" else 0
     if way == "collective":
         offer = WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"))

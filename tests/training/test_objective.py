@@ -14,7 +14,7 @@ from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from tests.recipes.tiny import make_config, write_decoder
 from tests.training.roles.test_scalar import random_rows
 

@@ -14,8 +14,7 @@ from braidrl.engines.embedded.sharded_decoding import join_generation_groups, lo
 from braidrl.engines.engine import EngineSpec
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import full_state_dict
-from braidrl.training.roles.copies import local_weight_parts
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.shards import Parts, local_shard, weight_parts
@@ -49,7 +48,7 @@ def transition(
     layout = GenerationLayout(pipeline, tensor, grouping)  # type: ignore[arg-type]
     resolved = worker.config.trainer.layout.resolve(world.size)
     layout.check(resolved, world.size)
-    groups, trained = layout.groups(resolved), partial(local_weight_parts, worker)
+    groups, trained = layout.groups(resolved), worker.weights
     engine = None
     if vllm:
         # Imported here: only an interpreter that has vLLM measures it.
@@ -67,7 +66,7 @@ def transition(
         for parameter in worker.model.parameters():
             local_shard(parameter).mul_(1.5)
     wanted = {name: tensor.clone() for name, tensor in full_state_dict(worker).items()}
-    before = {name: part.local.clone() for name, part in local_weight_parts(worker).items()}
+    before = {name: part.local.clone() for name, part in worker.weights().items()}
     volume = weights.enter()
     assert volume is not None and weights.enter() is None
     problems = [
@@ -75,12 +74,12 @@ def transition(
         for name, part in generating().items()
         if not torch.equal(part.local, part.box.of(wanted[name]))
     ]
-    kept = [name for name, part in local_weight_parts(worker).items() if part.local.any()]
+    kept = [name for name, part in worker.weights().items() if part.local.any()]
     if grouping == "interval" and kept:
         problems.append(f"training has {kept} beside generation")
     weights.leave()
     weights.leave()
-    after = local_weight_parts(worker)
+    after = worker.weights()
     problems += [
         f"{name} came back otherwise" for name, values in before.items() if not torch.equal(after[name].local, values)
     ]
@@ -96,7 +95,7 @@ def transition(
     said = {
         "together": list(together.values()), "received": volume.received, "peak": weights.peak_bytes, "redundant": weights.redundant_bytes,
         "rounds": volume.rounds, "problems": problems,
-        "trained": {name: part.box.elements for name, part in local_weight_parts(worker).items()},
+        "trained": {name: part.box.elements for name, part in worker.weights().items()},
         "generated": {name: part.box.elements for name, part in generating().items()},
     }  # fmt: skip
     if engine is not None:

@@ -56,7 +56,7 @@ from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText, divided
 from braidrl.runtimes.saving.background import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
-from braidrl.training.role_settings import layout_of
+from braidrl.training.role_settings import settings_of
 from braidrl.training.roles.checkpoint import Write
 
 
@@ -133,7 +133,7 @@ class HybridBackend:
         for update in updates:
             rows = index.take(update)
             counts, chosen = ray.put(UpdateCounts.of(rows)), table.take(update)
-            if objective.needs_group_tokens:
+            if "group_tokens" in objective.aggregation.reads:
                 counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
                 chosen = chosen.with_output(counted)
             chosen = replace(chosen, parts=by_length(rows, group.mesh.size, objective.whole_groups))
@@ -178,7 +178,7 @@ class HybridBackend:
         own: Registration = registration_of(*class_and_method(stage.type))
         role, config, key = str(stage.role), self.executor.config, next(self.keys)
         group = self.groups[role]
-        layout = layout_of(role, config).resolve(group.pool.workers)
+        layout = settings_of(role, config).layout.resolve(group.pool.workers)
         pooled = pools_ranks(config) and role in group.pool.generating
         groups = generation_layout(config).groups(layout).flatten(1).tolist() if pooled else []
         mesh = Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))
@@ -240,7 +240,7 @@ class HybridBackend:
         writes them in a thread.
         """
         for group in self.distinct:
-            layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
+            layouts = [settings_of(role, self.executor.config).layout for role in group.pool.models]
             replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
             aside = replicated and not pools_ranks(self.executor.config)
             group.wait(group.call("save", folder.resolve(), copy, aside=aside))

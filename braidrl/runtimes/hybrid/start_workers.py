@@ -22,7 +22,7 @@ from braidrl.runtimes.hybrid.driver import HybridBackend
 from braidrl.runtimes.hybrid.group import WorkerGroup, together
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, hybrid_pools, sign_of
 from braidrl.runtimes.prepare.setup import Prepared
-from braidrl.training.role_settings import inference_layouts, layout_of
+from braidrl.training.role_settings import inference_layouts, settings_of
 
 
 def start_hybrid_backend(
@@ -103,7 +103,7 @@ class RunWorkers:
         # The ranks of a pool form a process group if there are several or a model is sharded.
         formed, others = [], inference_layouts(config, self.prepared.flow)
         for group in fresh:
-            layouts = [layout_of(role, config) for role in group.pool.models]
+            layouts = [settings_of(role, config).layout for role in group.pool.models]
             layouts += [others[role] for role in group.pool.models if role in others]
             if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
                 (answer,) = group.wait([group.call("rendezvous")])

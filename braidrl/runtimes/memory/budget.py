@@ -23,18 +23,7 @@ from braidrl.training.memory.footprint import (
     resident_bytes,
 )
 from braidrl.training.optimizer import MASTER_BYTES, moment_bytes
-from braidrl.training.role_settings import (
-    DTYPES,
-    checkpoints_activations,
-    dtype_of,
-    inference_layouts,
-    layout_of,
-    lora_of,
-    max_tokens_of,
-    merges_adapters,
-    model_path,
-    slots_of,
-)
+from braidrl.training.role_settings import DTYPES, inference_layouts, merges_adapters, settings_of, slots_of
 
 MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
@@ -142,12 +131,12 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
 
     Raises UserError if the layout does not fit the devices or the model.
     """
-    role, rollout, dtype = use.role, config.rollout, dtype_of(use.role, config)
+    role, rollout, own = use.role, config.rollout, settings_of(use.role, config)
     scalar = role in flow.scalar_roles
-    plain = shape_of(model_path(role, config), dtype, scalar)
-    lora = lora_of(role, config) if use.trained else None
-    shape = model_shape(model_path(role, config), dtype, scalar, lora) if lora else plain
-    layout = layout_of(role, config)
+    plain = shape_of(own.model, own.dtype, scalar)
+    lora = own.lora if use.trained else None
+    shape = model_shape(own.model, own.dtype, scalar, lora) if lora else plain
+    layout = own.layout
     if engine_processes(config):
         # Each process that generates starts engines of its own.
         decoding_ranks = generation_layout(config).ranks
@@ -166,8 +155,8 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     kinds = {stage.kind for stage in flow.stages if stage.role == role}
     computes = not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN))
     deployed = Deployment(
-        shape, plain, layout, use.trained, scalar, computes, max_tokens_of(role, config),
-        checkpoints_activations(role, config), other and other.resolve(devices), engine, moment_bytes(config.trainer),
+        shape, plain, layout, use.trained, scalar, computes, own.max_tokens,
+        own.activation_checkpointing, other and other.resolve(devices), engine, moment_bytes(config.trainer),
     )  # fmt: skip
     return Footprint(use, shape, *role_memory(deployed))
 
@@ -183,7 +172,7 @@ def engine_use(
     if rollout.engine == "http":
         return None
     decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-    lora = lora_of(role, config) if shape.trained < shape.parameters else None
+    lora = settings_of(role, config).lora if shape.trained < shape.parameters else None
     shares = rollout.engine == "embedded" and decoder.dtype == shape.dtype and layout.is_replicated and divisor == 1
     own_weights = not shares or merges_adapters(lora, config)
     return EngineUse(decoder, slots, config.max_sequence_tokens, divisor, own_weights)

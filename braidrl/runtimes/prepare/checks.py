@@ -36,22 +36,11 @@ from braidrl.sandbox.walls import POLICIES, walls_missing
 from braidrl.training.acceptance import AXES, FILES, HALF, check_accepted
 from braidrl.training.backends import BACKENDS, supported
 from braidrl.training.decoders.proven import proven_plan
-from braidrl.training.four_bit import import_bitsandbytes
 from braidrl.training.loading import read_model_config, read_object
+from braidrl.training.lora import import_bitsandbytes
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.optimizer import check_optimizer
-from braidrl.training.role_settings import (
-    backend_of,
-    dtype_of,
-    inference_layout_key,
-    inference_layouts,
-    layout_key,
-    layout_of,
-    lora_key,
-    lora_of,
-    model_path,
-    own_settings,
-)
+from braidrl.training.role_settings import inference_layouts, settings_of
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import TRANSPORTS
 
@@ -121,9 +110,9 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     if not engine_processes(config):
         check_pooled_engines(config, key, generating, environments)
     for role in generating:
-        settings = model_settings(model_path(role, config))
+        settings = model_settings(settings_of(role, config).model)
         check_heads(settings, layout.tensor)
-        check_plan(model_path(role, config), ParallelLayout(tensor=layout.tensor, pipeline=layout.pipeline), key)
+        check_plan(settings_of(role, config).model, ParallelLayout(tensor=layout.tensor, pipeline=layout.pipeline), key)
         if settings.get("num_hidden_layers", layout.pipeline) % layout.pipeline:
             raise UserError(
                 f"rollout.pipeline={layout.pipeline} does not divide the model's {settings['num_hidden_layers']} layers; "
@@ -190,7 +179,7 @@ def check_attention_heads(config: Config, key: str, generating: Iterable[str]) -
     """Raise UserError if the ranks of vLLM or a server do not divide the model's heads."""
     rollout = config.rollout
     for role in generating:
-        heads = model_settings(model_path(role, config)).get("num_attention_heads", rollout.tensor)
+        heads = model_settings(settings_of(role, config).model).get("num_attention_heads", rollout.tensor)
         if heads % rollout.tensor:
             raise UserError(
                 f"{key} does not divide the model's {heads} attention heads; write a number that divides {heads}"
@@ -232,8 +221,9 @@ def check_generating_ranks(config: Config, pool: Pool) -> None:
     """Raise UserError if the ranks of a pool cannot decode together as configured."""
     if pools_ranks(config):
         for role in pool.generating:
-            layout = layout_of(role, config) if role in pool.models else ParallelLayout()
-            generation_layout(config).check(layout.resolve(pool.workers, layout_key(role, config)), pool.workers)
+            own = settings_of(role, config)
+            layout = own.layout if role in pool.models else ParallelLayout()
+            generation_layout(config).check(layout.resolve(pool.workers, own.key("layout")), pool.workers)
 
 
 def check_engines_own_draws(config: Config) -> None:
@@ -369,8 +359,8 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
             f"trainer.inference_layout: no stage of {flow.name} infers with a role that it trains; remove it"
         )
     inferring = inference_layouts(config, flow)
-    pairs = [(role, layout_of(role, config), layout_key(role, config)) for role in roles]
-    pairs += [(r, inferring[r], inference_layout_key(r, config)) for r in roles if r in inferring]
+    pairs = [(own.role, own.layout, own.key("layout")) for own in (settings_of(role, config) for role in roles)]
+    pairs += [(r, inferring[r], settings_of(r, config).key("inference_layout")) for r in roles if r in inferring]
     for role, layout, key in pairs:
         if layout != ParallelLayout() and config.runtime not in LAID_OUT:
             raise UserError(
@@ -380,11 +370,12 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
         if devices is not None:
             layout.resolve(devices, key)
-        settings = model_settings(model_path(role, config))
+        resolved = settings_of(role, config)
+        settings = model_settings(resolved.model)
         heads = settings.get("num_attention_heads", 1)
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
-        if backend_of(role, config) == "torch":
-            check_plan(model_path(role, config), layout, key)
+        if resolved.backend == "torch":
+            check_plan(resolved.model, layout, key)
 
 
 def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
@@ -410,13 +401,14 @@ def check_dtypes(config: Config, roles: Iterable[str]) -> None:
     """Raise UserError for a data type that the device or the model does not support."""
     on_cuda = choose_device(config.device).type == "cuda"
     for role in roles:
-        if on_cuda and dtype_of(role, config) == torch.bfloat16 and not has_bfloat16():
-            key = f"roles.{role}.dtype" if own_settings(role, config).dtype else "dtype"
+        own = settings_of(role, config)
+        if on_cuda and own.dtype == torch.bfloat16 and not has_bfloat16():
+            key = own.key("dtype")
             raise UserError(
                 f"{key}=bfloat16: {torch.cuda.get_device_name()} does not compute in it; write {key}=float32"
             )
-        path, half = model_path(role, config), dtype_of(role, config) == torch.bfloat16
-        if half and backend_of(role, config) == "torch" and path.expanduser().is_dir():
+        path, half = own.model, own.dtype == torch.bfloat16
+        if half and own.backend == "torch" and path.expanduser().is_dir():
             found = read_model_config(path)
             check_accepted(found, proven_plan(found, path), path, HALF, "dtype: write float32")
 
@@ -424,17 +416,17 @@ def check_dtypes(config: Config, roles: Iterable[str]) -> None:
 def check_backends(config: Config, flow: Flow) -> None:
     """Raise UserError for an unknown training backend, and for features that it does not support."""
     for role in flow.roles:
-        backend = backend_of(role, config)
-        BACKENDS.check(backend)
-        known, layout = supported(backend), layout_of(role, config)
+        own = settings_of(role, config)
+        BACKENDS.check(own.backend)
+        known, layout = supported(own.backend), own.layout
         follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
-        copied, place = role in inference_layouts(config, flow), layout_key(role, config)
+        copied, place = role in inference_layouts(config, flow), own.key("layout")
         wanted = [
             *((axis, f"{place}.{axis}", getattr(layout, axis) > 1) for axis in ("tensor", "pipeline", "sequence")),
             ("shard", f"{place}.shard", layout.shard != "none"),
-            ("copies", inference_layout_key(role, config), copied),
+            ("copies", own.key("inference_layout"), copied),
             ("copies", f"stage {', '.join(follows)}", bool(follows)),
-            ("lora", "trainer.lora", lora_of(role, config) is not None),
+            ("lora", "trainer.lora", own.lora is not None),
             ("offload", "trainer.resident_gib", config.trainer.resident_gib is not None),
             ("checkpoint_async", "trainer.checkpoint_async", config.trainer.checkpoint_async),
             ("optimizers", "trainer.optimizer", config.trainer.optimizer != "adamw"),
@@ -442,7 +434,7 @@ def check_backends(config: Config, flow: Flow) -> None:
         ]
         if key := next((key for feature, key, asked in wanted if asked and feature not in known), None):
             raise UserError(
-                f"{key} is not supported by the backend {backend} of {role}; remove it, or write trainer.backend=torch"
+                f"{key} is not supported by the backend {own.backend} of {role}; remove it, or write trainer.backend=torch"
             )
 
 
@@ -452,22 +444,24 @@ def check_adapters(config: Config, flow: Flow) -> None:
         if own.lora and role not in flow.trained_roles:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
     for role in flow.trained_roles:
-        if lora := lora_of(role, config):
-            model_shape(model_path(role, config), torch.float32, role in flow.scalar_roles, lora)
+        resolved = settings_of(role, config)
+        place = resolved.key("layout")
+        if lora := resolved.lora:
+            model_shape(resolved.model, torch.float32, role in flow.scalar_roles, lora)
             if lora.base_dtype:
-                key = f"{lora_key(role, config)}.base_dtype={lora.base_dtype}"
+                key = f"{resolved.key('lora')}.base_dtype={lora.base_dtype}"
                 import_bitsandbytes(key)
-                if dtype_of(role, config) == torch.float64:
+                if resolved.dtype == torch.float64:
                     raise UserError(
                         f"{key}: weights of float64 are not kept in 4 bits; write dtype=bfloat16 or float32"
                     )
-                if not layout_of(role, config).is_replicated:
+                if not resolved.layout.is_replicated:
                     raise UserError(
-                        f"{key}: ranks cannot divide weights of 4 bits, and {layout_key(role, config)} divides {role}; remove one of them"
+                        f"{key}: ranks cannot divide weights of 4 bits, and {place} divides {role}; remove one of them"
                     )
-        if config.trainer.optimizer == "adamw8bit" and not layout_of(role, config).is_replicated:
+        if config.trainer.optimizer == "adamw8bit" and not resolved.layout.is_replicated:
             raise UserError(
-                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {layout_key(role, config)} divides {role}; "
+                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {place} divides {role}; "
                 "write trainer.optimizer=adamw, or remove the layout"
             )
 

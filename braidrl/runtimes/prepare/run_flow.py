@@ -21,7 +21,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.parsing import read_yaml
-from braidrl.training.role_settings import dtype_name, lora_of, merges_adapters, model_path
+from braidrl.training.role_settings import merges_adapters, settings_of
 
 TRUNCATED = {"name": "truncated"}
 
@@ -132,16 +132,17 @@ def resolve(stage: Stage, config: Config) -> Stage:
             )
         filled: dict[str, Any] = {"old": old or ("self" if single else "recompute")}
         # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
-        dtype, lora = dtype_name(str(stage.role), config), lora_of(str(stage.role), config)
+        own = settings_of(str(stage.role), config)
+        dtype = own.dtype_name
         same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype)
         # Adapters merged into bfloat16 weights are rounded.
-        exact = not merges_adapters(lora, config) or dtype != "bfloat16"
+        exact = not merges_adapters(own.lora, config) or dtype != "bfloat16"
         drawn_by_trained = same and exact and config.trainer.max_staleness == 0
         # With old=rollout the ratio already compares with the policy that drew the tokens.
         if "correction" not in stage.params and filled["old"] != "rollout" and not drawn_by_trained:
             filled["correction"] = TRUNCATED
         return with_params(stage, filled)
-    if stage.type == "score" and model_path(str(stage.role), config) != config.model:
+    if stage.type == "score" and settings_of(str(stage.role), config).model != config.model:
         # It may have another tokenizer, which makes its own tokens from the texts.
         signature = stage.signature
         return replace(stage, signature=replace(signature, optional=(*signature.optional, "prompt_length", "metadata")))

@@ -36,7 +36,7 @@ from braidrl.runtimes.row_store import RowStore
 from braidrl.training.backends import supported
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer, read_model_config
-from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
+from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings_of
 
 Check = Callable[[Callable[[], Any]], Any]
 """Runs a check: at once, or collecting its UserError and continuing with the next."""
@@ -172,7 +172,7 @@ def without_data(config: Config, train: bool = True, check: Check = at_once) -> 
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
-        backends = {role: backend_of(role, config) for role in prepared.roles()}
+        backends = {role: settings_of(role, config).backend for role in prepared.roles()}
         whole = {role: name for role, name in backends.items() if "streaming" not in supported(name)}
         check_exchange(pools, whole, bool(config.rollout.grouping))
         for pool in pools:
@@ -245,8 +245,8 @@ def has_package(name: str, python: Path | None = None) -> bool:
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError for a role whose model lacks the needed head, or whose tokenizer differs from the others'."""
     for role in flow.roles:
-        path = model_path(role, config)
-        if backend_of(role, config) == "torch":
+        path = settings_of(role, config).model
+        if settings_of(role, config).backend == "torch":
             check_model(path)
         own = own_tokenizer(role, config, tokenizer)
         check_tokens(path, own or tokenizer)
@@ -303,7 +303,7 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
         trained = max(trained, config.rollout.max_sequence_tokens or 0)
     # If device memory decides, no row is longer.
     decided = config.trainer.max_tokens_per_device is None and device_memory(config.device) is not None
-    limits = {"trainer": trained if decided else usual_max_tokens(config)}
+    limits = {"trainer": trained if decided else (config.trainer.max_tokens_per_device or USUAL_TOKENS)}
     limits |= {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
     for section, limit in limits.items():
         if trained > limit:
@@ -325,7 +325,7 @@ def embeddings_exceeded(config: Config, roles: Iterable[str], tokenizer: PreTrai
     """Return the embedding size of each role whose model has fewer tokens than the tokenizer."""
     found = {}
     for role in roles:
-        size = checks.model_settings(model_path(role, config)).get("vocab_size")
+        size = checks.model_settings(settings_of(role, config).model).get("vocab_size")
         if size is not None and size < len(tokenizer):
             found[role] = int(size)
     return found
@@ -339,9 +339,7 @@ def check_vocabulary(
     if not exceeded:
         return
     size, role = min((size, role) for role, size in exceeded.items())
-    sizes = (
-        f"the tokenizer has {len(tokenizer)} tokens and the embedding of {role}, {model_path(role, config)}, has {size}"
-    )
+    sizes = f"the tokenizer has {len(tokenizer)} tokens and the embedding of {role}, {settings_of(role, config).model}, has {size}"
     remedy = "resize the embedding (`model.resize_token_embeddings`), or use the model's own tokenizer"
     for source in sources:
         if (found := source.first_beyond(size)) is not None:

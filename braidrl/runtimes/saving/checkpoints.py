@@ -25,7 +25,7 @@ from braidrl.flow.selecting import Selection
 from braidrl.runtimes.interfaces import Backend, BegunBatch, Position
 from braidrl.runtimes.saving import folders
 from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter
-from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, Write, describe_worker
+from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, Write
 
 FORMAT = 2
 """Since format 2 a checkpoint has a manifest, which is checked; format 1 is read unchecked."""
@@ -253,4 +253,6 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
         raise UserError(f"{folder} exists; nothing was overwritten")
     with folders.whole_folder(folder) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
-    return f"{folder}: {describe_worker(folder)}, from {checkpoint}"
+    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.name != OPTIMIZER)
+    return f"{folder}: {architecture}, {size / 2**20:.1f} MiB of weights, from {checkpoint}"

@@ -15,7 +15,7 @@ from braidrl.errors import UserError
 from braidrl.parsing import texts_and_numbers
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.folders import MAY_CHANGE
-from braidrl.training.role_settings import model_path
+from braidrl.training.role_settings import settings_of
 
 WHOLE_BYTES = 1 << 30
 """The size up to which a file is read whole; of a larger one its size and samples of its blocks count."""
@@ -29,7 +29,7 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
     config, tokenizer = prepared.config, prepared.tokenizer
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     models = {"model": config.model}
-    models |= {f"roles.{role}.model": model_path(role, config) for role in prepared.flow.roles}
+    models |= {f"roles.{role}.model": settings_of(role, config).model for role in prepared.flow.roles}
     weights = {}
     for key, path in models.items():
         folder = path.expanduser()

@@ -19,7 +19,7 @@ from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import GroupSelector
 from braidrl.runtimes.prepare.checks import check_divided_engines, check_generating_ranks, check_layouts
 from braidrl.runtimes.prepare.run_flow import build_flow
-from braidrl.training.role_settings import layout_key, layout_of
+from braidrl.training.role_settings import settings_of
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
@@ -106,9 +106,10 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
         if role not in generating:
             raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
         generating_ranks(config, role, size)
-        if own.generate_workers < size and not layout_of(role, config).is_replicated:
+        resolved = settings_of(role, config)
+        if own.generate_workers < size and not resolved.layout.is_replicated:
             raise UserError(
-                f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
+                f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({resolved.key('layout')}) "
                 "all generate; remove it"
             )
     check_layouts(config, flow, flow.roles, size)

@@ -20,7 +20,7 @@ from braidrl.flow.selecting import older_places
 from braidrl.observe.metrics import Sums
 from braidrl.queue.samplers import Sampler, sampler_named
 from braidrl.runtimes.streaming.consumers import Consumer, Consumers
-from braidrl.training.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
+from braidrl.training.role_settings import inference_layouts, settings_of
 
 COMPUTE = "compute"
 """A former group: computations run with generation, inference or training now."""
@@ -114,7 +114,7 @@ def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[G
             nodes = nodes_of(config)
             groups.append(Group(name, "generate", role, names, (asked or 1) * nodes, nodes=nodes))
             continue
-        layout = layout_of(name, config)
+        layout = settings_of(name, config).layout
         processes = asked or layout.ranks_per_replica * (layout.data or 1)
         divided = not layout.is_replicated or (layout.data or 1) > 1
         groups.append(Group(name, "model", name, names, processes, name in flow.changed_roles, divided))
@@ -219,8 +219,9 @@ def check_group(group: Group, config: Config, flow: Flow) -> None:
             f"write {key}={len(servers)}, or name more of them"
         )
     if group.kind == "model":
-        layouts = {layout_key(group.name, config): layout_of(group.name, config)}
+        own = settings_of(group.name, config)
+        layouts = {own.key("layout"): own.layout}
         if group.name in (inferring := inference_layouts(config, flow)):
-            layouts[inference_layout_key(group.name, config)] = inferring[group.name]
+            layouts[own.key("inference_layout")] = inferring[group.name]
         for name, layout in layouts.items():
             layout.resolve(group.processes, name, key)

@@ -229,7 +229,7 @@ class Trainer:
             return
         stage, updates = self.stages[self.at], self.updates
         assert updates is not None
-        whole = self.executor.objective(stage).needs_group_tokens
+        whole = "group_tokens" in self.executor.objective(stage).aggregation.reads
         pieces = updates.take(whole)
         index = [piece.index.take(places) for piece, places in pieces]
         self.counted += index

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer
 from braidrl.runtimes.streaming.weights import VersionWriter, source_of
 from braidrl.training.backends import ShardedBackend
-from braidrl.training.roles.copies import copied_parts, local_weight_parts
-from braidrl.training.roles.make import torch_worker
+from braidrl.training.roles.worker import copied_parts, torch_worker
 from braidrl.weights.collective import Incoming, OfferedWeights
 
 SOON_S = 0.2
@@ -310,7 +308,7 @@ class StageLoop:
         if self.versions is None:
             worker, context = self.context.executor.workers[self.role], self.context
             assert isinstance(worker, ShardedBackend), f"check_backends lets {self.role} have no other here"
-            parts = partial(local_weight_parts, worker)
+            parts = worker.weights
             self.versions = VersionWriter(
                 self.role, parts, self.world, context.executor.config, context.run, context.ip
             )

@@ -30,9 +30,8 @@ from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_b
 from braidrl.training.decoders.proof import FAILURES
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.decoders.shrink import HEADS, KEY_HEADS, LAYERS, WIDTHS
-from braidrl.training.four_bit import BYTES_PER_WEIGHT
 from braidrl.training.loading import read_model_config
-from braidrl.training.lora import NAME, add_adapters
+from braidrl.training.lora import BYTES_PER_WEIGHT, NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.pipeline import RUN
 from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of

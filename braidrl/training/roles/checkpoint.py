@@ -8,7 +8,6 @@
 Both forms of optimizer state can be read in any layout.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -29,9 +28,7 @@ from braidrl.errors import UserError
 from braidrl.training.lora import (
     ADAPTER,
     PREFIX,
-    adapter_name,
-    adapter_parameters,
-    is_adapter,
+    adapters_of,
     merged,
     peft_config,
     plain_names,
@@ -67,7 +64,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
     kept = copied if copy else dict[str, Tensor]
     weights, adapters = full_state_dict(worker, wanted=write), dict[str, Tensor]()
     if worker.lora:
-        for names, tensor in worker.ranks.full_tensors(adapter_parameters(worker.model), full_tensor):
+        for names, tensor in worker.ranks.full_tensors(adapters_of(dict(worker.model.named_parameters())), full_tensor):
             adapters |= dict.fromkeys(names, tensor)
     tensors = {**weights, **adapters, **(worker.optimizer.state() if worker.optimizer else {})}
     if not all_finite(local_shard(tensor) for tensor in tensors.values()):
@@ -149,8 +146,7 @@ def load_worker(worker: RoleModel, folder: Path) -> None:
     saved: Mapping[str, Tensor]
     kept, shapes = dict(worker.model.named_parameters()), worker.shapes
     if worker.lora:
-        kept = adapter_parameters(worker.model)
-        shapes = {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
+        kept, shapes = adapters_of(kept), adapters_of(shapes)
         saved = load_file(folder / ADAPTER / ADAPTER_WEIGHTS)
     elif not worker.ranks.is_sharded:
         saved = dict(worker.load_model(folder).named_parameters())
@@ -235,10 +231,3 @@ def own_keys(optimizer: MasterOptimizer, parameters: int, shapes: Mapping[str, t
     if len(set(map(frozenset, names.values()))) > 1:
         raise LookupError(f"parameters have different state: {names}")
     return found
-
-
-def describe_worker(folder: Path) -> str:
-    """Describe a saved model in one line: its architecture and size on disk."""
-    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.name != OPTIMIZER)
-    return f"{architecture}, {size / 2**20:.1f} MiB of weights"

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig
 
 from braidrl.cluster.devices import choose_device
@@ -24,23 +24,14 @@ from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import checkpoint_activations, run_body
-from braidrl.training.four_bit import quantize_adapted
-from braidrl.training.lora import add_adapters, train_adapters_only
+from braidrl.training.lora import FourBitLinear, add_adapters, is_adapter
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective
 from braidrl.training.optimizer import MasterOptimizer
 from braidrl.training.parallel.pipeline import HIDDEN
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.parallel.sharded import apply_layout
-from braidrl.training.role_settings import (
-    checkpoints_activations,
-    dtype_of,
-    layout_of,
-    learning_rate_of,
-    lora_of,
-    max_tokens_of,
-    model_path,
-)
+from braidrl.training.role_settings import settings_of
 from braidrl.weights.checkpoint_files import ParameterReader
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import shapes_of
@@ -64,17 +55,18 @@ class RoleModel(ABC):
         self.weight_updates = 0
         self.device = choose_device(config.device)
         keep_freed_memory()
-        self.path = model_path(role, config)
-        self.dtype = dtype_of(role, config)
-        self.ranks = apply_layout(layout_of(role, config), ranks or DataParallel(), self.device)
-        self.lora = lora_of(role, config) if train else None
+        own = settings_of(role, config)
+        self.path, self.dtype, self.max_tokens = own.model, own.dtype, own.max_tokens
+        self.ranks = apply_layout(own.layout, ranks or DataParallel(), self.device)
+        self.lora = own.lora if train else None
         # A sharded model is read part by part, except with adapters, which are initialised on the full model.
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
         self.base_shapes = shapes_of(self.model)
         if self.lora:
             add_adapters(self.model, self.lora, config.seed)
-            if self.lora.base_dtype:
-                quantize_adapted(self.model)
+            for module in list(self.model.modules()) if self.lora.base_dtype else ():
+                if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
+                    module.base_layer = FourBitLinear(base)
         self.shapes = shapes_of(self.model)
         if config.trainer.compile:
             FAST_LAYERS[self.device.type](self.model)
@@ -83,10 +75,9 @@ class RoleModel(ABC):
         predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
         self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
         # Only after sharding: the full model may be too large for one device.
-        self.model.to(self.device).requires_grad_(train).eval()
-        if self.lora:
-            train_adapters_only(self.model)
-        self.max_tokens = max_tokens_of(role, config)
+        self.model.to(self.device).eval()
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(train and (not self.lora or is_adapter(name)))
         self.optimizer = self._make_optimizer(files) if train else None
         self.side_files: dict[str, bytes] | None = None
         """A checkpoint's files beside its weights, by name."""
@@ -101,11 +92,11 @@ class RoleModel(ABC):
     def _make_optimizer(self, files: ModelFiles) -> MasterOptimizer:
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         numbers = [list(self.shapes).index(name) for name in names]
-        peak = learning_rate_of(self.role, self.config)
-        optimizer = MasterOptimizer(parameters, self.config.trainer, peak, self.ranks, numbers)
+        own = settings_of(self.role, self.config)
+        optimizer = MasterOptimizer(parameters, self.config.trainer, own.learning_rate, self.ranks, numbers)
         if not self.lora:  # adapted layers have other names
             optimizer.read_masters(names, files)
-        if checkpoints_activations(self.role, self.config):
+        if own.activation_checkpointing:
             checkpoint_activations(self.model)
         return optimizer
 

@@ -12,7 +12,7 @@ import torch
 from braidrl.errors import UserError
 from braidrl.training.memory import offload
 from braidrl.training.memory.offload import OffloadableTensors, storages
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from tests.training.parallel.laid_out import config_of, make_rows, one_step
 
 MIB = 1 << 20
@@ -46,11 +46,11 @@ def test_moves_that_were_broken_off_are_completed(monkeypatch: pytest.MonkeyPatc
     movable, calls = OffloadableTensors(lambda: tensors), [0]
 
     def interrupted(call):  # type: ignore[no-untyped-def]
-        def once(*arguments):  # type: ignore[no-untyped-def]
+        def once(*arguments, **named):  # type: ignore[no-untyped-def]
             calls[0] += 1
             if calls[0] == 2:
                 raise KeyboardInterrupt
-            return call(*arguments)
+            return call(*arguments, **named)
 
         return once
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from contextlib import closing
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,8 +27,7 @@ from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.objective import Objective, denominators, with_group_tokens
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import divided_state, full_state_dict
-from braidrl.training.roles.copies import RoleCopy, copy_within, local_weight_parts
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker, RoleCopy, copy_within
 from braidrl.weights import file as weight_file
 from braidrl.weights.file import FileLayout, WeightWriter
 from braidrl.weights.publisher import TransferVolume
@@ -239,7 +238,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     limit = 8192  # Less than a matrix of a layer.
     for layout in layouts[1:]:
         other = DecoderWorker("actor", config_of(model, layout), False, DataParallel(world.group, world), is_copy=True)
-        copy = copy_within(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
+        copy = copy_within(worker, other.weights, other.ranks.is_sharded, limit)
         with Largest() as largest:
             copy.refresh()
         problems = [
@@ -260,7 +259,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
 
 def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
     """Return errors of files that all ranks write together, in memory, in a folder, and without space."""
-    ranks, parts = worker.ranks, local_weight_parts(worker)
+    ranks, parts = worker.ranks, worker.weights()
     writer, to_folder = WeightWriter(parts, ranks, check=True), WeightWriter(parts, ranks, repeat=True)
     for _ in range(2):
         with closing(writer.write(parts)) as file:
@@ -288,7 +287,7 @@ def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) ->
 
 def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
     """Return errors of the files of two machines with alternating ranks, which exchange missing blocks."""
-    parts = local_weight_parts(worker)
+    parts = worker.weights()
     with patch.object(weight_file, "machine", lambda: f"machine {world.rank % 2}"):
         writer = WeightWriter(parts, worker.ranks)
     with closing(writer.write(parts)) as file:

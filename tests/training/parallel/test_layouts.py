@@ -18,7 +18,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import UserError
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from tests.tiny import MODELS, TOKENIZER
 from tests.training.parallel.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step
 

@@ -14,7 +14,7 @@ from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import FILLER, Packed, pack, saves_enough
 from braidrl.training.loading import load_scorer
 from braidrl.training.parallel.pipeline import RUN, local_layers, runs, split_layers
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.shards import shapes_of
 from tests.tiny import TOKENIZER
 from tests.training.compute.test_shared_prompts import rows_of

@@ -11,7 +11,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import divided_state
-from braidrl.training.roles.make import DecoderWorker
+from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.checkpoint_files import WeightFiles
 from braidrl.weights.shards import full_tensor
 from tests.training.parallel.laid_out import config_of

@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.loading import load_scorer
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.make import ScalarWorker
+from braidrl.training.roles.worker import ScalarWorker
 from tests.recipes.tiny import make_config, write_decoder, write_scorer
 
 

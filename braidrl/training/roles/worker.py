@@ -1,0 +1,313 @@
+"""A role's worker: forward passes over rows, gradient accumulation, optimizer steps, and copies of its weights.
+
+rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
+
+tokens       p  p  p  a1 a2 a3
+log_probs             l1 l2 l3       of each action, by an actor or a reference
+values             v1 v2 v3          of the state before each action, by a critic, at the predicting position
+score                     s          of the row, by a reward model, at its last token
+
+Weights are copied to infer in another layout, or to a role that follows another one (target network, EMA), which then has
+own = decay · own + (1 - decay) · source:
+
+training layout   step ─ step ──────────── step ─
+                              ╲ moves             ╲          block by block, if the weights have changed when the copy is used
+another layout                 infer ─ infer       infer
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.config import Config
+from braidrl.data.packing import plan_micro_batches
+from braidrl.data.rows import Rows
+from braidrl.errors import UserError
+from braidrl.flow import Flow
+from braidrl.observe.metrics import Sums
+from braidrl.training.backends import BACKENDS, Advance, BackendSpec, ShardedBackend, TrainingBackend
+from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_enough
+from braidrl.training.decoders.body import PACKED, plan_of_model, set_training
+from braidrl.training.decoders.head import predicted_log_probs
+from braidrl.training.loading import load_decoder, load_scorer
+from braidrl.training.lora import adapters_of, plain_names
+from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.role_settings import merges_adapters, settings_of
+from braidrl.training.roles.checkpoint import full_state_dict, load_worker, saving_tasks
+from braidrl.training.roles.model import RoleModel
+from braidrl.weights.publisher import TransferVolume
+from braidrl.weights.shards import Parts, WeightPart, storages, weight_parts
+from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch: its rows, their numbers in the batch, and their packing; an empty one has no rows."""
+
+    numbers: list[int]
+    rows: Rows
+    packed: Packed
+
+
+class RoleWorker(RoleModel, ShardedBackend):
+    """The built-in training backend on plain torch."""
+
+    _nonfinite: tuple[str, ...] = ()
+
+    def shares_prompts(self, rows: Rows) -> bool:
+        """Return whether shared prompts of these rows are computed once."""
+        return self.config.trainer.share_prompts and plan_of_model(self.model) == PACKED and saves_enough(rows)
+
+    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
+        """Pack this rank's rows into micro-batches of at most `max_tokens` tokens, and add empty ones up to the number that all ranks run.
+
+        Args:
+            rows: This rank's rows.
+            whole_groups: Keep the rows of a group together.
+        """
+        plan: list[list[int]] = []
+        if self.shares_prompts(rows) and not whole_groups:
+            plan = plan_shared(rows, self.max_tokens)
+        elif len(rows):
+            groups = rows["group"].tolist() if whole_groups else None
+            (plan,) = plan_micro_batches(
+                rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
+            )
+        found = []
+        for numbers in filter(None, plan):
+            part = rows.take(numbers)
+            found.append(MicroBatch(numbers, part, pack(part, self.device, self.shares_prompts(part))))
+        # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
+        none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
+        filler = Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)
+        empty = MicroBatch([], Rows({}), filler)
+        return found + [empty] * (self.ranks.num_micro_batches(len(found)) - len(found))
+
+    @torch.no_grad()
+    def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
+        rows, own = self.ranks.gather_rows(rows)
+        batches = self.micro_batches(rows)
+        offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
+        sizes = [int(each[-1]) for each in offsets]
+        found = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
+
+        def keep(number: int, predicted: dict[str, Tensor]) -> None:
+            batch = batches[number]
+            if batch.numbers:
+                found.split(sizes)[number].copy_(predicted[name])
+                if advance and self.ranks.is_reporting_rank:
+                    advance(len(batch.rows), len(batch.packed.input_ids))
+
+        self.ranks.run_micro_batches(self.model, self.compute, [batch.packed for batch in batches], keep)
+        if not len(rows):
+            return Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
+        parts = self.ranks.broadcast_predictions(found).split(sizes)
+        order = torch.tensor([number for batch in batches for number in batch.numbers])
+        return Ragged.cat([Ragged(*part) for part in zip(parts, offsets, strict=True)]).take(order.argsort()[own])
+
+    def forward_backward(
+        self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
+    ) -> dict[str, float]:
+        assert self.optimizer is not None, f"{self.role} is not trained"
+        totals: dict[str, float] = {}
+        rows, _ = self.ranks.gather_rows(rows)
+
+        def loss_of(
+            term: Objective | Likelihood, batches: list[MicroBatch], number: int, predicted: dict[str, Tensor]
+        ) -> Tensor:
+            batch = batches[number]
+            if not batch.numbers:
+                # A zero loss over every output, so that all ranks run the same collectives.
+                return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
+            losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
+            loss = losses[term.denominator]
+            if self.ranks.is_reporting_rank:
+                total = float(loss.detach())
+                totals[term.denominator] = totals.get(term.denominator, 0.0) + total
+                if not math.isfinite(total):
+                    self._nonfinite += (nonfinite_tokens(batch.rows, batch.packed.offsets, predicted),)
+                sums.add_per_token(self.role, metrics)
+                if advance:
+                    advance(len(batch.rows) if term is objective else 0, len(batch.packed.input_ids))
+            return loss
+
+        set_training(self.model, True)
+        terms: tuple[Objective | Likelihood, ...] = (objective, *objective.auxiliary)
+        for term in terms:
+            batches = self.micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups)
+            self.optimizer.collect(term.denominator)
+            self.ranks.run_micro_batches(
+                self.model, lambda packed, term=term: self.compute(packed, term), [batch.packed for batch in batches],
+                partial(loss_of, term, batches),
+            )  # fmt: skip
+        set_training(self.model, False)
+        return totals
+
+    @property
+    def shared_model(self) -> Any:
+        """Return the model, with its adapters, if an engine of this process may share it, else None."""
+        return None if self.ranks.is_sharded or merges_adapters(self.lora, self.config) else self.model
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield every full tensor of the model, adapters merged; all ranks of a sharded model call this at the same time."""
+        return full_state_dict(self).items()
+
+    def weights(self, adapters_alone: bool = False) -> Mapping[str, WeightPart]:
+        """Return the local shards by name, adapters merged on demand; with `adapters_alone`, only trained parameters by peft's names."""
+        self.ranks.reshard(self.model)
+        if adapters_alone:
+            return weight_parts(adapters_of(dict(self.model.named_parameters())))
+        return weight_parts(plain_names(self.model, self.model.state_dict(keep_vars=True)))
+
+    def bytes_of(self, part: str) -> int:
+        if part == "weights":
+            return sum(storage.nbytes() for storage in storages(self.model.parameters()))
+        return self.optimizer.bytes_in_use if self.optimizer is not None else 0
+
+    def load(self, folder: Path) -> None:
+        load_worker(self, folder)
+        self.weight_updates += 1
+        self._nonfinite = ()
+
+    def export(self, folder: Path, write: bool = True) -> None:
+        for part in saving_tasks(self, folder, write):
+            part()
+
+    def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+        assert self.optimizer is not None, f"{self.role} is not trained"
+        self.ranks.reshard(self.model)
+        norm = self.optimizer.step(denominators, iteration)
+        self.nonfinite, self._nonfinite = self._nonfinite, ()
+        self.weight_updates += norm is not None and math.isfinite(norm)
+        return norm
+
+
+class ScalarWorker(RoleWorker):
+    """A worker that predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
+
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
+
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        hidden = self.hidden_states(packed)
+        wanted = {"values": packed.predictors, "scores": packed.row_ends}
+        if objective is not None:
+            wanted = {name: places for name, places in wanted.items() if name in objective.loss.reads}
+        # At least float32: returns and margins need more precision than bfloat16.
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        weight = self.model.score.weight.to(dtype)
+        return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in wanted.items()}
+
+
+class DecoderWorker(RoleWorker):
+    """A worker that predicts `log_probs` and `entropy` (A,) of the action tokens."""
+
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        return load_decoder(folder, self.dtype, on_meta=on_meta)
+
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        """Predict every action token of a micro-batch.
+
+        Args:
+            packed: Its N tokens, of which P are predicted.
+            objective: The loss; None for inference.
+
+        Returns:
+            `log_probs` and `entropy`, (P,) float32 or float64, in nats at the run's temperature.
+        """
+        hidden = self.hidden_states(packed)[packed.predictors]
+        with_entropy_grad = objective is not None and objective.entropy_coef != 0
+        temperature = self.config.rollout.temperature
+        log_probs, entropy = predicted_log_probs(
+            self.model, hidden, packed.targets, temperature, with_entropy_grad, compiled=self.config.trainer.compile
+        )
+        return {"log_probs": log_probs, "entropy": entropy}
+
+
+def make_worker(
+    role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
+) -> TrainingBackend:
+    """Create the role's backend, with a scalar head for values or scores, and with an optimizer if the flow trains it.
+
+    Without `training` it is a frozen copy that receives its weights.
+    """
+    trained = role in flow.trained_roles
+    spec = BackendSpec(
+        role, config, training and trained, role in flow.scalar_roles, trained and not training, ranks or DataParallel()
+    )
+    worker: TrainingBackend = BACKENDS.find(settings_of(role, config).backend)(spec)
+    return worker
+
+
+def torch_backend(spec: BackendSpec) -> RoleWorker:
+    """Create the built-in backend."""
+    kind = ScalarWorker if spec.is_scalar else DecoderWorker
+    return kind(spec.role, spec.config, spec.train, spec.ranks, is_copy=spec.is_copy)
+
+
+def torch_worker(worker: TrainingBackend) -> RoleWorker:
+    """Return the worker as a `RoleWorker`; only the built-in backend supports offloading, sharded generation and copies."""
+    assert isinstance(worker, RoleWorker), f"check_backends lets {worker.role} have no other here"
+    return worker
+
+
+def copy_within(worker: ShardedBackend, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
+    """Plan a copy of a worker's weights on its own ranks; `divided`: the second model is sharded."""
+    # If each rank holds both models in full, no communication is needed.
+    meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
+    return LayoutCopy(worker.weights, target, meet, limit_bytes)
+
+
+class RoleCopy:
+    """A worker without an optimizer that takes another worker's weights on the same ranks; their layouts may differ."""
+
+    def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
+        """Plan the transfer. Raises UserError if shapes differ or the worker has an optimizer."""
+        check_copies(worker, source.role, source.base_shapes)
+        self.worker, self.source = worker, source
+        self.copy = copy_within(source, worker.weights, worker.ranks.is_sharded)
+        self._weight_updates = source.weight_updates
+
+    def refresh(self) -> TransferVolume | None:
+        """Copy the source's weights if they have changed, else return None; all ranks call this at the same time."""
+        if self._weight_updates == self.source.weight_updates:
+            return None
+        self._weight_updates = self.source.weight_updates
+        return self.copy.refresh()
+
+    def move(self, decay: float) -> None:
+        """Set weights to decay · own + (1 - decay) · source; all ranks call this at the same time."""
+        self.worker.weight_updates += 1
+        self.copy.refresh(keep=decay)
+
+
+def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
+    """Return the worker's parts as targets of an EMA copy: decay · own + (1 - decay) · source.
+
+    Args:
+        worker: A worker without an optimizer.
+        source: The source role's name, for messages.
+        decay: The weight of the old values; 0 copies the source.
+
+    Raises:
+        UserError: The worker has an optimizer.
+    """
+    check_copies(worker, source, worker.base_shapes)
+    worker.weight_updates += 1
+    return {name: replace(part, kept=decay) for name, part in worker.weights().items()}
+
+
+def check_copies(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise UserError if the worker is trained by a loss, or its weights have other shapes."""
+    if worker.optimizer is not None:
+        raise UserError(f"{worker.role} is trained by a loss: it cannot take weights from {source} too")
+    if worker.base_shapes != shapes:
+        raise UserError(f"{worker.role} cannot take weights from {source}: {worker.path} is another model")
