@@ -70,7 +70,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if not rollout_only:
             check_engine_memory(self.prepared)
 
-        self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
+        self.folder = resume or Path(
+            self.world.share("run folder", str(new_run_folder(config)) if self.world.first else None)
+        )
         self.folder_identity = identity(self.folder)
         self.fingerprints = fingerprints(self.prepared) if self.world.first else {}
         self.progress = self._opened_progress()
@@ -102,7 +104,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _saved(self, newest_whole: bool) -> tuple[Path, RunState] | None:
         """Return the checkpoint from which the run resumes, and its state, if there is one. Raises UserError if the data has changed."""
-        found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
+        found = self.world.share(
+            "checkpoint", str(resume_point(self.folder, newest_whole) or "") if self.world.first else None
+        )
         if not found:
             return None
         state = load_checkpoint(Path(found))
@@ -322,7 +326,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return f"step {step}: {said}; see it again with `{again}`, or {other}"
 
     def _begin(self) -> None:
-        last = self.world.from_first("metrics", lambda: self.metrics.last if self.metrics else None)
+        last = self.world.share("metrics", self.metrics.last if self.metrics else None)
         # A resumed run that had reached its target is complete.
         self.good_enough = last["step"] == self.step and good_enough(last, self.config.evaluation.stop_at)
         # A run that was stopped in its first step and resumes has the line of step 0 already.
