@@ -27,11 +27,7 @@ at_end: list[Callable[[], None]] = []
 
 
 class TaskFailed(Exception):
-    """Raised by a task that can describe its failure better than its process can."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+    """Raised with a `Failure` by a task that can describe its failure better than its process can."""
 
 
 def main(descriptor: int) -> NoReturn:
@@ -50,7 +46,7 @@ def main(descriptor: int) -> NoReturn:
     try:
         result = function_of(task.entry)(task.arguments)
     except BaseException as error:
-        failure = error.failure if isinstance(error, TaskFailed) else failure_of(f"{task.name} failed", error)
+        failure = error.args[0] if isinstance(error, TaskFailed) else failure_of(f"{task.name} failed", error)
     # The last message, after success or failure; the parent may be gone already.
     with contextlib.suppress(OSError), SPEAKING:
         connection.send_bytes(pack_message(Outcome(result, failure)))

@@ -109,12 +109,6 @@ def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> De
     return assign_devices([pool], available)[f"rank-{rank}"]
 
 
-def see_only(number: int) -> None:
-    """Hide all CUDA devices that the process sees but one, which becomes `cuda`. Call this before the process uses CUDA."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = seen[number] if seen != [""] else str(number)
-
-
 def device_lines(table: Mapping[str, Devices]) -> list[str]:
     """Return a line per process and per engine process with its devices."""
     lines = []

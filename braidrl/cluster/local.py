@@ -47,7 +47,7 @@ from braidrl.cluster.process import (
     default_threads,
     environment_of,
 )
-from braidrl.cluster.watchdog import FORK_SERVER, goes_by, has_ended, keep_stack
+from braidrl.cluster.watchdog import FORK_SERVER, has_ended, keep_stack
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import WorkerError
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
@@ -83,18 +83,21 @@ SERVER_IS_GONE = 255
 class LocalProcess(Process):
     """A process of this machine, with the starter's end of the connection to it."""
 
-    def __init__(self, name: str, connection: Connection, pid: int) -> None:
-        self.name, self.connection, self._pid = name, connection, pid
+    pid: int = 0
+
+    def __init__(self, name: str, connection: Connection, pid: int, spec: ProcessSpec | None = None) -> None:
+        """Watch a started process, and send it its task if `spec` has one."""
+        self.name, self.connection, self.pid = name, connection, pid
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
         self.stall: Stall | None = None
         """The last reported stall of its work."""
         self.hung_up = False
         """True when no more messages can arrive."""
-
-    @property
-    def pid(self) -> int:
-        return self._pid
+        if spec is not None and spec.arguments is not None:
+            task = ChildTask(spec.name, spec.entry, dict(spec.arguments), spec.orphaned)
+            with contextlib.suppress(OSError):  # If the process is gone already, waiting for its outcome reports it.
+                connection.send_bytes(pack_message(task))
 
     @property
     @abstractmethod
@@ -177,8 +180,7 @@ class Spawned(LocalProcess):
             env=environment_of(spec, os.environ),
         )  # fmt: skip
         theirs.close()
-        send_task(ours, spec)
-        super().__init__(spec.name, ours, self._process.pid)
+        super().__init__(spec.name, ours, self._process.pid, spec)
 
     @property
     def status(self) -> int | None:
@@ -201,9 +203,11 @@ class Spawned(LocalProcess):
 class Forked(LocalProcess):
     """A copy of this process or of the fork server."""
 
-    def __init__(self, name: str, connection: Connection, process: BaseProcess) -> None:
+    def __init__(
+        self, name: str, connection: Connection, process: BaseProcess, spec: ProcessSpec | None = None
+    ) -> None:
         assert process.pid is not None, "it was started"
-        super().__init__(name, connection, process.pid)
+        super().__init__(name, connection, process.pid, spec)
         self._process = process
 
     @property
@@ -239,8 +243,7 @@ def from_server(spec: ProcessSpec) -> Forked:
     with STARTING, main_module_hidden():
         process.start()
     theirs.close()
-    send_task(ours, spec)
-    return Forked(spec.name, ours, process)
+    return Forked(spec.name, ours, process, spec)
 
 
 def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] = ()) -> Forked:
@@ -261,13 +264,6 @@ def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] 
     process.start()
     theirs.close()
     return Forked(name, ours, process)
-
-
-def send_task(connection: Connection, spec: ProcessSpec) -> None:
-    """Send a process of `child` its task."""
-    if spec.arguments is not None:
-        with contextlib.suppress(OSError):  # If the process is gone already, waiting for its outcome reports it.
-            connection.send_bytes(pack_message(ChildTask(spec.name, spec.entry, dict(spec.arguments), spec.orphaned)))
 
 
 @contextlib.contextmanager
@@ -341,7 +337,8 @@ def _fork_as(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) 
         program = arguments[-1]
         kept = {*descriptors, *STANDARD_STREAMS}
         try:
-            goes_by(FORK_SERVER if "forkserver" in program else TRACKER)
+            with contextlib.suppress(OSError):
+                Path("/proc/self/comm").write_text(FORK_SERVER if "forkserver" in program else TRACKER)
             # The kernel sends SIGCONT when the parent ends: a stopped process could not notice it and end.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
             # A fresh interpreter has no such lock held; the parent holds it while it starts these processes.

@@ -39,11 +39,6 @@ class Failure:
     follows: bool = False
     """True if the process only noticed that other ranks were gone."""
 
-    @property
-    def is_cause(self) -> bool:
-        """Return True if this failure ends the run at once."""
-        return not self.follows and self.kind != "interrupted"
-
     def error(self) -> BaseException:
         """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or WorkerError."""
         if self.kind == "interrupted":

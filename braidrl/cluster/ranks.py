@@ -112,7 +112,7 @@ def supervise(
             silent.remove(rank)
             outcomes[rank.name] = Outcome(failure=Failure("died", f"{rank.name} {rank.describe_end()}"))
         failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
-        if any(failure.is_cause for failure in failures):
+        if any(not failure.follows and failure.kind != "interrupted" for failure in failures):
             break
         # No time limit for interrupted ranks: one of them saves.
         if deadline == float("inf") and any(failure.follows for failure in failures):
@@ -134,11 +134,6 @@ def work(arguments: Mapping[str, Any]) -> Any:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise TaskFailed(rank_failure(world, error)) from error
+        raise TaskFailed(failure_of(f"rank {world.rank} failed in {world.place}{world.rows}", error)) from error
     world.close()
     return result
-
-
-def rank_failure(world: World, error: BaseException) -> Failure:
-    """Describe an error of a rank: where it happened, on which rows, and the traceback."""
-    return failure_of(f"rank {world.rank} failed in {world.place}{world.rows}", error)

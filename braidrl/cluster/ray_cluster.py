@@ -44,6 +44,8 @@ def import_ray(needed_by: str = "runtime=hybrid") -> Any:
 class Reservation:
     """The location of one actor: Ray's scheduling strategy, and the resources that it takes."""
 
+    node: str
+    """Ray's id of its node."""
     strategy: Any
     cpus: int = 1
     gpus: int = 0
@@ -137,14 +139,9 @@ class RayCluster:
                 n for node in dict.fromkeys(nodes[n] for n in sorted(nodes)) for n in sorted(nodes) if nodes[n] == node
             ]
             each_bundle = pool.workers // len(order)
-            places = [strategy(group, n) for n in order for _ in range(each_bundle)]
-            found.append([Reservation(place, 1, each.get(pool.name, 0)) for place in places])
+            places = [(nodes[n], strategy(group, n)) for n in order for _ in range(each_bundle)]
+            found.append([Reservation(node, place, 1, each.get(pool.name, 0)) for node, place in places])
         return found
-
-    def node_of(self, place: Reservation) -> str:
-        """Return the node id of a reservation."""
-        table = self.ray.util.placement_group_table(place.strategy.placement_group)
-        return str(table["bundles_to_node_id"][place.strategy.placement_group_bundle_index])
 
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call runs.

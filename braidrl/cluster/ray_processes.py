@@ -21,9 +21,8 @@ from braidrl.config import ClusterConfig
 class ProcessActor:
     """An actor that starts one process beside itself, receives its outcome, and ends it."""
 
-    def __init__(self) -> None:
-        self.process: LocalProcess | None = None
-        self.silence_s = 0.0
+    process: LocalProcess | None = None
+    silence_s = 0.0
 
     def start(self, spec: ProcessSpec, silence_s: float) -> int:
         """Start the process and return its id. It is killed after `silence_s` seconds without a heartbeat."""
@@ -56,6 +55,7 @@ class RayProcess(Process):
         self.name, self._cluster, self._ray, self._actor = spec.name, cluster, cluster.ray, actor
         self._pid = actor.start.remote(spec, cluster.config.silence_s)
         self._silent = ""
+        self._perform = actor.perform.options(concurrency_group="aside").remote
         self.ended = actor.last_word.remote()
         """Ray's reference to the outcome."""
 
@@ -111,9 +111,6 @@ class RayProcess(Process):
         self._ray.wait([self.ended], timeout=limit_s)
         self.kill()
 
-    def _perform(self, method: str) -> Any:
-        return self._actor.perform.options(concurrency_group="aside").remote(method)
-
 
 class RayLauncher(Launcher):
     """Starts processes on the nodes of a cluster."""
@@ -126,25 +123,27 @@ class RayLauncher(Launcher):
         self._reserved: dict[str, list[Reservation]] = {}
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._ips = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in nodes}
+        if len(set(self._ips.values())) == 1:  # On a single machine the loopback address is enough.
+            self._ips = dict.fromkeys(self._ips, LOOPBACK)
         if self.cluster.kind == "GPU":
             self.devices_of_node = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
-        self.ip = self._reached_at(self.node)
+        self.ip = self._ips[self.node]
 
     def reserve(self, pools: Sequence[Pool]) -> None:
         """Assign devices as every launcher does; Ray sets each actor's share of the machine's threads."""
         self._reserved = {pool.name: places for pool, places in zip(pools, self.cluster.reserve(pools), strict=True)}
 
     def node_of(self, pool: str, number: int) -> str:
-        return self.cluster.node_of(self._reserved[pool][number])
+        return self._reserved[pool][number].node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        ray, places = self.cluster.ray, [place for pool in self._reserved.values() for place in pool]
+        ray, nodes = self.cluster.ray, {place.node for places in self._reserved.values() for place in places}
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         services = [
             self.cluster.start(
-                service, Reservation(affinity(node, soft=False), 0), node, self._reached_at(node), *arguments
+                service, Reservation(node, affinity(node, soft=False), 0), node, self._ips[node], *arguments
             )
-            for node in sorted({self.cluster.node_of(place) for place in places} - {self.node})
+            for node in sorted(nodes - {self.node})
         ]
         answers = [each.place.remote() for each in services]
         return ray.get(answers, timeout=self.cluster.config.start_limit_s)
@@ -164,7 +163,3 @@ class RayLauncher(Launcher):
 
     def close(self) -> None:
         self.cluster.close()
-
-    def _reached_at(self, node: str) -> str:
-        """Return a node's address; on a single machine the loopback address is enough."""
-        return self._ips[node] if len(set(self._ips.values())) > 1 else LOOPBACK

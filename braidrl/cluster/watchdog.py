@@ -42,14 +42,9 @@ def mute_after(silence_s: float) -> float:
 
 def named(name: str) -> None:
     """Set this process's visible name, and dump its stack on SIGUSR1."""
-    goes_by(name)
-    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(STACK), all_threads=True)
-
-
-def goes_by(name: str) -> None:
-    """Set this process's visible name."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name[:COMM_BYTES])
+    faulthandler.register(signal.SIGUSR1, file=os.memfd_create(STACK), all_threads=True)
 
 
 def keep_stack(process: int, name: str, folder: Path | None) -> str:
@@ -143,8 +138,6 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
         """
         self.silence_s, self.say, self.folder = silence_s, say, folder
         self.killed: list[str] = []
-        self._since: dict[int, float] = {}
-        self._reported = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="frozen", daemon=True)
         self._thread.start()
@@ -152,49 +145,42 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
     def __exit__(self, *_: object) -> None:
         self._ending.set()
         self._thread.join(END_LIMIT_S)
-        for process in self._stopped():  # the watch has ended, and this process waits for the stopped one at its end
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGCONT)
+        for process, state in descendants(os.getpid()).items():
+            # The watch has ended, and this process waits for a stopped one at its end.
+            if state == "T":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGCONT)
 
     def _run(self) -> None:
-        pause, looked = self.silence_s / LOOKS, time.monotonic()
+        pause, looked, was_reported = self.silence_s / LOOKS, time.monotonic(), False
+        since: dict[int, float] = {}
         while not self._ending.wait(pause):
             now = time.monotonic()
             if now - looked > pause + ASLEEP_S:
-                self._since.clear()  # this process was itself stopped, perhaps together with all others
+                since.clear()  # this process was itself stopped, perhaps together with all others
             looked = now
-            self._since = {process: self._since.get(process, now) for process in self._stopped()}
-            for process, since in list(self._since.items()):
-                if now - since >= self.silence_s:
-                    self._end(process, now - since)
+            stopped = [process for process, state in descendants(os.getpid()).items() if state == "T"]
+            since = {process: since.get(process, now) for process in stopped}
+            for process in [process for process, first in since.items() if now - first >= self.silence_s]:
+                name, seconds = name_of(process), now - since.pop(process)
+                where, last = keep_stack(process, name, self.folder), ""
+                if name in NEEDED_BY_RAY:
+                    last = "; the cluster ends with it, and the run: go on with `braid train --resume`"
+                said = f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}{last}"
+                self.killed.append(said)
+                self.say(said)  # before the kill: Ray may then end this process
+                for each in (*(descendants(process) if name in NEEDED_BY_RAY else ()), process):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGKILL)
             # Report a stall of this process's own work once; no other process watches it.
             stall = WORK.stalled()
             if stall is None or stall.seconds < self.silence_s:
-                self._reported = stall is not None and self._reported
-            elif not self._reported:
-                self._reported, where = True, ""
+                was_reported = stall is not None and was_reported
+            elif not was_reported:
+                was_reported, where = True, ""
                 if self.folder is not None:
                     path = stack_file(self.folder, stall.name, os.getpid())
                     with path.open("w") as file:
                         faulthandler.dump_traceback(file)
                     where = f"; its stack is in {path}"
                 self.say(f"{stall.said()}{where}")
-
-    def _stopped(self) -> set[int]:
-        """Return the descendants of this process that a signal has stopped."""
-        return {process for process, state in descendants(os.getpid()).items() if state == "T"}
-
-    def _end(self, process: int, seconds: float) -> None:
-        name = name_of(process)
-        where = keep_stack(process, name, self.folder)
-        last = (
-            "; the cluster ends with it, and the run: go on with `braid train --resume`"
-            if name in NEEDED_BY_RAY
-            else ""
-        )
-        self.killed.append(f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}{last}")
-        self.say(self.killed[-1])  # before the kill: Ray may then end this process
-        for each in (*(descendants(process) if name in NEEDED_BY_RAY else ()), process):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        del self._since[process]

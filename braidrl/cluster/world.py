@@ -12,7 +12,7 @@ ranks are missing.
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -91,27 +91,22 @@ class World:
         self.place, self.rows = "the start", ""
         self.received = BytesReceived()
         self._store, self._meetings = store, 0
-
-    @property
-    def notices(self) -> Notices | None:
-        """Return the notices between ranks; None for a single process."""
-        return None if self._store is None else Notices(dist.PrefixStore("notices", self._store))
+        self.notices = None if store is None else Notices(dist.PrefixStore("notices", store))
+        """The notices between ranks; None for a single process."""
 
     def at(self, place: str) -> None:
         """Record what this rank does from now on; the text is the same on every rank."""
         self.place, self.rows = place, ""
-        self._note(place)
-
-    def _note(self, where: str) -> None:
         if self._store is not None:
-            self._store.set(f"place/{self.rank}", f"{self._meetings} {where}")
+            self._store.set(f"place/{self.rank}", f"{self._meetings} {place}")
 
     @contextmanager
     def meeting(self, purpose: str) -> Iterator[str]:
         """Guard a collective. Raises LostPeers with the missing ranks and their locations if it fails."""
         self._meetings += 1
         where = f"{self.place}: {purpose}"
-        self._note(where)
+        if self._store is not None:
+            self._store.set(f"place/{self.rank}", f"{self._meetings} {where}")
         start = time.monotonic()
         try:
             with WORK.waiting():
@@ -190,10 +185,6 @@ class World:
             dist.broadcast(message, src=0, group=self.group)
         self.received.gathered += 0 if self.first else size
         return unpack_message(message.numpy().tobytes())
-
-    def from_first(self, purpose: str, make: Callable[[], Any]) -> Any:
-        """Return the result of `make`, which only rank 0 calls."""
-        return self.share(purpose, make() if self.first else None)
 
     def close(self) -> None:
         """Leave the group without waiting for other ranks."""

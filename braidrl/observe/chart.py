@@ -5,7 +5,7 @@ A chart shows curves or stacked bars over steps.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -64,40 +64,40 @@ class Chart(NamedTuple):
 
 
 def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:
-    """Return a chart of several series as curves or `stacked` bars. Long series are thinned; `about` is a line below the title."""
-    shown = [thinned(one, MOST_BARS if stacked else MOST_POINTS) for one in series]
-    stretch = max(math.ceil(len(one.steps) / len(few.steps)) for one, few in zip(series, shown, strict=True))
-    note = ", ".join(filter(None, [about, f"means of {stretch} steps" if stretch > 1 else ""]))
-    curves, traces = list[Curve](), list[dict[str, Any]]()
-    for number, (whole, one) in enumerate(zip(series, shown, strict=True)):
-        paint = PALETTE[number % len(PALETTE)]
-        curves.append(Curve(one.name, paint, spell(whole.numbers[-1])))
-        trace: dict[str, Any] = {"x": one.steps, "y": one.values, "name": one.name}
+    """Return a chart of several series as curves or `stacked` bars; `about` is a line below the title.
+
+    A point of a long series is the mean over equally many steps, placed at their middle. If all names share the part before the
+    first slash, the legend leaves it out.
+    """
+    if len(series) > 1 and len({one.name.partition("/")[0] for one in series}) == 1:
+        series = [replace(one, name=one.name.partition("/")[2]) for one in series]
+    curves, traces, longest_mean = list[Curve](), list[dict[str, Any]](), 1
+    for number, whole in enumerate(series):
+        paint, shown = PALETTE[number % len(PALETTE)], whole
+        curves.append(Curve(whole.name, paint, spell(whole.numbers[-1])))
+        size = math.ceil(len(whole.steps) / (MOST_BARS if stacked else MOST_POINTS))
+        if size > 1:
+            longest_mean = max(longest_mean, size)
+            stretches = [slice(i, i + size) for i in range(0, len(whole.steps), size)]
+            middles = tuple(whole.steps[s][len(whole.steps[s]) // 2] for s in stretches)
+            shown = Series(whole.name, middles, tuple(mean(whole.values[s]) for s in stretches))
+        trace: dict[str, Any] = {"x": shown.steps, "y": shown.values, "name": shown.name}
         curve = {**trace, "line": {"color": paint}, "mode": "lines"}
         if stacked:
             traces.append({**trace, "type": "bar", "marker": {"color": paint}})
-        elif len(one.numbers) < SMOOTH_FROM:
+        elif len(shown.numbers) < SMOOTH_FROM:
             # Few points get dots.
-            traces.append(curve | {"mode": "lines+markers" if len(one.numbers) <= DOTS_UP_TO else "lines"})
+            traces.append(curve | {"mode": "lines+markers" if len(shown.numbers) <= DOTS_UP_TO else "lines"})
         else:
             # Many points are drawn faintly behind their moving mean.
-            reach = max(2, len(one.values) // 30)
+            reach = max(2, len(shown.values) // 30)
             smooth = [
-                None if value is None else mean(one.values[max(0, i - reach) : i + reach + 1])
-                for i, value in enumerate(one.values)
+                None if value is None else mean(shown.values[max(0, i - reach) : i + reach + 1])
+                for i, value in enumerate(shown.values)
             ]
             traces += [curve | {"opacity": 0.32}, curve | {"y": smooth, "hoverinfo": "skip"}]
+    note = ", ".join(filter(None, [about, f"means of {longest_mean} steps" if longest_mean > 1 else ""]))
     return Chart(title, note, curves, traces, stacked)
-
-
-def thinned(series: Series, most: int) -> Series:
-    """Reduce to at most `most` points: each is the mean over equally many steps, placed at their middle."""
-    size = math.ceil(len(series.steps) / most)
-    if size <= 1:
-        return series
-    stretches = [slice(i, i + size) for i in range(0, len(series.steps), size)]
-    middles = tuple(series.steps[s][len(series.steps[s]) // 2] for s in stretches)
-    return Series(series.name, middles, tuple(mean(series.values[s]) for s in stretches))
 
 
 def mean(values: Sequence[float | None]) -> float | None:

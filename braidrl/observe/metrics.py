@@ -6,10 +6,10 @@ workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ m
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,22 +29,18 @@ MEASURED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "stre
 """Prefixes of metrics that depend on the clock or the machine; they differ between two equal runs."""
 
 
-class LineFile:
-    """A JSON lines file, which survives a kill: only the last line can be incomplete, and readers ignore it."""
+def open_lines(path: Path) -> BinaryIO:
+    """Open a JSON lines file to append to. An incomplete last line, which only a kill leaves, is cut off; readers ignore it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    file.truncate(path.read_bytes().rfind(b"\n") + 1)
+    return file
 
-    def __init__(self, path: Path) -> None:
-        """Open a file to append to; an incomplete last line is cut off."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append an object as a line; returns when the operating system has it."""
-        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+def append_line(file: BinaryIO, record: Mapping[str, Any]) -> None:
+    """Append an object as a line; returns when the operating system has it."""
+    file.write((json.dumps(record, allow_nan=False) + "\n").encode())
+    file.flush()
 
 
 @contextmanager
@@ -93,7 +89,7 @@ class MetricsWriter:
         self.lacking = sorted(set(range(1, (resume_step or 0) + 1)) - {line["step"] for line in kept})
         """Steps before the checkpoint that have no line."""
         self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
-        self._lines = LineFile(path)
+        self._file = open_lines(path)
         self.trackers = trackers or Trackers((), TrackedRun(folder), print)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
@@ -115,17 +111,13 @@ class MetricsWriter:
         step = line["step"]
         if not isinstance(step, int) or step <= self.last["step"]:
             raise ValueError(f"step {step} does not follow step {self.last['step']}, the last one written")
-        self._lines.append(line)
+        append_line(self._file, line)
         self.last = line
         numbers = {key: value for key, value in line.items() if value is not None and key != "step"}
         self.trackers.write(step, numbers)
 
-    def write_evaluation(self, step: int, version: int, metrics: Mapping[str, Any]) -> None:
-        """Write an evaluation that belongs to no training step (before the first); training metrics are null."""
-        self.write({**dict.fromkeys(REQUIRED_KEYS), **metrics, "step": step, "version": version})
-
     def close(self) -> None:
-        self._lines.close()
+        self._file.close()
         self.trackers.close()
 
 
@@ -136,7 +128,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 FAILURE = "failure: "
-"""Prefix of names that carry text together with sums."""
+"""Prefix of a failure's message, the name under which it is counted: text travels together with sums."""
 
 
 class Sums:
@@ -155,16 +147,6 @@ class Sums:
             old_total, old_count = self._pairs.get(name, (0.0, 0.0))
             self._pairs[name] = (old_total + float(total), old_count + float(count))
 
-    def note_failure(self, words: str, count: int = 1) -> None:
-        """Count a failure under the message that the user will read."""
-        self.add(FAILURE + words, 0.0, count)
-
-    @property
-    def failures(self) -> list[str]:
-        """Return the messages of failures, most frequent first."""
-        counts = {name: count for name, (_, count) in self._pairs.items() if name.startswith(FAILURE)}
-        return [name.removeprefix(FAILURE) for name in sorted(counts, key=lambda name: -counts[name])]
-
     def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
         """Add per-token numbers, tensors (A,) by name, under a role's name. A name that ends in `_max` is reduced by its maximum."""
         found = [values.max() if name.endswith("_max") else values.sum() for name, values in metrics.items()]
@@ -173,17 +155,12 @@ class Sums:
         for (name, values), number in zip(metrics.items(), numbers, strict=True):
             self.add(f"{role}/{name}", number, len(values))
 
-    def merge(self, other: "Sums") -> None:
-        for name, (total, count) in other._pairs.items():
-            self.add(name, total, count)
-
-    @staticmethod
-    def merged(parts: "Iterable[Sums]") -> "Sums":
-        """Return the sums over all workers, added in the given order."""
-        result = Sums()
-        for part in parts:
-            result.merge(part)
-        return result
+    def merge(self, *others: "Sums") -> "Sums":
+        """Add the sums of other micro-batches or workers, in the given order, and return this object."""
+        for other in others:
+            for name, (total, count) in other._pairs.items():
+                self.add(name, total, count)
+        return self
 
     def pairs(self) -> dict[str, tuple[float, float]]:
         """Return name to (sum, count) as plain numbers, ready to send."""

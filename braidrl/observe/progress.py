@@ -8,8 +8,9 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
@@ -25,17 +26,17 @@ PLAIN_EVERY = 10.0
 BAR_WIDTH = 28
 
 
+@dataclass(eq=False)
 class Bar:
     """One running stage: rows done of a total, tokens, and rows in flight."""
 
-    def __init__(self, name: str, total_rows: int | None, started: float, changed: Callable[[], None]) -> None:
-        self.name = name
-        self.total_rows = total_rows
-        self.started = started
-        self.rows = 0
-        self.tokens = 0
-        self.in_flight: int | None = None
-        self._changed = changed
+    name: str
+    total_rows: int | None
+    started: float
+    changed: Callable[[], None]
+    rows: int = 0
+    tokens: int = 0
+    in_flight: int | None = None
 
     def update(
         self, rows: int = 0, tokens: int = 0, in_flight: int | None = None, total_rows: int | None = None
@@ -46,16 +47,7 @@ class Bar:
         self.in_flight = self.in_flight if in_flight is None else in_flight
         self.total_rows = self.total_rows if total_rows is None else total_rows
         WORK.advanced()
-        self._changed()
-
-    def details(self, now: float) -> list[str]:
-        """Format rows done, tokens per second since the stage began, rows in flight, and the time, as far as known."""
-        parts = [f"{self.rows:,} rows" if self.total_rows is None else f"{self.rows:,}/{self.total_rows:,} rows"]
-        if self.tokens:
-            parts.append(f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s")
-        if self.in_flight is not None:
-            parts.append(f"{self.in_flight:,} in flight")
-        return [*parts, spell_seconds(now - self.started)]
+        self.changed()
 
 
 class Progress:
@@ -69,19 +61,15 @@ class Progress:
 
         Of several equal processes only one is `shown`.
         """
+        self.step: int | None = None
+        """The iteration of the stages that follow, set by the run."""
         self._steps = steps
         self._console = Console(file=(stream or sys.stderr) if shown else io.StringIO(), highlight=False)
         self._clock = clock if shown else lambda: 0.0
         self._lock = threading.RLock()
-        self._step: int | None = None
         self._bars: list[Bar] = []
         self._live: Live | None = None
         self._last_shown = self._clock()
-
-    def step(self, step: int) -> None:
-        """Set the iteration of the stages that follow."""
-        with self._lock:
-            self._step = step
 
     def print(self, line: str) -> None:
         """Print a permanent line above the bars."""
@@ -102,40 +90,36 @@ class Progress:
                 self._changed()
 
     def _changed(self) -> None:
+        """Show the slow stages, unless they were shown a moment ago: redrawn on a terminal, as plain lines elsewhere."""
         with self._lock:
-            now = self._clock()
+            now, terminal = self._clock(), self._console.is_terminal
             slow = [bar for bar in self._bars if now - bar.started > SHOW_AFTER]
-            if self._console.is_terminal:
-                self._draw(slow, now)
-            elif now - self._last_shown >= PLAIN_EVERY:
-                for bar in slow:
-                    where = " ".join(filter(None, [self._where(), bar.name]))
-                    self.print(f"{where}: {', '.join(bar.details(now))}")
-                    self._last_shown = now
-
-    def _draw(self, slow: Sequence[Bar], now: float) -> None:
-        if slow and self._live is not None and now - self._last_shown < REDRAW_EVERY:
-            return
-        self._last_shown = now
-        if not slow and self._live is not None:
-            self._live.stop()
-            self._live = None
-        if not slow:
-            return
-        table = Table.grid(padding=(0, 1))
-        for bar in slow:
-            drawn = ProgressBar(bar.total_rows, min(bar.rows, bar.total_rows or 0), width=BAR_WIDTH)
-            table.add_row(self._where(), bar.name, drawn if bar.total_rows else "", " · ".join(bar.details(now)))
-        if self._live is None:
-            self._live = Live(table, console=self._console, auto_refresh=False, transient=True)
-            self._live.start(refresh=True)
-        else:
-            self._live.update(table, refresh=True)
-
-    def _where(self) -> str:
-        if self._step is None:
-            return ""
-        return f"step {self._step}" if self._steps is None else f"step {self._step}/{self._steps}"
+            if terminal and self._live and not slow:
+                self._live.stop()
+                self._live = None
+            wait = PLAIN_EVERY if not terminal else REDRAW_EVERY if self._live else 0.0
+            if not slow or now - self._last_shown < wait:
+                return
+            self._last_shown = now
+            where = (
+                "" if self.step is None else f"step {self.step}" + ("" if self._steps is None else f"/{self._steps}")
+            )
+            table = Table.grid(padding=(0, 1))
+            for bar in slow:
+                total, tokens = bar.total_rows, f"{bar.tokens / max(now - bar.started, 1e-9):,.0f} tokens/s"
+                about = [f"{bar.rows:,} rows" if total is None else f"{bar.rows:,}/{total:,} rows"]
+                about += [tokens] if bar.tokens else []
+                about += [] if bar.in_flight is None else [f"{bar.in_flight:,} in flight"]
+                about.append(spell_seconds(now - bar.started))
+                drawn = ProgressBar(total, min(bar.rows, total), width=BAR_WIDTH) if total else ""
+                table.add_row(where, bar.name, drawn, " · ".join(about))
+                if not terminal:
+                    self.print(f"{' '.join(filter(None, [where, bar.name]))}: {', '.join(about)}")
+            if terminal and self._live is None:
+                self._live = Live(table, console=self._console, auto_refresh=False, transient=True)
+                self._live.start(refresh=True)
+            elif self._live is not None:
+                self._live.update(table, refresh=True)
 
 
 def spell_seconds(seconds: float) -> str:

@@ -6,28 +6,25 @@ Shown are the same held-out prompts over time, and the best and worst row of som
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from braidrl.data.records import whole_text
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError, first_line
-from braidrl.observe.chart import SMOOTH_FROM, TEMPLATES, Chart, Series, Tile, chart, mean, spell
+from braidrl.observe.chart import SMOOTH_FROM, TEMPLATES, Series, Tile, chart, mean, spell
 from braidrl.observe.metrics import read_metrics, whole_file
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.rollouts import (
     PROMPT_TEXT,
     RESPONSE_TEXT,
-    evaluation_path,
     read_texts,
     recorded_evaluations,
     recorded_steps,
     rollout_path,
 )  # fmt: skip
 
-Lines = Sequence[dict[str, Any]]
-Curves = Mapping[str, Series]
 # A headline number is the mean over this many first or last steps; a single batch is too noisy.
 HEADLINE_STEPS = 5
 MOST_STEPS = 6
@@ -104,20 +101,27 @@ def write_report(run: Path) -> Path:
             if key not in ("step", "version") and (value is not None or key in points):
                 points.setdefault(key, []).append((line["step"], value))
     curves = {key: Series(key, *map(tuple, zip(*found, strict=True))) for key, found in points.items()}
-    known = {one.name for pictures in SECTIONS.values() for picture in pictures for one in matching(picture, curves)}
+    series = {
+        picture: [one for name, one in curves.items() if any(re.fullmatch(pattern, name) for pattern in picture.keys)]
+        for pictures in SECTIONS.values()
+        for picture in pictures
+    }
+    known = {one.name for found in series.values() for one in found}
+    summary = "No step has been written yet."
+    if lines:
+        seconds, steps = sum(line.get("time/step") or 0.0 for line in lines), lines[-1]["step"]
+        summary = f"{steps:,} step{'' if steps == 1 else 's'}, {spell_seconds(seconds)} of training."
+    if len(lines) >= SMOOTH_FROM:
+        summary += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
     path, config = run / "report.html", run / "config.yaml"
-    evaluations = matching(EVALUATION, curves)
-    tiles = [change(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
-    tiles += [change(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
-    if "tokens/trained" in curves:
-        speed = curves.get("throughput/tokens_per_second")
-        note = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
-        tiles.append(Tile("Tokens trained", spell(sum(curves["tokens/trained"].numbers)), note))
     html = TEMPLATES.get_template("report.html").render(
-        kind="report", name=run.resolve().name, summary=summary(lines), tiles=tiles,
-        sections=[(title, charts_of(pictures, curves)) for title, pictures in SECTIONS.items()],
+        kind="report", name=run.resolve().name, summary=summary, tiles=headlines(curves, series[EVALUATION]),
+        sections=[
+            (title, [chart(one.title, series[one], one.about, one.stacked) for one in pictures if series[one]])
+            for title, pictures in SECTIONS.items()
+        ],
         samples=sample_groups(run), longest=SHOWN_CHARACTERS,
-        other=charts_of([Picture(name, (re.escape(name),)) for name in curves if name not in known], curves),
+        other=[chart(name, [one]) for name, one in curves.items() if name not in known],
         configuration=config.read_text(encoding="utf-8") if config.is_file() else "", plotly=get_plotlyjs(),
     )  # fmt: skip
     with whole_file(path) as unfinished:
@@ -125,42 +129,28 @@ def write_report(run: Path) -> Path:
     return path
 
 
-def matching(picture: Picture, curves: Curves) -> list[Series]:
-    return [one for name, one in curves.items() if any(re.fullmatch(pattern, name) for pattern in picture.keys)]
+def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> list[Tile]:
+    """Return a tile `0.31 → 0.88` for each headline number, and one for the tokens trained.
 
-
-def charts_of(pictures: Sequence[Picture], curves: Curves) -> list[Chart]:
-    charts = []
-    for picture in pictures:
-        series = matching(picture, curves)
-        if len(series) > 1 and len({one.name.partition("/")[0] for one in series}) == 1:
-            # All names share the part before the first slash.
-            series = [replace(one, name=one.name.partition("/")[2]) for one in series]
-        charts += [chart(picture.title, series, picture.about, picture.stacked)] if series else []
-    return charts
-
-
-def change(label: str, series: Series, steps: int) -> Tile:
-    """Return a tile `0.31 → 0.88` of the means over the first and the last `steps` numbers."""
-    numbers = series.numbers
-    if len(numbers) == 1:
-        return Tile(label, spell(numbers[0]), f"at step {series.steps[0]}")
-    count = max(1, min(steps, len(numbers) // 2))
-    first, last = sum(numbers[:count]) / count, sum(numbers[-count:]) / count
-    where = f"step {series.steps[0]} to {series.steps[-1]}" if count == 1 else f"first and last {count} steps"
-    return Tile(label, f"{spell(first)} → {spell(last)}", where)
-
-
-def summary(lines: Lines) -> str:
-    """Describe the number of steps, their time, and how to read the curves."""
-    if not lines:
-        return "No step has been written yet."
-    seconds = sum(line.get("time/step") or 0.0 for line in lines)
-    steps = lines[-1]["step"]
-    note = f"{steps:,} step{'' if steps == 1 else 's'}, {spell_seconds(seconds)} of training."
-    if len(lines) >= SMOOTH_FROM:
-        note += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
-    return note
+    The two numbers are means over the first and the last steps; an evaluation is one step.
+    """
+    wanted = [(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
+    wanted += [(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
+    tiles = []
+    for label, series, steps in wanted:
+        numbers = series.numbers
+        if len(numbers) == 1:
+            tiles.append(Tile(label, spell(numbers[0]), f"at step {series.steps[0]}"))
+            continue
+        count = max(1, min(steps, len(numbers) // 2))
+        first, last = sum(numbers[:count]) / count, sum(numbers[-count:]) / count
+        where = f"step {series.steps[0]} to {series.steps[-1]}" if count == 1 else f"first and last {count} steps"
+        tiles.append(Tile(label, f"{spell(first)} → {spell(last)}", where))
+    if "tokens/trained" in curves:
+        speed = curves.get("throughput/tokens_per_second")
+        note = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
+        tiles.append(Tile("Tokens trained", spell(sum(curves["tokens/trained"].numbers)), note))
+    return tiles
 
 
 @dataclass(frozen=True)
@@ -221,7 +211,7 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
         found += [("training", sample) for sample in best_and_worst(read_samples(path, step))]
     for name in recorded_evaluations(run):
         if step in recorded_steps(run, name):
-            samples = read_samples(evaluation_path(run, name, step), step)
+            samples = read_samples(rollout_path(run, step, name), step)
             found += [(name, sample) for sample in samples[:PROMPTS_PER_SET]]
     return [{"step": step, "set": name, **asdict(sample)} for name, sample in found]
 
@@ -236,7 +226,7 @@ def sample_groups(run: Path) -> list[SampleGroup]:
         chosen: dict[str, list[Sample]] = {}
         for step in spread(recorded_steps(run, name), MOST_STEPS):
             found: dict[str, Sample] = {}
-            for sample in read_samples(evaluation_path(run, name, step), step):
+            for sample in read_samples(rollout_path(run, step, name), step):
                 found.setdefault(sample.prompt, sample)
             chosen = chosen or {prompt: [] for prompt in list(found)[:PROMPTS_PER_SET]}
             for prompt in chosen.keys() & found.keys():

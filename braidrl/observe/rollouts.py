@@ -36,13 +36,9 @@ FILE_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": [PROMPT
 DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
 
 
-def rollout_path(run: Path, step: int) -> Path:
-    """Return the path of a training step's recording: a file, or a folder with one file per rank."""
-    return run / "rollouts" / f"step-{step}.parquet"
-
-
-def evaluation_path(run: Path, name: str, step: int) -> Path:
-    return run / "rollouts" / f"eval-{name}-step-{step}.parquet"
+def rollout_path(run: Path, step: int, evaluation: str | None = None) -> Path:
+    """Return the path of a recording of a training step, or of an evaluation set: a file, or a folder with one file per rank."""
+    return run / "rollouts" / f"{'' if evaluation is None else f'eval-{evaluation}-'}step-{step}.parquet"
 
 
 def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:

@@ -1,5 +1,6 @@
 """`braid timeline`: the trace as a table of busy and waiting times, and as a Chrome trace for Perfetto."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -67,42 +68,34 @@ def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
     return total
 
 
-def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Return (worker, spans) pairs without overlaps; a worker with parallel work gets several lanes."""
-    result = []
+def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """Return the spans in the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto.
+
+    A worker is a process of the format, and the spans of a thread do not overlap: a worker with parallel work has several.
+    """
     # In this order `actor/10` comes after `actor/9`.
     digits = re.compile(r"(\d+)")
     workers = {
         span.worker: [(int(part), "") if part.isdigit() else (-1, part) for part in digits.split(span.worker)]
         for span in spans
     }
-    for worker in sorted(workers, key=workers.__getitem__):
-        own: list[list[Span]] = []
+    events, thread_ids = list[dict[str, Any]](), itertools.count(1)
+    for number, worker in enumerate(sorted(workers, key=workers.__getitem__), start=1):
+        for name, about in (("process_name", {"name": worker}), ("process_sort_index", {"sort_index": number})):
+            events.append({"ph": "M", "name": name, "pid": number, "args": about})
+        ends: dict[int, float] = {}
         for span in sorted((s for s in spans if s.worker == worker), key=lambda s: (s.start, s.end)):
-            free = next((lane for lane in own if lane[-1].end <= span.start + CLOCK_ROUNDING), None)
-            if free is None:
-                own.append([span])
-            else:
-                free.append(span)
-        result += [(worker, lane) for lane in own]
-    return result
-
-
-def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return the spans in the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
-    events: list[dict[str, Any]] = []
-    process_ids: dict[str, int] = {}
-    for thread_id, (worker, lane) in enumerate(lanes(spans), start=1):
-        if worker not in process_ids:
-            number = process_ids[worker] = len(process_ids) + 1
-            for name, about in (("process_name", {"name": worker}), ("process_sort_index", {"sort_index": number})):
-                events.append({"ph": "M", "name": name, "pid": number, "args": about})
-        for span in lane:
-            name = span.stage if span.state == "busy" else f"waiting for {span.stage}"
-            times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
-            about = {name: getattr(span, name) for name in ("iteration", "rows", "tokens", "version")}
-            where = {"pid": process_ids[worker], "tid": thread_id, "cat": f"{span.role},{span.state}"}
-            events.append({"ph": "X", "name": name, **where, **times, "args": about})
+            free = (thread for thread, end in ends.items() if end <= span.start + CLOCK_ROUNDING)
+            thread = next(free, None) or next(thread_ids)
+            ends[thread] = span.end
+            events.append(
+                {
+                    "ph": "X", "name": span.stage if span.state == "busy" else f"waiting for {span.stage}",
+                    "pid": number, "tid": thread, "cat": f"{span.role},{span.state}",
+                    "ts": span.start * 1e6, "dur": span.seconds * 1e6,
+                    "args": {name: getattr(span, name) for name in ("iteration", "rows", "tokens", "version")},
+                }
+            )  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from braidrl.errors import UserError
-from braidrl.observe.metrics import LineFile, Sums, read_lines
+from braidrl.observe.metrics import Sums, append_line, open_lines, read_lines
 
 BusyState = Literal["busy", "waiting"]
 WAITING_WORTH_S = 1e-3
@@ -55,7 +55,7 @@ class TraceWriter:
 
     def __init__(self, run: Path, worker: str) -> None:
         self.worker = worker
-        self._lines = LineFile(run / "trace" / f"{re.sub(r'[^A-Za-z0-9._-]', '-', worker)}.jsonl")
+        self._file = open_lines(run / "trace" / f"{re.sub(r'[^A-Za-z0-9._-]', '-', worker)}.jsonl")
         self._lock = threading.Lock()
         self._origin = time.time() - time.perf_counter()
 
@@ -77,19 +77,14 @@ class TraceWriter:
             span.end = self.now()
             self.record(span)
 
-    def past(self, role: str, stage: str, iteration: int, seconds: float) -> None:
-        """Record work that ends now and took this many seconds."""
-        end = self.now()
-        self.record(Span(self.worker, role, stage, iteration, end - seconds, end))
-
     def record(self, span: Span) -> None:
-        """Append a span measured elsewhere."""
+        """Append a span."""
         with self._lock:
-            self._lines.append({one.name: getattr(span, one.name) for one in fields(Span)})
+            append_line(self._file, {one.name: getattr(span, one.name) for one in fields(Span)})
 
     def close(self) -> None:
         with self._lock:
-            self._lines.close()
+            self._file.close()
 
 
 @dataclass

@@ -17,6 +17,8 @@ from braidrl.observe.trackers import Samples, TrackedRun
 PROJECT = "braid"
 """Default project (or experiment) for trackers that require one."""
 PARAMETERS_AT_A_TIME = 100
+MLFLOW_ODD = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow does not allow in a name."""
 
 
 class TensorboardTracker:
@@ -116,14 +118,20 @@ class MlflowTracker:
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
         if not found:
             param = self._library.entities.Param
-            settings = [param(mlflow_name(name), str(value)) for name, value in flat(run.config)]
+            settings = [
+                param(MLFLOW_ODD.sub("_", name.replace("@", "_at_")), str(value)) for name, value in flat(run.config)
+            ]
             for first in range(0, len(settings), PARAMETERS_AT_A_TIME):
                 self._client.log_batch(self._id, params=settings[first : first + PARAMETERS_AT_A_TIME])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now, metric = int(time.time() * 1000), self._library.entities.Metric
         self._client.log_batch(
-            self._id, [metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
+            self._id,
+            [
+                metric(MLFLOW_ODD.sub("_", name.replace("@", "_at_")), value, now, step)
+                for name, value in metrics.items()
+            ],
         )
 
     def write_samples(self, step: int, samples: Samples) -> None:
@@ -159,11 +167,6 @@ class SwanlabTracker(LoggedRun):
 
     def write_report(self, report: Path) -> None:
         self._run.save(str(report), base_path=str(report.parent), policy="now")
-
-
-def mlflow_name(name: str) -> str:
-    """Replace the characters that MLflow does not allow in a metric's name."""
-    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from braidrl.errors import FailedStep, UserError
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.observe.rollouts import evaluation_path
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
@@ -67,7 +67,7 @@ def evaluate_sets(
         for stage in flow.stages:
             table = backend.run(stage, table, step, Sums() if sums is None else sums)
         metrics |= evaluation_metrics(name, backend.index(table), config.evaluation.samples)
-        backend.record(evaluation_path(folder, name, step), table, table)
+        backend.record(rollout_path(folder, step, name), table, table)
     return metrics
 
 

@@ -15,10 +15,10 @@ from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
-from braidrl.observe.metrics import MetricsWriter
+from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
 from braidrl.observe.progress import Progress
 from braidrl.observe.report import samples_of_step, write_report
-from braidrl.observe.rollouts import check_recording, evaluation_path, recorded_steps, rollout_path
+from braidrl.observe.rollouts import check_recording, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluate_sets, good_enough
 from braidrl.runtimes.interfaces import Position, Restart
@@ -70,7 +70,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if not rollout_only:
             check_engine_memory(self.prepared)
 
-        self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
+        self.folder = resume or Path(
+            self.world.share("run folder", str(new_run_folder(config)) if self.world.first else None)
+        )
         self.folder_identity = identity(self.folder)
         self.fingerprints = fingerprints(self.prepared) if self.world.first else {}
         self.progress = self._opened_progress()
@@ -102,7 +104,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _saved(self, newest_whole: bool) -> tuple[Path, RunState] | None:
         """Return the checkpoint from which the run resumes, and its state, if there is one. Raises UserError if the data has changed."""
-        found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
+        found = self.world.share(
+            "checkpoint", str(resume_point(self.folder, newest_whole) or "") if self.world.first else None
+        )
         if not found:
             return None
         state = load_checkpoint(Path(found))
@@ -251,7 +255,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
-        self.progress.step(step)
+        self.progress.step = step
         with ExitStack() as held:
             # Once weights have changed, an interrupt waits until the step is written.
             def hold() -> None:
@@ -322,7 +326,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return f"step {step}: {said}; see it again with `{again}`, or {other}"
 
     def _begin(self) -> None:
-        last = self.world.from_first("metrics", lambda: self.metrics.last if self.metrics else None)
+        last = self.world.share("metrics", self.metrics.last if self.metrics else None)
         # A resumed run that had reached its target is complete.
         self.good_enough = last["step"] == self.step and good_enough(last, self.config.evaluation.stop_at)
         # A run that was stopped in its first step and resumes has the line of step 0 already.
@@ -331,12 +335,14 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
             evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, 0, prompts=1)
             for name in self.config.data.evaluation_sources if self.world.first else ():
-                path = evaluation_path(self.folder, name, 0)
+                path = rollout_path(self.folder, 0, name)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         elif wanted:
             metrics = self._evaluate()
             if metrics and self.metrics:
-                self.metrics.write_evaluation(0, self.version, metrics)
+                # The training metrics of a line before the first step are null.
+                absent = dict.fromkeys(REQUIRED_KEYS)
+                self.metrics.write({**absent, **metrics, "step": 0, "version": self.version})
                 self.metrics.trackers.write_samples(0, lambda: samples_of_step(self.folder, 0))
                 self.progress.print(summary({"step": 0, **metrics}))
 

@@ -85,7 +85,7 @@ class Session(AbstractContextManager["Session"]):
         self.publish()
         self.iteration += 1
         self.sums = Sums()
-        self.progress.step(self.iteration)
+        self.progress.step = self.iteration
         numbers = self.controller.loader.advance(groups or self.config.trainer.prompts_per_step)
         return self.backend.read(Admission(numbers))
 

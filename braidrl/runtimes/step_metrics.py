@@ -213,5 +213,8 @@ def failures_beyond(sums: Sums, most: float, of: str = "") -> str:
         failed, total = sums.pairs().get(name, (0.0, 0.0))
         if total and failed / total > most:
             count = f"every one of {total:,.0f}" if failed == total else f"{failed:,.0f} of {total:,.0f}"
-            return f"{count} {what}{of} failed; most often: {next(iter(sums.failures), 'no process said why')}"
+            pairs = sums.pairs()
+            messages = [name for name in pairs if name.startswith(FAILURE)]
+            often = max(messages, key=lambda message: pairs[message][1], default="no process said why")
+            return f"{count} {what}{of} failed; most often: {often.removeprefix(FAILURE)}"
     return ""

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.cluster.devices import Devices, assign_devices, device_lines, own_devices, see_only
+from braidrl.cluster.devices import Devices, assign_devices, device_lines, own_devices
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import ProcessSpec, environment_of
@@ -117,9 +117,6 @@ def test_process_sees_devices_under_its_parents_names(monkeypatch: pytest.Monkey
     assert told == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c", "OMP_NUM_THREADS": "3"}
     assert environment_of(spec, {})["CUDA_VISIBLE_DEVICES"] == "1,2"
     assert environment_of(ProcessSpec("engine", "module:function"), {"A": "b"}) == {"A": "b"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    see_only(1)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
 
 
 GENERATES, TRAINS = Pool(("actor.generate",), 1, engines=1, engine_devices=2), Pool(("actor",), 1)

@@ -206,10 +206,10 @@ def test_pools_pin_nodes_and_kinds_and_ranks_are_in_node_order(monkeypatch: pyte
         (pinned, small, packed) = cluster.reserve(
             [Pool(("actor",), 4, kind="H100-80GB", nodes=2), Pool(("critic",), 2, kind="L4"), Pool(("reference",), 5)]
         )
-        places = [cluster.node_of(place) for place in pinned]
+        places = [place.node for place in pinned]
         assert places[0] == places[1] != places[2] == places[3]
-        assert len({cluster.node_of(place) for place in small} - set(places)) == 1
-        own = [cluster.node_of(place) for place in packed]
+        assert len({place.node for place in small} - set(places)) == 1
+        own = [place.node for place in packed]
         assert own == sorted(own, key=own.index), "ranks of a node are neighbours"
         cluster.close()
     finally:

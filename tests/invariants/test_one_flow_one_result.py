@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from braidrl.observe.rollouts import evaluation_path, read_texts
+from braidrl.observe.rollouts import read_texts, rollout_path
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import EVERY_STEP, Step, assert_same, assert_same_weights, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
@@ -103,7 +103,7 @@ def test_hybrid_evaluates_and_replays_as_eager_does(workshop: Workshop, warm_clu
     assert_same(run(workshop, "hybrid", **settings, **hybrid), theirs)
     replayed = workshop.run("replayed", replay=workshop.folder / "eager", **merged(EVERY_STEP, {**settings, **hybrid}))
     assert_same_weights(trace(replayed)[-1].weights, theirs[-1].weights)
-    prompts = {name: read_texts(evaluation_path(workshop.folder / name, "held_out", 2)) for name in ("eager", "hybrid")}
+    prompts = {name: read_texts(rollout_path(workshop.folder / name, 2, "held_out")) for name in ("eager", "hybrid")}
     assert prompts["eager"] == prompts["hybrid"] and len(prompts["eager"]) == 8
 
 

@@ -9,7 +9,7 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import FinishReason, Objects, Rows
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
-from braidrl.observe.rollouts import evaluation_path, rollout_path, write_rollouts
+from braidrl.observe.rollouts import rollout_path, write_rollouts
 
 STAGES = ("actor.generate", "reward.verify", "actor.update")
 
@@ -25,6 +25,11 @@ def metrics_of(step: int) -> dict[str, Any]:
     metrics |= {"weights/actor/update_seconds": 0.2}
     metrics |= {f"time/{stage}": 1.5 + abs(wobble) * 9 + i for i, stage in enumerate(STAGES)}
     return metrics
+
+
+def before_training(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of an evaluation before the first step: the other metrics are null."""
+    return {**dict.fromkeys(REQUIRED_KEYS), **metrics, "step": 0, "version": 0}
 
 
 def rows_of(step: int, count: int = 4) -> Rows:
@@ -47,7 +52,7 @@ def rows_of(step: int, count: int = 4) -> Rows:
 def make_run(folder: Path, steps: int = 20, response: str = "the answer is 7") -> Path:
     """Write a run folder with metrics, evaluations every five steps, and rollouts."""
     writer = MetricsWriter(folder)
-    writer.write_evaluation(0, 0, {"eval/test/avg@8": 0.31, "eval/test/pass@8": 0.6})
+    writer.write(before_training({"eval/test/avg@8": 0.31, "eval/test/pass@8": 0.6}))
     for step in range(1, steps + 1):
         found = {} if step % 5 else {"eval/test/avg@8": 0.31 + 0.55 * step / steps, "eval/test/pass@8": 0.9}
         writer.write(metrics_of(step) | found)
@@ -55,7 +60,7 @@ def make_run(folder: Path, steps: int = 20, response: str = "the answer is 7") -
         texts = [f"{response} ({step})"] * len(rows)
         write_rollouts(rollout_path(folder, step), rows, [f"{step} + {g} = ?" for g in (1, 1, 2, 2)], texts)
         if step % 5 == 0:
-            write_rollouts(evaluation_path(folder, "test", step), rows, ["2 + 5 = ?", "2 + 5 = ?", "a", "a"], texts)
+            write_rollouts(rollout_path(folder, step, "test"), rows, ["2 + 5 = ?", "2 + 5 = ?", "a", "a"], texts)
     writer.close()
     (folder / "config.yaml").write_text("flow: dapo\nruntime: eager\n")
     return folder

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from braidrl.observe.chart import MOST_POINTS, SMOOTH_FROM, Series, chart, spell, thinned
+from braidrl.observe.chart import MOST_BARS, MOST_POINTS, SMOOTH_FROM, Series, chart, spell
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,9 @@ def test_few_points_are_dots_and_many_are_faint_behind_their_mean() -> None:
 
 def test_thinning_keeps_the_mean_and_bounds_the_points() -> None:
     values = tuple(math.sin(i) for i in range(1000))
-    few = thinned(Series("x", tuple(range(1000)), values), 250)
-    assert len(few.steps) == 250
-    assert sum(few.numbers) / 250 == pytest.approx(sum(values) / 1000)
-    assert thinned(Series("x", (1, 2), (1.0, None)), 2) == Series("x", (1, 2), (1.0, None))
+    (bars,) = chart("x", [Series("x", tuple(range(1000)), values)], stacked=True).traces
+    assert len(bars["x"]) == len(bars["y"]) == MOST_BARS and bars["x"][:2] == (5, 15)
+    assert sum(bars["y"]) / MOST_BARS == pytest.approx(sum(values) / 1000)
     long = chart("x", [Series("x", tuple(range(1000)), values)], "nats")
     assert all(len(trace["x"]) <= MOST_POINTS for trace in long.traces) and long.about == "nats, means of 3 steps"
 

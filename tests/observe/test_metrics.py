@@ -47,15 +47,6 @@ def test_number_types_are_written_and_nonfinite_becomes_null(tmp_path: Path) -> 
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_an_evaluation_before_the_first_step_has_all_keys_too(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path)
-    writer.write_evaluation(0, 0, {"eval/test/avg@8": 0.25})
-    writer.close()
-    (line,) = read_metrics(tmp_path)
-    assert set(line) == {*REQUIRED_KEYS, "eval/test/avg@8"}
-    assert (line["step"], line["version"], line["eval/test/avg@8"], line["loss/actor"]) == (0, 0, 0.25, None)
-
-
 def test_a_step_is_written_only_once_and_in_order(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write(metrics_of(3))
@@ -135,7 +126,7 @@ def test_sums_do_not_depend_on_how_they_are_split_among_workers(workers: list[li
     alone = Sums()
     for name, total, count in (entry for worker in workers for entry in worker):
         alone.add(name, total, count)
-    assert Sums.merged(parts).pairs() == alone.pairs()
+    assert Sums().merge(*parts).pairs() == alone.pairs()
 
 
 def test_means_are_sums_over_counts_and_absent_without_counts() -> None:

@@ -39,7 +39,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 def test_a_log_file_gets_plain_lines_every_ten_seconds(clock: Clock) -> None:
     stream = io.StringIO()
     progress = Progress(100, stream, clock)
-    progress.step(3)
+    progress.step = 3
     with progress.stage("rollout", 256) as bar:
         for _ in range(25):
             clock.now += 1
@@ -63,7 +63,7 @@ def test_short_stages_leave_no_line_in_a_log_file(clock: Clock) -> None:
 
 def test_terminal_shows_rows_rate_and_in_flight_after_two_seconds(clock: Clock, terminal: Terminal) -> None:
     progress = Progress(10, terminal, clock)
-    progress.step(7)
+    progress.step = 7
     with progress.stage("rollout", 64) as bar:
         clock.now += 1.9
         bar.update(rows=1, tokens=1900)

@@ -13,7 +13,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
 from braidrl.observe.report import MOST_STEPS, Sample, best_and_worst, sample_groups, spread, write_report
 from braidrl.observe.rollouts import rollout_path, write_rollouts
-from tests.observe.made_up import STAGES, make_run, metrics_of
+from tests.observe.made_up import STAGES, before_training, make_run, metrics_of
 from tests.tiny import Workshop
 
 EVIL = "<script>alert('owned')</script></pre>&amp; 7"
@@ -118,7 +118,7 @@ def test_unknown_metric_is_shown_too(tmp_path: Path) -> None:
 def test_report_works_with_one_step_one_evaluation_or_none(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     assert "No step has been written yet" in write_report(tmp_path).read_text()
-    writer.write_evaluation(0, 0, {"eval/test/avg@8": 0.5})
+    writer.write(before_training({"eval/test/avg@8": 0.5}))
     assert "at step 0" in write_report(tmp_path).read_text()
     writer.write(metrics_of(1))
     writer.close()

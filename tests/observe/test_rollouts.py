@@ -15,7 +15,6 @@ from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError
 from braidrl.observe.rollouts import (
     DTYPES,
-    evaluation_path,
     join_parts,
     part_path,
     read_rollouts,
@@ -142,7 +141,7 @@ def test_failed_write_keeps_earlier_file_and_leaves_no_remains(tmp_path: Path) -
 
 def test_recordings_are_found_by_step_and_evaluation(tmp_path: Path) -> None:
     texts = list("abcd")
-    for path in (rollout_path(tmp_path, 10), rollout_path(tmp_path, 9), evaluation_path(tmp_path, "gsm8k-step-1", 5)):
+    for path in (rollout_path(tmp_path, 10), rollout_path(tmp_path, 9), rollout_path(tmp_path, 5, "gsm8k-step-1")):
         write_rollouts(path, rows_of(1), texts, texts)
     assert recorded_steps(tmp_path) == [9, 10]
     assert recorded_evaluations(tmp_path) == ["gsm8k-step-1"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.observe.timeline import ALL_STAGES, Busy, busy_table, chrome_trace, covered, lanes, write_timeline
+from braidrl.observe.timeline import ALL_STAGES, Busy, busy_table, chrome_trace, covered, write_timeline
 from braidrl.observe.trace import Span, TraceWriter
 
 # Ten seconds: two actors generate and train, one reward worker checks; the second actor finishes generating late.
@@ -78,13 +78,16 @@ spans_of_any_kind = st.lists(
 
 @given(spans_of_any_kind)
 def test_lanes_hold_every_span_once_and_none_overlap(spans: list[Span]) -> None:
-    drawn = lanes(spans)
-    everything = [span for _, lane in drawn for span in lane]
-    assert sorted(map(id, everything)) == sorted(map(id, spans))
-    assert [worker for worker, _ in drawn] == sorted((worker for worker, _ in drawn), key=lambda w: int(w[2:]))
-    for worker, lane in drawn:
-        assert {span.worker for span in lane} == {worker}
-        assert all(a.end <= b.start + 1e-6 for a, b in pairwise(lane))
+    events = chrome_trace(spans)["traceEvents"]
+    workers = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(workers.values()) == sorted(workers.values(), key=lambda worker: int(worker[2:]))
+    drawn = [event for event in events if event["ph"] == "X"]
+    places = sorted((workers[event["pid"]], event["ts"], event["dur"]) for event in drawn)
+    assert places == sorted((span.worker, span.start * 1e6, span.seconds * 1e6) for span in spans)
+    lanes = {event["tid"]: [one for one in drawn if one["tid"] == event["tid"]] for event in drawn}
+    for lane in lanes.values():
+        assert len({event["pid"] for event in lane}) == 1
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in pairwise(lane))
 
 
 @given(spans_of_any_kind)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from braidrl.errors import FailedStep
-from braidrl.observe.metrics import Sums, read_metrics
+from braidrl.observe.metrics import FAILURE, Sums, read_metrics
 from braidrl.runtimes.evaluation import evaluate_model
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.step_metrics import FailureWatch
@@ -43,7 +43,7 @@ def test_metrics_and_report_have_each_verifiers_mean_and_failures_by_kind(worksh
 def test_the_line_names_the_commonest_reason_and_not_the_first() -> None:
     sums = Sums({"reward/failed_fraction": (4, 4)})
     for words, count in (("verifier a: timeout", 1), ("verifier b: exception", 3)):
-        sums.note_failure(words, count)
+        sums.add(FAILURE + words, 0.0, count)
     with pytest.raises(FailedStep, match="every one of 4 checks failed; most often: verifier b: exception"):
         FailureWatch(0.99, 1, Path("run")).check(7, sums)
 

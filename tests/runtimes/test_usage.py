@@ -78,7 +78,7 @@ def test_share_over_processes_is_total_work_over_total_capacity(workshop: Worksh
     usage_of(workshop).decoded(GENERATE, DRAWN, 16, 2.0, parts[0])
     usage_of(workshop, fast).decoded(GENERATE, DRAWN, 16, 4.0, parts[1])
     read = decoding_bytes(sizes_of(workshop), 4, 3, 61)
-    assert Sums.merged(parts).means()[BANDWIDTH] == pytest.approx(2 * read / (2e9 + 12e9))
+    assert Sums().merge(*parts).means()[BANDWIDTH] == pytest.approx(2 * read / (2e9 + 12e9))
 
 
 def test_single_turn_episode_counts_like_plain_generation() -> None:

@@ -21,7 +21,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from braidrl.cluster.devices import see_only
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
 from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.process_groups import connect_store, join_group, open_store
@@ -248,7 +247,9 @@ def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
     """Return the arguments of a rank's engine, once it has joined the group."""
     device = torch.device(spec.device)
     if device.type == "cuda":
-        see_only(rank)
+        # Hide all devices but this rank's, before the process uses CUDA.
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen[rank] if seen != [""] else str(rank)
     group = join_group(store, rank, spec.tensor, wait_s(spec), device.type == "cuda", LOOPBACK)
     model, slices = load_for_decoding(spec.model, getattr(torch, spec.dtype), device, TensorRanks(group))
     return {

@@ -30,9 +30,9 @@ from braidrl.engines.factory import Remote, exchange_publisher, publisher_of, st
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
-from braidrl.observe.metrics import Sums
+from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
-from braidrl.observe.trace import TraceWriter
+from braidrl.observe.trace import Span, TraceWriter
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.partial import PartialResponses
@@ -62,7 +62,8 @@ class WeightMoves:
         for name in ("received", "rounds", "seconds"):
             self.sums.add(f"weights/{role}/{name}", getattr(moved, name))
         if self.trace is not None:
-            self.trace.past(role, "weights", self.version + 1, moved.seconds)
+            end = self.trace.now()
+            self.trace.record(Span(self.trace.worker, role, "weights", self.version + 1, end - moved.seconds, end))
 
     def report(self, sums: Sums) -> None:
         """Add the numbers of the transfers since the last report."""
@@ -219,7 +220,7 @@ class Generation:
             first = next(episode for episode in played if episode.failure == reason)
             words = f"{stage.name}: {count} of {len(played)} trajectories ended by {reason}; row {first.trajectory.uid}: {first.detail}"
             sums.add(f"environment/failures/{reason}", count)
-            sums.note_failure(words, count)
+            sums.add(FAILURE + words, 0.0, count)
             self.progress.print(words)
         return self._named(stage, episode_columns(played, limits))
 

@@ -18,7 +18,7 @@ from braidrl.engines.requests import Response
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.signatures import SUMMED, in_namespace
-from braidrl.observe.metrics import Sums
+from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
 from braidrl.rewards.verify import Pending, RuleRewards
@@ -70,7 +70,7 @@ class Checks:
                     sums.add(name, value)
                 sums.add("reward/failed_fraction", len({failure.row for failure in failures}), len(part))
                 for words, count in Counter(failure.words for failure in failures).most_common(NOTED):
-                    sums.note_failure(words, count)
+                    sums.add(FAILURE + words, 0.0, count)
                 for failure in failures:
                     kind = (failure.label, failure.reason)
                     if kind not in self.shown:  # later ones of the same kind are only counted

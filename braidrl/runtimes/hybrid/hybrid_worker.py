@@ -150,7 +150,7 @@ class HybridWorker(PoolWorker):
         if self.world.group is None:
             return answer
         every = all_gather_bytes(pack_message(Sums(answer.sums).pairs()), self.world.group)
-        together = Sums.merged(Sums(unpack_message(own)) for own in every)
+        together = Sums().merge(*(Sums(unpack_message(own)) for own in every))
         return replace(answer, sums=together.pairs() if self.spec.rank == 0 else {})
 
     @register(protocol="ONE_TO_ALL")

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.child import end_at_once, function_of
+from braidrl.cluster.child import end_at_once, failure_of, function_of
 from braidrl.cluster.devices import choose_device, device_count, devices_each
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.ranks import rank_failure, run_ranks, tell
+from braidrl.cluster.ranks import run_ranks, tell
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.world import World, join
 from braidrl.config import Config, PlacementConfig
@@ -48,7 +48,8 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
         # Other ranks may be stuck, so the process group cannot be left in order.
         end_at_once()
     except Exception as error:
-        raise WorkerError(rank_failure(world, error).message) from error
+        failure = failure_of(f"rank {world.rank} failed in {world.place}{world.rows}", error)
+        raise WorkerError(failure.message) from error
     world.close()
     return result
 

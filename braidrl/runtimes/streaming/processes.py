@@ -135,7 +135,8 @@ class Processes:
         # The error of a process that only lost its peers is not the cause: that is a peer's error, or a kill.
         failure, limit, is_killed = failure_of(member), time.monotonic() + PEERS_LIMIT_S, False
         while failure is not None and failure.follows and time.monotonic() < limit and not is_killed:
-            causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
+            known = [found for peer in self.members if (found := failure_of(peer)) is not None]
+            causes = [found for found in known if not found.follows and found.kind != "interrupted"]
             if causes:
                 raise causes[0].error()
             is_killed = any(died(peer) for peer in peers)

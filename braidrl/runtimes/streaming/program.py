@@ -293,7 +293,7 @@ class StreamingProgram:
         # As in serial order: scores as selection saw them, or without selection the final ones.
         parts = [*finished.generated, index] if self.stream.flow.sampling_segment else [final]
         common = [name for name in parts[-1] if all(name in part for part in parts)]
-        sums = Sums.merged(Sums(report["sums"]) for report in finished.reports)
+        sums = Sums().merge(*(Sums(report["sums"]) for report in finished.reports))
         for stage, state in finished.states.items():
             for name, value in state.items():
                 sums.add(f"{stage}/{name}", value)

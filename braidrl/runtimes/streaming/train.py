@@ -261,7 +261,7 @@ class Trainer:
             return [losses]
         parts = self.world.gather("loss sums", pack_message([losses, span.sums.pairs()]))
         found = [unpack_message(bytes(part)) for part in parts]
-        span.sums = Sums.merged(Sums(pairs) for _, pairs in found)
+        span.sums = Sums().merge(*(Sums(pairs) for _, pairs in found))
         return [own for own, _ in found]
 
     def _busy(self, stage: Stage, uids: Sequence[Any]) -> Any:

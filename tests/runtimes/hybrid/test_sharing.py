@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from braidrl.observe.metrics import Sums
-from braidrl.observe.rollouts import evaluation_path, read_rollouts, rollout_path
+from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.row_store import Admission, Surplus
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.backends import hybrid_crew, told
@@ -24,7 +24,7 @@ def test_ranks_record_own_rows_and_replay_reads_them(workshop: Workshop, warm_cl
     run, alone = workshop.run("together", **sections, **hybrid), workshop.run("alone", **sections)
     assert_same(trace(run), trace(alone))
     assert metrics_without_times(run)[0] == metrics_without_times(alone)[0]
-    for path in (rollout_path, lambda run, step: evaluation_path(run, "held_out", step)):
+    for path in (rollout_path, lambda run, step: rollout_path(run, step, "held_out")):
         files = sorted(path(run, 1).iterdir())
         assert [file.name for file in files] == ["00000.parquet", "00001.parquet", "00002.parquet"]
         assert all(len(read_rollouts(file)) for file in files) and path(alone, 1).is_file()
