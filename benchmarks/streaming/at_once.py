@@ -39,7 +39,7 @@ load_tokenizer: Any = import_module(f"braidrl.{MODELS}.loading").load_tokenizer
 class AtOnce(SteppingEngine):
     """Engine that ends each row with one token, one step after it was accepted."""
 
-    slots = 1024
+    slots = 2048
 
     def __init__(self, spec: Any) -> None:
         super().__init__(load_tokenizer(spec.model), (), spec.max_sequence_tokens, spec.seed)

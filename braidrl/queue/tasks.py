@@ -89,7 +89,7 @@ class Task:
         self.table.update(dict.fromkeys(rows, table))
         self.undone[table] += len(rows)
         if self.whole_groups:
-            self._withdraw(rows)
+            self.withdraw(rows)
             for row in rows:
                 self._groups.setdefault(self.group[row], {})[row] = False
         self._enter(self._complete(rows))
@@ -101,13 +101,13 @@ class Task:
 
     def unwrite(self, rows: Sequence[Row]) -> None:
         """Record the loss of an awaited writer's columns. The holder of a row keeps it."""
-        self._withdraw(self._free([row for row in rows if row in self.table]))
+        self.withdraw(self._free([row for row in rows if row in self.table]))
 
     def finish(self, rows: Sequence[Row]) -> None:
         """Record completed rows; a task may also skip rows without taking them."""
-        self._withdraw(self._free(rows))
+        self.withdraw(self._free(rows))
         self.lease.update(dict.fromkeys(rows))
-        self.undone.subtract(map(self.table.__getitem__, rows))
+        self._count(rows, -1)
 
     def give_back(self, rows: Sequence[Row]) -> None:
         """Make leased rows available again."""
@@ -118,17 +118,17 @@ class Task:
     def reopen(self, rows: Iterable[Row]) -> None:
         """Repeat completed rows among these: what the task wrote for them was lost."""
         done = [row for row in rows if self.lease.get(row, 0) is None]
-        self.undone.update(map(self.table.__getitem__, done))
+        self._count(done, 1)
         self.give_back(done)
 
     def move(self, rows: Iterable[Row], table: Any) -> None:
         """Move those rows that have entered to another table; completed ones stay completed."""
         rows = [row for row in rows if self.table.get(row, table) != table]
-        left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
-        self.undone.subtract(left)
+        left = [row for row in rows if self.lease.get(row, 0) is not None]
+        self._count(left, -1)
         self.undone[table] += len(left)
         ready = self._free(self._complete(rows))
-        self._withdraw(ready)
+        self.withdraw(ready)
         self.table.update(dict.fromkeys(rows, table))
         self._enter(ready)
 
@@ -140,9 +140,9 @@ class Task:
             for known in (self.table, self.lease, self.ready, self.undone, self._groups):
                 known.clear()
             return
-        left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
-        self.undone.subtract(left)
-        self._withdraw(rows if left else ())
+        left = [row for row in rows if self.lease.get(row, 0) is not None]
+        self._count(left, -1)
+        self.withdraw(rows if left else ())
         for row in rows if self.whole_groups else ():
             members = self._groups[self.group[row]]
             del members[row]
@@ -160,7 +160,7 @@ class Task:
     def take(self, table: Any, most: int, ranks: int, sampler: Sampler, facts: Callable[[Row], Candidate]) -> list[Row]:
         """Return the rows of a table that the sampler chooses: up to `most`, or with whole groups at least one group.
 
-        The caller must hold them at once: they are no longer ready.
+        They are no longer ready, so the caller must hold them at once.
         """
         ready = self.ready.get(table)
         if ready is None:
@@ -182,18 +182,20 @@ class Task:
             if self._passed[table] >= PATIENCE:
                 chosen, self._passed[table] = [0, *chosen[: most - 1]], 0
             rows = [rows[place] for place in sorted(chosen)]
-        return [row for first in rows for row in self._groups[self.group[first]]] if self.whole_groups else rows
-
-    def hold(self, rows: Sequence[Row], number: int) -> None:
-        """Record the lease of some rows. Raises ValueError if one is not ready."""
-        if not self.are_free(rows):
-            raise ValueError(f"a row of {list(rows)[:4]} is given for the second time, or before it is ready")
-        self._withdraw(rows)
-        self.lease.update(dict.fromkeys(rows, number))
+        if self.whole_groups:
+            rows = [row for first in rows for row in self._groups[self.group[first]]]
+        if self.whole_groups or sampler is not FIRST_IN:
+            self.withdraw(rows)
+        return rows
 
     def are_free(self, rows: Sequence[Row]) -> bool:
         """Return True if all of these rows, which are in work, can be taken."""
         return self.lease.keys().isdisjoint(rows) and all(written.issuperset(rows) for written in self._written)
+
+    def _count(self, rows: Sequence[Row], change: int) -> None:
+        """Change the numbers of rows that are not completed, by `change` for each of these rows."""
+        for table, some in by_value(rows, self.table):
+            self.undone[table] += change * len(some)
 
     def _free(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return those rows that no lease holds and that are not completed."""
@@ -217,7 +219,7 @@ class Task:
         for table, some in by_value(rows, self.table):
             self.ready.setdefault(table, Ordered()).add(some, self.numbers)
 
-    def _withdraw(self, rows: Sequence[Row]) -> None:
+    def withdraw(self, rows: Sequence[Row]) -> None:
         """Remove rows from the ready ones; with whole groups, their groups too."""
         if self.whole_groups:
             named: dict[Row, None] = {}
@@ -321,14 +323,22 @@ class Tasks:
         task = self.tasks[name]
         if table is None:
             table = min(task.ready, default=None)
-        return self.lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
+        return self._lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
 
     def lease(self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float) -> Lease | None:
         """Lease these rows, all of which must be ready, as `Leases.take` does; None without rows."""
+        self.tasks[name].withdraw(rows)
+        return self._lease(name, rows, holder, now, seconds)
+
+    def _lease(self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float) -> Lease | None:
+        """Lease rows that are no longer among the ready ones. Raises ValueError if one is held, or lacks a column."""
         if not rows:
             return None
+        task = self.tasks[name]
+        if not task.are_free(rows):
+            raise ValueError(f"a row of {list(rows)[:4]} is given for the second time, or before it is ready")
         lease = self.leases.take(name, holder, rows, now, seconds)
-        self.tasks[name].hold(rows, lease.number)
+        task.lease.update(dict.fromkeys(rows, lease.number))
         return lease
 
     def complete(self, number: int, now: float, places: Sequence[int] | None = None) -> list[Row]:

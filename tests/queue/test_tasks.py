@@ -190,12 +190,11 @@ def test_what_cannot_be_is_refused() -> None:
 def test_the_oldest_row_is_not_passed_over_for_ever() -> None:
     tasks, newest = Tasks({"one": []}), Sampler("newest", lambda ready, most, ranks: [len(ready) - 1])
     tasks.admit(range(100), lambda row: None)
-    task = tasks["one"]
     given = []
-    for number in range(2 * PATIENCE):
-        (row,) = task.take(0, 1, 1, newest, Candidate)
-        task.hold([row], number)
-        given.append(row)
+    for _ in range(2 * PATIENCE):
+        lease = tasks.take("one", "a", 0.0, 1.0, 1, newest)
+        assert lease is not None
+        given += lease.rows
     assert given.index(0) == PATIENCE - 1 and 1 in given
 
 

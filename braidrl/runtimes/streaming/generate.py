@@ -62,8 +62,8 @@ class GenerateLoop:
         """The leases with running rows."""
         self.left: dict[int, int] = {}
         """Number of running rows by lease."""
-        self.last: dict[Uid, asyncio.Task[Ended]] = {}
-        """The latest generation task of each row: an engine draws one response of a row at a time."""
+        self.last: dict[Uid, Key] = {}
+        """The latest running key of each row: an engine draws one response of a row at a time."""
         self.ended: list[Key] = []
         self.reporting: dict[asyncio.Task[None], list[Key]] = {}
         """Tasks that check and write finished rows, with these. The rows stay in `flight` until their task has ended."""
@@ -127,10 +127,12 @@ class GenerateLoop:
         # An episode has no budget.
         ends = set() if "environment" in stage.params else set(work.message.get("to_the_end", ()))
         self.leases[work.lease], self.left[work.lease] = work, len(work.own)
+        loop = asyncio.get_running_loop()
         for number, place in enumerate(work.own):
             key, uid, own = (work.lease, place), uids[number], to_the_end(stage) if place in ends else stage
-            drawing = self._draw(engine, own, rows, number, requests[number], key, self.last.get(uid))
-            self.flight[key] = self.last[uid] = asyncio.create_task(drawing)
+            before = self.flight.get(self.last[uid]) if uid in self.last else None
+            self.last[uid] = key
+            self.flight[key] = loop.create_task(self._draw(engine, own, rows, number, requests[number], key, before))
         if stage.name not in self.spans:
             self.spans[stage.name] = self.context.trace.begin(stage.name, work.iteration, self.version)
             self.pieces[stage.name] = WORK.begin(stage.name)
@@ -159,7 +161,7 @@ class GenerateLoop:
             whole = partial.joined(response, self.engine.max_sequence_tokens)
             return whole, Drawn.of(rest.prompt, response)
         finally:
-            if self.last.get(request.uid) is asyncio.current_task():
+            if self.last.get(request.uid) == key:
                 del self.last[request.uid]
             # When another task of the loop reads this, the row's task has ended.
             self.ended.append(key)
