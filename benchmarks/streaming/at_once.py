@@ -1,6 +1,6 @@
 """One measured run: an engine that answers at once, its flow, and rows per second; under this version of the code or an earlier one.
 
-    python benchmarks/streaming/at_once.py FOLDER ROWS LEASE
+    python benchmarks/streaming/at_once.py FOLDER ROWS LEASE STALENESS
 
 FOLDER has `model` and `train.jsonl`. The result is printed as JSON.
 """
@@ -104,8 +104,8 @@ def passed() -> Flow:
     )
 
 
-def settings(folder: Path, rows: int, lease: int) -> dict[str, Any]:
-    """Return the configuration of a run with `rows` rows in flight, and at most `lease` rows in a lease."""
+def settings(folder: Path, rows: int, lease: int, staleness: int) -> dict[str, Any]:
+    """Return the configuration of a run with `rows` rows in a batch, and at most `lease` rows in a lease."""
     return {
         "flow": f"{FILE}:passed", "model": str(folder / "model"), "output": str(folder), "name": "rate",
         "threads": 1, "device": "cpu", "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
@@ -115,6 +115,7 @@ def settings(folder: Path, rows: int, lease: int) -> dict[str, Any]:
         },
         "trainer": {
             "steps": STEPS, "prompts_per_step": rows // SAMPLES, "checkpoint_every": 0, "max_tokens_per_device": 16384,
+            "max_staleness": staleness,
         },
         "streaming": {"dispatch_rows": lease}, "evaluation": {"every": 0}, "trackers": [],
     }  # fmt: skip
@@ -136,13 +137,13 @@ def cpu_seconds() -> dict[str, float]:
     return {number: found[number] for number in own}
 
 
-def measured(folder: Path, rows: int, lease: int) -> dict[str, Any]:
+def measured(folder: Path, rows: int, lease: int, staleness: int) -> dict[str, Any]:
     """Run, and return rows per second and CPU microseconds per row, of the main program and of each process, after the first iteration."""
     from braidrl.config import parse_config
     from braidrl.runtimes.run import TrainingRun
 
     moments: list[tuple[float, dict[str, float]]] = []
-    with TrainingRun(parse_config(settings(folder, rows, lease))) as run:
+    with TrainingRun(parse_config(settings(folder, rows, lease, staleness))) as run:
 
         def watch() -> None:
             file = run.folder / "metrics.jsonl"

@@ -1,6 +1,6 @@
 """Rows per second from admission to the optimizer step, with an engine that answers at once, for two versions in one run.
 
-    python -m benchmarks.streaming.rate [--against COMMIT] [--rows 8192] [--lease 2048] [--turns 2]
+    python -m benchmarks.streaming.rate [--against COMMIT] [--rows 8192] [--lease 2048] [--staleness 0] [--turns 2]
 
 commit ──git archive──▶ build/rate ──at_once──▶ rows per second, CPU seconds of each process ──┐
 working tree ───────────────────────at_once──▶ rows per second, CPU seconds of each process ──┴▶ in turn; medians; how many times
@@ -127,6 +127,9 @@ def main() -> None:
     parser.add_argument("--against", help="a commit to measure beside the working tree")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--lease", type=int, default=2048, help="the most rows of a lease, and of a pass of the model")
+    parser.add_argument(
+        "--staleness", type=int, default=0, help="trainer.max_staleness; above 0 no engine waits for weights"
+    )
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
     trees = {"now": ROOT}
@@ -159,7 +162,8 @@ def main() -> None:
         write_jsonl(Path(folder) / "train.jsonl", prompts)
         for _ in range(arguments.turns):
             for name, tree in trees.items():
-                command = [sys.executable, str(RUN), folder, str(arguments.rows), str(arguments.lease)]
+                numbers = map(str, (arguments.rows, arguments.lease, arguments.staleness))
+                command = [sys.executable, str(RUN), folder, *numbers]
                 environment = os.environ | {"PYTHONPATH": str(tree)}
                 done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:
