@@ -34,7 +34,7 @@ class StreamingConfig(Section):
 
     workers: dict[str, int] = {}
     """Processes by worker group: `actor.generate`, and each role that infers or trains. The default is 1, or as many as the role's
-    layout needs. `compute` has no effect: checks and computations run with generation and training."""
+    layout needs. Checks and computations run with generation and training."""
     dispatch_rows: int = Field(16, ge=1, le=MOST_ROWS)
     """Maximum number of rows that a worker takes at once: a lower number balances the load better, a higher one needs fewer requests."""
     sampler: str | dict[str, str] = "first_in"
@@ -44,11 +44,9 @@ class StreamingConfig(Section):
     """Storage of payload: `shared_memory`, `file:/path` on a disk, or `redis://host:port/0`."""
     weights: Literal["end", "delayed", "rolling", "interrupt"] = "end"
     """Weight-update policy of engines. `end`: all load when a batch's generation is complete. `delayed`: the same, but they receive the
-    weights in host memory while they generate. `rolling`: one after the other, while the others generate. `interrupt`: each immediately;
+    weights in host memory while they generate. `rolling`: up to half of them drain at a time, while the others generate: a draining engine
+    takes no rows, finishes most of its rows, and loads. `interrupt`: each immediately;
     its running rows continue with the new weights."""
-    share_out: float | None = None
-    """Has no effect. With `rolling` up to half of the engines drain at a time: a draining engine takes no rows, finishes most of its
-    rows, and loads."""
     on_policy_share: float = Field(0.0, ge=0, lt=1)
     """With `trainer.max_staleness`: share of each batch that must start on the version on which the batch is trained, spread evenly over
     its updates. The batch waits for these rows; meanwhile engines start rows of the next batch. 0 requires none."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -167,4 +167,15 @@ def responses(
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
     hidden = {*ends, getattr(tokenizer, "pad_token_id", None)}
     sampled = ([token for token in ids if token not in hidden] for ids in tokens.where(mask.values.bool()).tolist())
-    return [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sampled]
+    return decoded(tokenizer, list(sampled), skip_special_tokens)
+
+
+def decoded(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+    """Return the text of each row of ids, as `tokenizer.decode` does: all rows in one call of the Rust library, where that decodes."""
+    from transformers import PreTrainedTokenizerFast  # Processes that only call verifiers do not need it.
+
+    plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+    if plain and not tokenizer.clean_up_tokenization_spaces:
+        texts: list[str] = tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=skip_special_tokens)
+        return texts
+    return [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in rows]

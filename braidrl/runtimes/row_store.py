@@ -20,7 +20,7 @@ from braidrl.data.packing import equal_share
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Rows
 from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
-from braidrl.rewards.verify import responses
+from braidrl.rewards.verify import decoded, responses
 from braidrl.runtimes.generating.partial import admitted
 
 RankShare = tuple[int, int]
@@ -142,10 +142,10 @@ class RowStore:
     def row_texts(self, rows: Rows) -> list[RowText]:
         """Return each row's prompt and response as text."""
         # The rows of a group have the same prompt.
-        ids = rows["prompt"].tolist()
-        known = {tuple(one): "" for one in ids}
-        known = {one: self.tokenizer.decode(list(one)) for one in known}
-        prompts = [known[tuple(one)] for one in ids]
+        ids = list(map(tuple, rows["prompt"].tolist()))
+        distinct = list(dict.fromkeys(ids))
+        texts = dict(zip(distinct, decoded(self.tokenizer, distinct, False), strict=True))
+        prompts = [texts[one] for one in ids]
         skips = self.config.reward.skip_special_tokens
         said = responses(rows, self.tokenizer, self.ends, skips) if "tokens" in rows else [""] * len(rows)
         return [RowText(*texts) for texts in zip(prompts, said, strict=True)]

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import RewardConfig, VerifierConfig
 from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError
-from braidrl.rewards.verify import RuleRewards
+from braidrl.rewards.verify import RuleRewards, decoded
 
 OWN = str(Path(__file__).with_name("own_verifiers.py"))
 
@@ -142,3 +143,12 @@ def test_no_rows_give_empty_columns(tokenizer):
 def test_a_mistaken_verifier_is_refused_before_anything_runs(tokenizer, verify):
     with pytest.raises(UserError):
         rewards_of(tokenizer, verify)
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_rows_decoded_at_once_have_the_texts_of_rows_decoded_alone(tokenizer, skips, cleans):
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=cleans)
+    end = tokenizer.token_to_id("<end>")
+    rows = [[*tokenizer.encode(text).ids, end] for text in ("", "4", "a , b .", "ß do n't")]
+    assert decoded(fast, rows, skips) == [fast.decode(ids, skip_special_tokens=skips) for ids in rows]

@@ -33,7 +33,7 @@ from braidrl.flow import Flow, Stage
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
-from braidrl.rewards.verify import RuleRewards
+from braidrl.rewards.verify import RuleRewards, decoded
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.partial import PartialResponses
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages
@@ -234,9 +234,7 @@ class Generation:
         assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
         reflections = torch.zeros(len(tokens), dtype=torch.int64)
         if phrases := self.config.rollout.reflection_phrases:
-            responses = [
-                self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens.where(mask.values).tolist()
-            ]
+            responses = decoded(self.tokenizer, tokens.where(mask.values).tolist(), True)
             reflections = reflection_counts(responses, phrases)
         return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 

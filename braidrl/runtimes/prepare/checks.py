@@ -295,14 +295,6 @@ def without_effect(config: Config) -> list[str]:
         )
     if config.streaming != StreamingConfig() and config.runtime != "streaming":
         lines.append(f"streaming.* has no effect: runtime={config.runtime} does not stream")
-    if config.streaming.share_out is not None:
-        lines.append(
-            "streaming.share_out has no effect: with streaming.weights=rolling half of the engines may be out at a time"
-        )
-    if "compute" in config.streaming.workers:
-        lines.append(
-            "streaming.workers.compute has no effect: checks and computations run with generation and training"
-        )
     if config.placement != PlacementConfig() and config.runtime != "hybrid":
         lines.append(f"placement has no effect: only runtime=hybrid has pools, and this is runtime={config.runtime}")
     if config.trainer.resident_gib is not None and config.runtime == "streaming":

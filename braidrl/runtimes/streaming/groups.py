@@ -22,8 +22,6 @@ from braidrl.queue.samplers import Sampler, sampler_named
 from braidrl.runtimes.streaming.consumers import Consumer, Consumers
 from braidrl.training.role_settings import inference_layouts, settings_of
 
-COMPUTE = "compute"
-"""A former group: computations run with generation, inference or training now."""
 ROWS = "rows"
 """The process that makes rows and writes them to files."""
 
@@ -103,7 +101,7 @@ def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[G
         for consumer in Consumers(one):
             found.setdefault(consumer.group, []).append(consumer)
     for name in config.streaming.workers:
-        if name not in found and name != COMPUTE:
+        if name not in found:
             raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, list(found))}")
     groups = list[Group]()
     for name, consumers in found.items():
