@@ -22,7 +22,7 @@ from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.signatures import class_and_method, is_method, is_reward
+from braidrl.flow.signatures import class_and_method
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
@@ -105,7 +105,7 @@ class StageExecutor:
                 return {}
             if stage.kind is Kind.GENERATE:
                 return self.generation.generate(stage, rows, sums, stop)
-            if is_method(stage.type, stage.role):
+            if stage.role is not None and ":" in stage.type:
                 return checked(stage, self.own_method(stage)(rows, **stage.settings))
             if stage.type == "verify":
                 results = self.generation.checks.results(stage, rows, sums)
@@ -123,7 +123,7 @@ class StageExecutor:
                 found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
             if not len(rows) or stage.type != "score":
                 return {stage.writes[0]: found} if len(rows) else {}
-            rewarding = is_reward(role, stage.params.get("weight"))
+            rewarding = role == "reward" or "weight" in stage.params
             added = added_scores(self.flow, stage, given, found.values) if rewarding else {}
             return {stage.writes[0]: found.values, **added}
 
