@@ -11,13 +11,7 @@ from functools import cached_property
 
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.columns import (
-    ADMISSION,
-    ADMITTED_IF_GIVEN,
-    Inputs,
-    resolve_columns,
-    serial_order,
-)
+from braidrl.flow.columns import ADMISSION, ADMITTED_IF_GIVEN, Inputs, resolve_columns, serial_order
 from braidrl.flow.signatures import entry_of
 from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage

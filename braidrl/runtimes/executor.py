@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
-from braidrl.data.templates import PromptTemplate, Retokenizer
+from braidrl.data.templates import PromptTemplate, retokenized
 from braidrl.engines.factory import Remote
 from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
@@ -62,7 +62,7 @@ class StageExecutor:
         self.role_copies: dict[tuple[str, str], RoleCopy] = {}
         self.copies: dict[str, RoleCopy] = {}  # roles that infer in another layout than they train in
         self.tokenizer = tokenizer
-        self.retokenizers: dict[str, Retokenizer] = {}  # roles that score with their own tokenizer
+        self.own_templates: dict[str, PromptTemplate] = {}  # of roles that score with their own tokenizer
         self.methods: dict[tuple[str, Any], Any] = {}
         self.residency = Residency(config, flow, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
@@ -72,7 +72,7 @@ class StageExecutor:
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
             if (own := own_tokenizer(role, config, tokenizer)) is not None:
-                self.retokenizers[role] = Retokenizer(tokenizer, PromptTemplate.of(own, config.data))
+                self.own_templates[role] = PromptTemplate.of(own, config.data)
             if role in generating:
                 self.generation.start_engine(worker)
             frozen = None
@@ -114,8 +114,8 @@ class StageExecutor:
                 return computed(stage, rows)
             given, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
             read, worker = given, self.workers[role]
-            if role in self.retokenizers and len(rows):
-                read = self.retokenizers[role].rows(given)
+            if role in self.own_templates and len(rows):
+                read = retokenized(given, self.tokenizer, self.own_templates[role])
             if role in self.copies:
                 worker = self.copies[role].worker
                 self.generation.moves.note(role, self.copies[role].refresh())
