@@ -10,7 +10,7 @@ Braid's own way of continuing a conversation passes the same check (`exact_over_
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from braidrl.agents.tool_calls import call_text
@@ -68,24 +68,24 @@ def _proven(tokenizer: Any, arguments: str) -> Any | None:
         try:
             config = kinds.validate_python({"name": name, "thinking_retention": "all"})
             found = create_renderer(tokenizer, merge_chat_template_kwargs(config, template.arguments))
-            if exact_over_turns(template, *way_of(found)):
+            if exact_over_turns(template, partial(prompt_by, found), partial(continuation_by, found)):
                 return found
         except Exception:  # of any kind: this family's tokens or arguments are not the tokenizer's
             continue
     return None
 
 
-def way_of(renderer: Any) -> tuple[First, Follow]:
-    """Return the library's way to begin and to continue a conversation."""
+def prompt_by(renderer: Any, messages: list[ChatMessage], tools: Tools) -> list[int]:
+    """Return the ids of a prompt as the library's renderer writes them."""
+    return list(renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=True))
 
-    def first(messages: list[ChatMessage], tools: Tools) -> list[int]:
-        return list(renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=True))
 
-    def follow(prompt: list[int], sampled: list[int], said: list[ChatMessage], tools: Tools) -> list[int] | None:
-        found = renderer.bridge_to_next_turn(prompt, sampled, said, tools=list(tools) or None)
-        return None if found is None else list(found.token_ids)[len(prompt) + len(sampled) :]
-
-    return first, follow
+def continuation_by(
+    renderer: Any, prompt: list[int], sampled: list[int], said: list[ChatMessage], tools: Tools
+) -> list[int] | None:
+    """Return the ids after a prompt and a sampled turn as the library's renderer writes them."""
+    found = renderer.bridge_to_next_turn(prompt, sampled, said, tools=list(tools) or None)
+    return None if found is None else list(found.token_ids)[len(prompt) + len(sampled) :]
 
 
 def calls_by(renderer: Any, tokens: Sequence[int], prompt: list[int], tools: Tools) -> tuple[int, list[str]]:

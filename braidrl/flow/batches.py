@@ -193,14 +193,17 @@ class TrainingBatch:
         return found[0] if all(other == found[0] for other in found) else None
 
 
+@dataclass
 class UpdatesInProgress:
     """The updates of one train stage in a trainer. Its rows arrive in pieces, and accumulate in the order of updates."""
 
-    def __init__(self, steps: int, size: int) -> None:
-        """Expect `steps` updates of `size` rows; the trainer counts up `made` after each."""
-        self.steps, self.size, self.made = steps, size, 0
-        self._arrived: Counter[int] = Counter()
-        self._waiting: dict[int, deque[tuple[Any, list[int]]]] = {}
+    steps: int
+    size: int
+    """Rows of an update."""
+    made: int = 0
+    """Updates made, which the trainer counts."""
+    _arrived: Counter[int] = field(default_factory=Counter)
+    _waiting: dict[int, deque[tuple[Any, list[int]]]] = field(default_factory=dict)
 
     def add(self, piece: Any, numbers: Sequence[Sequence[int]]) -> None:
         """Add the rows of a piece; `numbers` are the updates of each."""
