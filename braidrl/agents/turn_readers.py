@@ -9,11 +9,10 @@ Braid's own way of continuing a conversation passes the same check (`exact_over_
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from braidrl.agents.tool_calls import call_text
 from braidrl.data.chat import ChatMessage, Tools
 from braidrl.data.endings import MARK
 from braidrl.data.rendering import TRIALS
@@ -86,13 +85,3 @@ def continuation_by(
     """Return the ids after a prompt and a sampled turn as the library's renderer writes them."""
     found = renderer.bridge_to_next_turn(prompt, sampled, said, tools=list(tools) or None)
     return None if found is None else list(found.token_ids)[len(prompt) + len(sampled) :]
-
-
-def calls_by(renderer: Any, tokens: Sequence[int], prompt: list[int], tools: Tools) -> tuple[int, list[str]]:
-    """Return the number of tokens before a turn's first call, and each call in Hermes' JSON, unchanged if it is malformed."""
-    calls = renderer.parse_response(list(tokens), tools=list(tools), prompt_ids=prompt).tool_calls
-    texts = [
-        call_text(call.name, json.dumps(call.arguments)) if isinstance(call.arguments, dict) and call.name else call.raw
-        for call in calls
-    ]
-    return min((call.token_span[0] for call in calls if call.token_span is not None), default=len(tokens)), texts
