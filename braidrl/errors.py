@@ -4,7 +4,6 @@ import errno
 import os
 import reprlib
 import resource
-from collections.abc import Sequence
 from typing import Any
 
 from braidrl.algorithms.registry import suggest
@@ -23,9 +22,6 @@ class UserError(Exception):
 
 class Problems(UserError):
     """Several user errors, one per line."""
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        super().__init__("\n".join(lines))
 
 
 class FailedStep(UserError):

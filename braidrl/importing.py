@@ -129,17 +129,13 @@ def relative_to(folder: Path, name: str) -> str:
     if name.startswith("mcp:") and not name.startswith(("mcp:http://", "mcp:https://")):
         with suppress(ValueError):  # quotes that do not end are refused where the server starts
             words = shlex.split(name.removeprefix("mcp:"))
-            found = [str((folder / word).resolve()) if is_code_in(folder, word) else word for word in words]
+            files = {word for word in words if word.endswith(".py") and (folder / word).is_file()}
+            found = [str((folder / word).resolve()) if word in files else word for word in words]
             return "mcp:" + shlex.join(found) if found != words else name
     place, colon, attribute = name.rpartition(":")
-    if is_code_in(folder, place):
+    if place.endswith(".py") and (folder / place).is_file():
         return f"{(folder / place).resolve()}{colon}{attribute}"
     return name
-
-
-def is_code_in(folder: Path, name: str) -> bool:
-    """Return whether a folder has a Python file of this name."""
-    return name.endswith(".py") and (folder / name).is_file()
 
 
 def source_of(name: str) -> Path | None:
@@ -173,7 +169,19 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    make_neighbours_importable(path.parent)
+    # The file may import the modules in its folder, as `python file.py` does. The folder comes after installed packages in the search
+    # path, so that it hides none, and before the folders of other users' files; modules of these with the same names are removed, and are
+    # imported again.
+    folder, others = (
+        path.parent,
+        [p for p in sys.path if p.endswith(USER_FOLDER) and p != f"{path.parent}{USER_FOLDER}"],
+    )
+    for neighbour in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
+        known = neighbour.stem if neighbour.parent == folder else neighbour.parent.name
+        file = getattr(sys.modules.get(known), "__file__", None)
+        if file is not None and any(Path(file).is_relative_to(other) for other in others):
+            del sys.modules[known]
+    sys.path[:] = [place for place in sys.path if not place.endswith(USER_FOLDER)] + [f"{folder}{USER_FOLDER}", *others]
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -181,19 +189,3 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UserError(f"{path} raised {type(error).__name__} when loaded: {error}") from error
     return module
-
-
-def make_neighbours_importable(folder: Path) -> None:
-    """Let a user's file import the modules in its folder, as `python file.py` does.
-
-    The folder comes after installed packages in the search path, so that it hides none, and before the folders of other users' files.
-    Modules with the same names from these folders are removed, and are imported again.
-    """
-    own = f"{folder}{USER_FOLDER}"
-    others = [place for place in sys.path if place.endswith(USER_FOLDER) and place != own]
-    for neighbour in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
-        name = neighbour.stem if neighbour.parent == folder else neighbour.parent.name
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None and any(Path(file).is_relative_to(other) for other in others):
-            del sys.modules[name]
-    sys.path[:] = [place for place in sys.path if not place.endswith(USER_FOLDER)] + [own, *others]

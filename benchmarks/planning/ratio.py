@@ -19,7 +19,7 @@ from pathlib import Path
 from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Stage, actor, reward
 from braidrl.flow.batches import Sizes
-from braidrl.flow.stage import Scope, Signature
+from braidrl.flow.stage import Scope
 from braidrl.plan.simulation import SimulatedWorker, Streaming
 from braidrl.plan.workload import Simulation, Workload
 from tests.plan.durations import long_tailed
@@ -30,8 +30,8 @@ FLOW = Flow(
     "grpo",
     [
         actor.generate(), reward.verify(),
-        Stage("normalized", "normalized", None, Signature(Kind.COMPUTE, ("reward",), ("advantage",), scope=Scope.GROUP)),
-        Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("advantage",))),
+        Stage("normalized", "normalized", None, kind=Kind.COMPUTE, reads=("reward",), writes=("advantage",), scope=Scope.GROUP),
+        Stage("actor.update", "update", "actor", kind=Kind.TRAIN, reads=("advantage",)),
     ],
 )  # fmt: skip
 

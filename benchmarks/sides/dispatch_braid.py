@@ -24,7 +24,6 @@ from braidrl.config import ClusterConfig
 from braidrl.data.codec import decode, encode, unpack_rows
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Stage
-from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output
@@ -33,7 +32,7 @@ from braidrl.runtimes.hybrid.pool_worker import WorkerSpec
 from braidrl.runtimes.hybrid.protocols import PROTOCOLS
 from braidrl.runtimes.hybrid.start_workers import start_groups
 
-ECHO = Stage("echo", "echo", None, Signature(Kind.COMPUTE, COLUMNS, (*COLUMNS, "score")))
+ECHO = Stage("echo", "echo", None, kind=Kind.COMPUTE, reads=COLUMNS, writes=(*COLUMNS, "score"))
 
 
 class Echo:

@@ -18,7 +18,6 @@ import torch
 from benchmarks.turns import Turn
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.flow.stage import Signature
 from braidrl.queue.client import Client
 from braidrl.queue.transfer_queue import TransferQueue
 from braidrl.runtimes.streaming.schedule import StreamSchedule
@@ -32,8 +31,8 @@ PAIRS = 2_000
 FLOW = Flow(
     "passage",
     [
-        Stage("put", "put", None, Signature(Kind.GENERATE, ("prompt",), ("tokens", "version"))),
-        Stage("get", "get", None, Signature(Kind.COMPUTE, ("tokens",), ("score",))),
+        Stage("put", "put", None, kind=Kind.GENERATE, reads=("prompt",), writes=("tokens", "version")),
+        Stage("get", "get", None, kind=Kind.COMPUTE, reads=("tokens",), writes=("score",)),
     ],
 )
 

@@ -165,29 +165,6 @@ def completion(asked: TurnRequest, name: str, kind: str, *choices: Mapping[str, 
     return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model, "choices": every, **more}
 
 
-def chat_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
-    choice = {"message": answered.message, "finish_reason": answered.reason}
-    return completion(asked, answered.name, "chat.completion", choice, usage=usage(answered))
-
-
-def chat_events(asked: TurnRequest, name: str, pieces: Sequence[str], answered: TurnReply | None) -> Iterator[str]:
-    def chunk(*choices: Mapping[str, Any], **more: Any) -> str:
-        return event(completion(asked, name, "chat.completion.chunk", *choices, **more))
-
-    texts = [*pieces] if answered is None else [*pieces, answered.text[len("".join(pieces)) :]]
-    if answered is None or texts[-1] or not pieces:
-        role = {"role": "assistant"} if len(texts) == 1 else {}
-        yield chunk({"delta": {**role, "content": texts[-1]}})
-    if answered is None:
-        return
-    for number, call in enumerate(answered.message.get("tool_calls", [])):
-        yield chunk({"delta": {"tool_calls": [{"index": number, **call}]}})
-    yield chunk({"delta": {}, "finish_reason": answered.reason})
-    if asked.counts:
-        yield chunk(usage=usage(answered))
-    yield DONE
-
-
 def read_completion(body: Mapping[str, Any]) -> TurnRequest:
     prompt = body.get("prompt")
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
@@ -197,20 +174,39 @@ def read_completion(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
-    choice = {"text": answered.text, "logprobs": None, "finish_reason": answered.reason}
-    return completion(asked, answered.name, "text_completion", choice, usage=usage(answered))
+    """Return a text completion for a request with a prompt, else a chat completion."""
+    kind = "chat.completion" if asked.prompt is None else "text_completion"
+    choice: dict[str, Any] = {"message": answered.message}
+    if asked.prompt is not None:
+        choice = {"text": answered.text, "logprobs": None}
+    choice["finish_reason"] = answered.reason
+    return completion(asked, answered.name, kind, choice, usage=usage(answered))
 
 
 def completion_events(
     asked: TurnRequest, name: str, pieces: Sequence[str], answered: TurnReply | None
 ) -> Iterator[str]:
+    """Yield chunks of a text completion for a request with a prompt, else of a chat completion."""
+
+    def chunk(*choices: Mapping[str, Any], **more: Any) -> str:
+        kind = "chat.completion.chunk" if asked.prompt is None else "text_completion"
+        return event(completion(asked, name, kind, *choices, **more))
+
     text = pieces[-1] if answered is None else answered.text[len("".join(pieces)) :]
-    choice = {"text": text, "logprobs": None, "finish_reason": None if answered is None else answered.reason}
-    yield event(completion(asked, name, "text_completion", choice))
-    if answered is not None and asked.counts:
-        yield event(completion(asked, name, "text_completion", usage=usage(answered)))
-    if answered is not None:
-        yield DONE
+    if asked.prompt is not None:
+        yield chunk({"text": text, "logprobs": None, "finish_reason": None if answered is None else answered.reason})
+    elif answered is None or text or not pieces:
+        is_first = len(pieces) == (answered is None)
+        yield chunk({"delta": {**({"role": "assistant"} if is_first else {}), "content": text}})
+    if answered is None:
+        return
+    if asked.prompt is None:
+        for number, call in enumerate(answered.message.get("tool_calls", [])):
+            yield chunk({"delta": {"tool_calls": [{"index": number, **call}]}})
+        yield chunk({"delta": {}, "finish_reason": answered.reason})
+    if asked.counts:
+        yield chunk(usage=usage(answered))
+    yield DONE
 
 
 def event(data: Mapping[str, Any], kind: str | None = None) -> str:
@@ -218,7 +214,7 @@ def event(data: Mapping[str, Any], kind: str | None = None) -> str:
     return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
 
 
-CHAT = Protocol(read_chat, chat_whole, chat_events)
+CHAT = Protocol(read_chat, completion_whole, completion_events)
 COMPLETIONS = Protocol(read_completion, completion_whole, completion_events)
 
 TEXTS = ("input_text", "output_text", "text")

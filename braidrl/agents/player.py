@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from braidrl.agents.environments import Environment, called
-from braidrl.agents.trajectory import Trajectory, trajectory_columns
+from braidrl.agents.trajectory import Trajectory, generated_columns
 from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context, outcome_of
+from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.random import hashed
 from braidrl.data.chat import TEMPLATE
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
@@ -264,8 +265,31 @@ def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
 
 
 def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Column]:
-    """Return the columns of a generate stage with an environment, in the order of `episodes`."""
-    columns = trajectory_columns([e.trajectory for e in episodes], [e.finish_reason for e in episodes])
+    """Return the columns of a generate stage with an environment, in the order of `episodes`.
+
+    `prompt` holds the tokens before the first action of the first sequence, and the whole sequence if it has no action.
+    """
+    trajectories, prompts = [episode.trajectory for episode in episodes], []
+    for trajectory in trajectories:
+        end = trajectory.sequence_lengths[0]
+        acted = trajectory.actions[:end]
+        prompts.append(trajectory.tokens[: acted.index(True) if True in acted else end])
+    dtype = next((turn.dtype for t in trajectories for turn in t.log_probs), torch.float32)
+    generated = generated_columns(
+        Ragged.from_rows([t.tokens for t in trajectories], torch.int64),
+        Ragged.from_rows([t.actions for t in trajectories], torch.bool),
+        Ragged.from_rows([t.sequence_lengths for t in trajectories], torch.int64),
+        Ragged.from_rows([torch.cat([*t.log_probs, torch.empty(0, dtype=dtype)]) for t in trajectories], dtype),
+        [torch.cat([*t.versions, torch.empty(0, dtype=torch.int64)]) for t in trajectories],
+        [episode.finish_reason for episode in episodes],
+    )
     score = torch.tensor([e.score for e in episodes], dtype=torch.float32)
     correct = [e.score >= limits.correct_score if e.correct is None else e.correct for e in episodes]
-    return {**columns, "score": score, "correct": torch.tensor(correct, dtype=torch.float32), "reward": score.clone()}
+    return {
+        "prompt": Ragged.from_rows(prompts, torch.int64),
+        "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+        **generated,
+        "score": score,
+        "correct": torch.tensor(correct, dtype=torch.float32),
+        "reward": score.clone(),
+    }

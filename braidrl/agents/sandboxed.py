@@ -11,6 +11,7 @@ import shlex
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,14 @@ def observation_of(found: Message) -> Observation:
         raise EnvironmentFailed("result", f"its process gave an answer that is none: {error}") from error
 
 
+@dataclass(eq=False)
 class EnvironmentHosts:
     """The environments and agents of a run by name. If sandboxed, a process of its own imports each, and each trajectory gets a copy."""
 
-    def __init__(self, settings: EnvironmentConfig) -> None:
-        self.settings = settings
-        self._hosts: dict[str, CodeHost] = {}
-        self._talks: set[Talk] = set()
-        self._lock = threading.Lock()
+    settings: EnvironmentConfig
+    _hosts: dict[str, CodeHost] = field(default_factory=dict)
+    _talks: set[Talk] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, name: str) -> Callable[..., Any]:
         """Return a factory of environments, or an agent: a function of the endpoint's address and the example.

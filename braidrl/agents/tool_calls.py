@@ -79,11 +79,6 @@ def call_text(name: str, arguments: str) -> str:
     return f'{{"name": {json.dumps(name.strip())}, "arguments": {arguments.strip() or "{}"}}}'
 
 
-def hermes(text: str, tools: Tools) -> list[str]:
-    """Return the calls of Hermes 2 and 3, Qwen 2.5 and Qwen 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-    return [match[1] for match in CALL.finditer(text)]
-
-
 def up_to_last(text: str, end: str) -> str:
     """Return a text up to its last closing tag, so that a search finds an end for each beginning, in linear time."""
     return text[: text.rfind(end) + len(end)] if end in text else ""
@@ -201,7 +196,8 @@ FORMATS = {
     "mistral": ToolFormat(re.compile(r"\[TOOL_CALLS\]"), mistral, ("[TOOL_CALLS]",)),
     "glm": ToolFormat(TAG, glm, ("<arg_key>",)),
     "qwen_xml": ToolFormat(re.compile(r"<tool_call>\s*<function=|<function="), qwen_xml, ("<function=", "<parameter=")),
-    "hermes": ToolFormat(TAG, hermes, ("<tool_call>",)),
+    # Hermes 2 and 3, Qwen 2.5 and Qwen 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+    "hermes": ToolFormat(TAG, lambda text, tools: CALL.findall(text), ("<tool_call>",)),
     "llama": ToolFormat(
         re.compile(r"<\|python_(?:tag|start)\|>|<function=|\A\s*(?:<\|python_start\|>)?(?=\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()"),
         llama, ("<|start_header_id|>",),

@@ -1,5 +1,5 @@
 """A growing trajectory: append-only token ids, with the engine's log-probs and versions of sampled tokens; and the columns of a generate
-stage, from trajectories or from single responses.
+stage, here from single responses, in `player` from trajectories.
 
 context ──▶ actions ──▶ observation ──▶ actions | context ──▶ actions          | a new sequence of the same row
 """
@@ -78,31 +78,6 @@ class Trajectory:
             self.versions.append(versions)
 
 
-def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[FinishReason]) -> dict[str, Column]:
-    """Return the columns `prompt` to `version` of a generate stage, in the order of `trajectories`.
-
-    `prompt` holds the tokens before the first action of the first sequence, and the whole sequence if it has no action.
-    """
-    prompts = []
-    for trajectory in trajectories:
-        end = trajectory.sequence_lengths[0]
-        acted = trajectory.actions[:end]
-        prompts.append(trajectory.tokens[: acted.index(True) if True in acted else end])
-    dtype = next((turn.dtype for t in trajectories for turn in t.log_probs), torch.float32)
-    return {
-        "prompt": Ragged.from_rows(prompts, torch.int64),
-        "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
-        **_columns(
-            Ragged.from_rows([t.tokens for t in trajectories], torch.int64),
-            Ragged.from_rows([t.actions for t in trajectories], torch.bool),
-            Ragged.from_rows([t.sequence_lengths for t in trajectories], torch.int64),
-            Ragged.from_rows([torch.cat([*t.log_probs, torch.empty(0, dtype=dtype)]) for t in trajectories], dtype),
-            [torch.cat([*t.versions, torch.empty(0, dtype=torch.int64)]) for t in trajectories],
-            reasons,
-        ),
-    }
-
-
 def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
     """Return the columns `tokens` to `version` of a generate stage with single responses, in the order of `rows`.
 
@@ -120,7 +95,7 @@ def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Colu
     tokens = Ragged.from_lengths(torch.cat(pieces), prompts.lengths + drawn) if ordered else prompts
     stretches = torch.stack([prompts.lengths, drawn], dim=1).flatten()
     actions = torch.tensor([False, True]).repeat(len(ordered)).repeat_interleave(stretches)
-    return _columns(
+    return generated_columns(
         tokens,
         tokens.with_values(actions),
         Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
@@ -130,11 +105,11 @@ def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Colu
     )
 
 
-def _columns(
+def generated_columns(
     tokens: Ragged, action_mask: Ragged, sequence_lengths: Ragged, log_probs: Ragged, versions: Sequence[Tensor],
     reasons: Sequence[FinishReason],
 ) -> dict[str, Column]:  # fmt: skip
-    """Return the columns; `version` is the oldest among the row's action tokens, 0 without any."""
+    """Return the columns `tokens` to `version` of a generate stage; `version` is the oldest of the action tokens, 0 without any."""
     of_tokens = Ragged.from_rows(versions, torch.int64)
     never = torch.iinfo(torch.int64).max
     oldest = torch.full((len(of_tokens),), never).scatter_reduce(0, of_tokens.row_ids(), of_tokens.values, "amin")

@@ -9,11 +9,10 @@ Braid's own way of continuing a conversation passes the same check (`exact_over_
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
-from braidrl.agents.tool_calls import call_text
 from braidrl.data.chat import ChatMessage, Tools
 from braidrl.data.endings import MARK
 from braidrl.data.rendering import TRIALS
@@ -68,31 +67,21 @@ def _proven(tokenizer: Any, arguments: str) -> Any | None:
         try:
             config = kinds.validate_python({"name": name, "thinking_retention": "all"})
             found = create_renderer(tokenizer, merge_chat_template_kwargs(config, template.arguments))
-            if exact_over_turns(template, *way_of(found)):
+            if exact_over_turns(template, partial(prompt_by, found), partial(continuation_by, found)):
                 return found
         except Exception:  # of any kind: this family's tokens or arguments are not the tokenizer's
             continue
     return None
 
 
-def way_of(renderer: Any) -> tuple[First, Follow]:
-    """Return the library's way to begin and to continue a conversation."""
-
-    def first(messages: list[ChatMessage], tools: Tools) -> list[int]:
-        return list(renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=True))
-
-    def follow(prompt: list[int], sampled: list[int], said: list[ChatMessage], tools: Tools) -> list[int] | None:
-        found = renderer.bridge_to_next_turn(prompt, sampled, said, tools=list(tools) or None)
-        return None if found is None else list(found.token_ids)[len(prompt) + len(sampled) :]
-
-    return first, follow
+def prompt_by(renderer: Any, messages: list[ChatMessage], tools: Tools) -> list[int]:
+    """Return the ids of a prompt as the library's renderer writes them."""
+    return list(renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=True))
 
 
-def calls_by(renderer: Any, tokens: Sequence[int], prompt: list[int], tools: Tools) -> tuple[int, list[str]]:
-    """Return the number of tokens before a turn's first call, and each call in Hermes' JSON, unchanged if it is malformed."""
-    calls = renderer.parse_response(list(tokens), tools=list(tools), prompt_ids=prompt).tool_calls
-    texts = [
-        call_text(call.name, json.dumps(call.arguments)) if isinstance(call.arguments, dict) and call.name else call.raw
-        for call in calls
-    ]
-    return min((call.token_span[0] for call in calls if call.token_span is not None), default=len(tokens)), texts
+def continuation_by(
+    renderer: Any, prompt: list[int], sampled: list[int], said: list[ChatMessage], tools: Tools
+) -> list[int] | None:
+    """Return the ids after a prompt and a sampled turn as the library's renderer writes them."""
+    found = renderer.bridge_to_next_turn(prompt, sampled, said, tools=list(tools) or None)
+    return None if found is None else list(found.token_ids)[len(prompt) + len(sampled) :]

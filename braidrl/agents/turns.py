@@ -72,10 +72,15 @@ class TurnTemplate:
         plain: str = decode(ids, skip_special_tokens=True)
         if not tools:
             return plain
-        from braidrl.agents.turn_readers import calls_by, proven_reader
+        from braidrl.agents.turn_readers import proven_reader
 
         if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
-            before, found = calls_by(reader, ids, self.template.encode("-", tools), tools)
+            parsed = reader.parse_response(ids, tools=list(tools), prompt_ids=self.template.encode("-", tools))
+            found = []
+            for call in parsed.tool_calls:
+                is_whole = isinstance(call.arguments, dict) and call.name
+                found.append(call_text(call.name, json.dumps(call.arguments)) if is_whole else call.raw)
+            before = min((c.token_span[0] for c in parsed.tool_calls if c.token_span is not None), default=len(ids))
             # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
             said = decode(ids[:before], skip_special_tokens=False).replace("<tool_call>", "<tool call>")
             calls = tagged(found)

@@ -60,7 +60,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     if len(problems) > 1:
         problems.append(f"verdict: {len(problems)} things to change before this can run")
     if problems:
-        raise Problems(problems)
+        raise Problems("\n".join(problems))
     prepared, chosen = with_fitting_sizes(prepared, device_memory(config.device))
     config = prepared.config
     check_engine_memory(prepared)

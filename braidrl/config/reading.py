@@ -134,7 +134,7 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
         lines = dict[str, str]()
         for found in error.errors():
             lines.setdefault(".".join(map(str, keys_of(found))), explain(error, found))
-        raise Problems(list(lines.values())) from None
+        raise Problems("\n".join(lines.values())) from None
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -61,10 +61,3 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
             return None
     found = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
     return value if found else None
-
-
-def without_nulls(value: Any) -> Any:
-    """Remove null keys from nested objects: Arrow adds a key to every record if one record has it."""
-    if isinstance(value, Mapping):
-        return {name: without_nulls(part) for name, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -64,7 +64,9 @@ class Admissions:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
         if not sizes or not all(sizes):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
-        self.seed, self.shuffle, self.admitted = seed, shuffle, 0
+        self.seed, self.shuffle = seed, shuffle
+        self.admitted = 0
+        """Admission number of the next prompt."""
         self.epoch_size = sum(sizes)
         """Number of prompts of all sources, which is one epoch if weights are proportional to sizes."""
         self._identity = {"seed": seed, "shuffle": shuffle, "prompts": list(sizes), "weights": list(weights)}
@@ -74,10 +76,6 @@ class Admissions:
         numbers = range(self.admitted, self.admitted + count)
         self.admitted += count
         return numbers
-
-    def go_back(self, number: int) -> None:
-        """Rewind to an earlier admission number, so that its prompt is the next one."""
-        self.admitted = min(self.admitted, number)
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON; a loader over the same data continues from it exactly."""

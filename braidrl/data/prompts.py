@@ -89,7 +89,7 @@ class LoadedSource(Sequence[Example]):
 
     def prompt(self, index: int) -> Tensor:
         """Return token ids (T,) int64 of an example's prompt."""
-        return self._cell("prompt", index, np.int64)
+        return torch.from_numpy(self._columns["prompt"][index].values.to_numpy().astype(np.int64))
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
         """Return the token ids (T,) int64 of a given response, or of the `rejected` one of a pair, and the mask of trained ones, (T,) bool.
@@ -98,10 +98,10 @@ class LoadedSource(Sequence[Example]):
         """
         if which not in self._columns:
             return None
-        return self._cell(which, index, np.int64), self._cell(f"{which}_trained", index, bool)
-
-    def _cell(self, column: str, index: int, dtype: type) -> Tensor:
-        return torch.from_numpy(self._columns[column][index].values.to_numpy(zero_copy_only=False).astype(dtype))
+        ids, trained = self._columns[which][index].values, self._columns[f"{which}_trained"][index].values
+        # Arrow packs eight booleans in a byte: they are copied.
+        mask = torch.from_numpy(trained.to_numpy(zero_copy_only=False).astype(bool))
+        return torch.from_numpy(ids.to_numpy().astype(np.int64)), mask
 
     def report(self) -> str:
         """Return a line for the log: numbers of prompts and dropped prompts, and omitted records and columns."""
@@ -216,16 +216,6 @@ def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *fu
     return cache.expanduser() / f"{source.label}-{name}"
 
 
-def passing_folder() -> Path:
-    """Return the name of a new folder for a temporary table, and remove folders of processes that were killed."""
-    own = f"{PASSING}{platform.node()}-"
-    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(own)}*"):
-        process = folder.name.removeprefix(own).partition("-")[0]
-        if process.isdigit() and not psutil.pid_exists(int(process)):
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.gettempdir()) / f"{own}{os.getpid()}-{uuid.uuid4().hex}"
-
-
 @dataclass(frozen=True)
 class Readers:
     """The processes that read the same files: the first one writes the tables, and all of them map these."""
@@ -234,19 +224,6 @@ class Readers:
     size: int = 1
     tell: Callable[[Any], list[Any]] = lambda said: [said]
     """All-gather: returns the JSON values of all processes in the order of ranks."""
-
-    def first(self, find: Callable[[], str]) -> str:
-        """Return the result of the first process. A UserError of the first process is raised in all of them."""
-        found = {"refused": "", "found": ""}
-        if self.rank == 0:
-            try:
-                found["found"] = find()
-            except UserError as error:
-                found["refused"] = str(error)
-        first = self.tell(found)[0]
-        if first["refused"]:
-            raise UserError(first["refused"])
-        return str(first["found"])
 
 
 ALONE = Readers()
@@ -299,27 +276,44 @@ def load_source(
     `kept` is another rank's `LoadedSource.kept` of it; if this machine does not have that folder, the source is read into it.
     Raises UserError if the file is invalid, or no prompt is short enough.
     """
-    source, given = reading.source, 2 if reading.pairs else int(reading.responses)
-    check_source(source)
-    found: list[LoadedSource] = []
-
-    def first() -> str:
-        """Open the table in the cache, or write a new one, to the cache if the source is large enough."""
-        further = (data.max_prompt_tokens, reading.responses, reading.pairs, reading.usual_split)
-        keep = kept_folder(data.cache, source, template, *further)
-        begun, rest = list[Example](), iter(reading)
-        if keep is not None and not keep.is_dir():
-            begun = list(islice(rest, data.in_memory + 1))
-            keep = keep if len(begun) > data.in_memory else None
-        rows = partial(rows_of, reading, chain(begun, rest), template, data.max_prompt_tokens, given)
-        found.append(open_table(source, keep or passing_folder(), rows, given))
-        return found[0].kept
-
-    folder = readers.first(first) if kept is None else kept
-    if found:
-        return found[0]
+    check_source(reading.source)
+    given = 2 if reading.pairs else int(reading.responses)
+    if kept is None:
+        # A UserError of the first process is raised in all of them.
+        written, refused = None, ""
+        if readers.rank == 0:
+            try:
+                written = write_table(reading, data, template, given)
+            except UserError as error:
+                refused = str(error)
+        first = readers.tell({"refused": refused, "found": written.kept if written else ""})[0]
+        if first["refused"]:
+            raise UserError(first["refused"])
+        if written is not None:
+            return written
+        kept = str(first["found"])
     rows = partial(rows_of, reading, iter(reading), template, data.max_prompt_tokens, given)
-    return open_table(source, Path(folder), rows, given)
+    return open_table(reading.source, Path(kept), rows, given)
+
+
+def write_table(reading: Reading, data: DataConfig, template: PromptTemplate, given: int) -> LoadedSource:
+    """Open a source's table in the cache, or write a new one: to the cache if the source is large enough, else to a temporary folder."""
+    further = (data.max_prompt_tokens, reading.responses, reading.pairs, reading.usual_split)
+    folder = kept_folder(data.cache, reading.source, template, *further)
+    begun, rest = list[Example](), iter(reading)
+    if folder is not None and not folder.is_dir():
+        begun = list(islice(rest, data.in_memory + 1))
+        folder = folder if len(begun) > data.in_memory else None
+    if folder is None:
+        own, temporary = f"{PASSING}{platform.node()}-", Path(tempfile.gettempdir())
+        for other in temporary.glob(f"{glob.escape(own)}*"):
+            # Folders of processes that were killed are removed.
+            process = other.name.removeprefix(own).partition("-")[0]
+            if process.isdigit() and not psutil.pid_exists(int(process)):
+                shutil.rmtree(other, ignore_errors=True)
+        folder = temporary / f"{own}{os.getpid()}-{uuid.uuid4().hex}"
+    rows = partial(rows_of, reading, chain(begun, rest), template, data.max_prompt_tokens, given)
+    return open_table(reading.source, folder, rows, given)
 
 
 def rows_of(

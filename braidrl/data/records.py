@@ -12,8 +12,9 @@ import decimal
 import glob
 import math
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,6 @@ NO_FORM = object()
 """Marker for a value without a JSON form."""
 LINE_BYTES, FILE_BYTES = 32 << 20, 4 << 30
 """Maximum size of one record, and of a .json file, which is read whole."""
-
-
-def read_records(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Record]]:
-    """Yield the line number, from 1, and the fields of each line or row. Raises UserError if the source cannot be read."""
-    check_source(source)
-    if is_arrow(source.path):
-        return read_arrow(source, usual_split)
-    return read_json(source.path) if source.path.suffix == ".json" else read_jsonl(source.path)
 
 
 def check_source(source: SourceConfig) -> None:
@@ -57,31 +50,28 @@ def check_source(source: SourceConfig) -> None:
         raise UserError(f"{path} is one file, without subsets and splits; remove `subset` and `split` of this source")
 
 
-def is_arrow(path: Path) -> bool:
-    """Return True if records come from Arrow batches, where each nested record has the keys of all records, as nulls."""
-    return path.is_dir() or path.suffix == ".parquet"
+def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Record]]:
+    """Yield the JSON object of each line of a file, or each item if the file is a list, with its number from 1.
 
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield the JSON objects of a file by line; empty lines are skipped but counted."""
+    Empty lines are skipped but counted. Raises UserError, with the location, for anything else, and for objects too long or too deep.
+    """
     with path.open("rb") as file:
-        # A line is read only up to the limit.
-        for number, raw in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
-            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-            if len(line) > LINE_BYTES or line.strip():
-                text = line if len(line) > LINE_BYTES else line.rstrip()
-                yield number, as_object(path, number, parsed(place(path, number), text, LINE_BYTES))
-
-
-def read_json(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield the objects of a JSON list; a file without a list has an object on each line."""
-    with path.open("rb") as file:
-        if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from read_jsonl(path)
-            return
-    records = parsed(str(path), path.read_bytes(), FILE_BYTES)
-    for number, record in enumerate(records, start=1):
-        yield number, as_object(path, number, record)
+        is_list = may_be_list and file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        file.seek(0)
+        found: Iterable[tuple[int, Any]]
+        if is_list:
+            found = enumerate(parsed(str(path), file.read(), FILE_BYTES), start=1)
+        else:
+            # A line is read only up to the limit.
+            lines = iter(lambda: file.readline(LINE_BYTES + 1), b"")
+            texts = enumerate(chain([next(lines, b"").removeprefix(codecs.BOM_UTF8)], lines), start=1)
+            written = ((n, text if len(text) > LINE_BYTES else text.rstrip()) for n, text in texts)
+            found = ((n, parsed(place(path, n), text, LINE_BYTES)) for n, text in written if text)
+        for number, record in found:
+            if not isinstance(record, dict):
+                where = place(path, number)
+                raise UserError(f'{where} holds {kind_of(record)}; write a JSON object, as in {{"prompt": "1+1="}}')
+            yield number, record
 
 
 def parsed(where: str, raw: bytes, most_bytes: int) -> Any:
@@ -90,15 +80,6 @@ def parsed(where: str, raw: bytes, most_bytes: int) -> Any:
         return parse_json(raw, most_bytes, whole=False)  # `as_json` makes characters whole
     except ValueError as error:
         raise UserError(f"{where} is {what_is_wrong('JSON', error)}") from None
-
-
-def as_object(path: Path, number: int, record: Any) -> Record:
-    """Return the record. Raises UserError unless it is a JSON object."""
-    if not isinstance(record, dict):
-        raise UserError(
-            f'{place(path, number)} holds {kind_of(record)}; write a JSON object, as in {{"prompt": "1+1="}}'
-        )
-    return record
 
 
 def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Record]]:
@@ -120,7 +101,7 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
                     raise UserError(f"{path} has no split {split!r}. {remedy}")
                 lines = [Path(file) for file in files.get(split, ())]
                 if all(file.suffix in (".jsonl", ".json") for file in lines):
-                    yield from enumerate((record for file in lines for _, record in read_json(file)), start=1)
+                    yield from enumerate((record for file in lines for _, record in read_objects(file)), start=1)
                     return
                 rows = datasets.load_dataset(str(path), source.subset, split=split, streaming=True)
             else:
@@ -129,7 +110,15 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
                     "parquet", data_files=file, split="train", streaming=True, batch_size=BATCH
                 )
             for number, record in enumerate(rows.cast(with_bytes(rows.features)) if rows.features else rows, start=1):
-                check_limits(place(path, number), record)
+                for name, value in record.items():
+                    column = f"{place(path, number)}: column {name!r}"
+                    if isinstance(value, str | bytes) and len(value) > LINE_BYTES:
+                        raise UserError(f"{column} has {len(value)} bytes, and at most {LINE_BYTES} are read")
+                    if isinstance(value, dict | list):
+                        try:
+                            check_levels(value)
+                        except ValueError as error:
+                            raise UserError(f"{column} is not read: {error}") from None
                 yield number, record
     except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         # `datasets` wraps the original error.
@@ -167,18 +156,6 @@ def with_bytes(feature: Any) -> Any:
         return dataclasses.replace(feature, feature=with_bytes(feature.feature))
     media = hasattr(feature, "decode") and type(feature).__name__ != "Json"
     return dataclasses.replace(feature, decode=False) if media else feature
-
-
-def check_limits(where: str, record: Record) -> None:
-    """Raise UserError, with the record's location, for a value that is too long or nested too deep."""
-    for name, value in record.items():
-        if isinstance(value, str | bytes) and len(value) > LINE_BYTES:
-            raise UserError(f"{where}: column {name!r} has {len(value)} bytes, and at most {LINE_BYTES} are read")
-        if isinstance(value, dict | list):
-            try:
-                check_levels(value)
-            except ValueError as error:
-                raise UserError(f"{where}: column {name!r} is not read: {error}") from None
 
 
 def as_json(value: Any) -> Any:

@@ -19,9 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.config import SourceConfig
-from braidrl.data.chat import ChatMessage, normal_message, tools_of, without_nulls
+from braidrl.data.chat import ChatMessage, normal_message, tools_of
 from braidrl.data.conversions import CONVERSIONS, UNIQUE
-from braidrl.data.records import NO_FORM, Record, as_json, is_arrow, kind_of, place, read_records, whole_text
+from braidrl.data.records import (
+    NO_FORM,
+    Record,
+    as_json,
+    check_source,
+    kind_of,
+    place,
+    read_arrow,
+    read_objects,
+    whole_text,
+)
 from braidrl.errors import UserError, suggest
 
 Prompt = str | list[ChatMessage]
@@ -71,6 +81,8 @@ class Reading:
             pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
         """
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
+        self._is_arrow = source.path.is_dir() or source.path.suffix == ".parquet"
+        """Whether records come from Arrow batches, where each nested record has the keys of all records, as nulls."""
         self._convert = (lambda record: record) if source.convert is None else CONVERSIONS.find(source.convert)
         self.left_out: Counter[str] = Counter()
         self.without_form: list[str] = []
@@ -80,7 +92,12 @@ class Reading:
         """Yield the examples. Raises UserError, with file and line or row, for an invalid record, and for a source without examples."""
         source, number = self.source, 0
         end = None if source.first is None else source.skip + source.first
-        for line, record in read_records(source, self.usual_split):
+        check_source(source)
+        if self._is_arrow:
+            records = read_arrow(source, self.usual_split)
+        else:
+            records = read_objects(source.path, may_be_list=source.path.suffix == ".json")
+        for line, record in records:
             if number == end:
                 return
             found = self._chosen(record, line)
@@ -118,6 +135,10 @@ class Reading:
         without = [name for name, value in values.items() if value is NO_FORM]
         self.without_form += [name for name in without if name not in self.without_form]
         values = {name: value for name, value in values.items() if value is not NO_FORM}
+        if self._is_arrow:
+            # Nulls are removed only from fields for templates: verifiers get their fields unchanged.
+            fields = {getattr(self.source, key).partition(".")[0] for key in TEMPLATED} | {COMPLETION, *CONVERSATIONS}
+            values = {name: without_nulls(value) if name in fields else value for name, value in values.items()}
         example = make_example(self.source, values, line, self.responses, self.pairs)
         if isinstance(example, str):
             return example
@@ -135,10 +156,6 @@ def make_example(source: SourceConfig, record: Record, line: int, responses: boo
     Raises UserError for a missing field or a wrong type.
     """
     where = place(source.path, line)
-    if is_arrow(source.path):
-        # Nulls are removed only from fields for templates: verifiers get their fields unchanged.
-        names = {getattr(source, key).partition(".")[0] for key in TEMPLATED} | {COMPLETION, *CONVERSATIONS}
-        record = {name: without_nulls(value) if name in names else value for name, value in record.items()}
     given: tuple[str, ...] = ()
     response = rejected = None
     if pairs:
@@ -157,7 +174,13 @@ def make_example(source: SourceConfig, record: Record, line: int, responses: boo
         prompt, response = given_response(source, record, field, where)
     else:
         prompt = prompt_of(source, record, where)
-    tools, arguments = tools_and_arguments(source, record, where)
+    tools, arguments = find(record, source.tools_field), find(record, source.template_field)
+    functions = [] if tools is ABSENT else tools_of(tools)
+    if functions is None and is_named(source, "tools_field"):
+        raise UserError(f"{where}: {source.tools_field!r} is {kind_of(tools)}; write a list of functions")
+    own_arguments = arguments if isinstance(arguments, dict) else {}
+    if arguments is not ABSENT and arguments is not own_arguments and is_named(source, "template_field"):
+        raise UserError(f"{where}: {source.template_field!r} is {kind_of(arguments)}; write an object")
     # Fields with other names are kept too: a verifier may use the data's own name.
     used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
     metadata = {name: value for name, value in record.items() if name not in used}
@@ -168,7 +191,8 @@ def make_example(source: SourceConfig, record: Record, line: int, responses: boo
         answer = find_required(where, "answer", source.answer_field, record) if is_needed else None
     elif isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)  # verifiers compare text
-    return Example(prompt, answer, response, metadata, line, rejected, tools, arguments)
+    arguments = {**source.template, **own_arguments}
+    return Example(prompt, answer, response, metadata, line, rejected, functions or [], arguments)
 
 
 def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response]:
@@ -222,21 +246,6 @@ def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, R
             )
         return chosen[:end], chosen[end:], rejected[end:]
     return prompt_of(source, record, where), chosen, rejected
-
-
-def tools_and_arguments(
-    source: SourceConfig, record: Record, where: str
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a record's tools and chat template arguments. Raises UserError for a configured field with another type."""
-    tools, arguments = find(record, source.tools_field), find(record, source.template_field)
-    found = None if tools is ABSENT else tools_of(tools)
-    if tools is not ABSENT and found is None and is_named(source, "tools_field"):
-        raise UserError(f"{where}: {source.tools_field!r} is {kind_of(tools)}; write a list of functions")
-    if arguments is not ABSENT and not isinstance(arguments, dict):
-        if is_named(source, "template_field"):
-            raise UserError(f"{where}: {source.template_field!r} is {kind_of(arguments)}; write an object")
-        arguments = ABSENT
-    return found or [], {**source.template, **(arguments if isinstance(arguments, dict) else {})}
 
 
 def is_named(source: SourceConfig, key: str) -> bool:
@@ -323,3 +332,10 @@ def field_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if isinstance(value, Mapping):
             yield from field_names(value, f"{prefix}{name}.")
+
+
+def without_nulls(value: Any) -> Any:
+    """Remove null keys from nested objects: Arrow adds a key to every record if one record has it."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value

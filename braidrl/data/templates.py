@@ -3,7 +3,7 @@
 prompt ──chat template──▶ text ──tokenizer──▶ prompt ids              conversation ──▶ prompt | turn | between | turn
                           text that opens the assistant's turn                       ids, and the mask of trained ones
 
-A role that only scores may have another tokenizer: `Retokenizer` gives it the same texts in its own token ids.
+A role that only scores may have another tokenizer: `retokenized` gives it the same texts in its own token ids.
 """
 
 import re
@@ -20,7 +20,7 @@ from braidrl.data.chat import TEMPLATE, ChatMessage, Tools, tools_of
 from braidrl.data.endings import MARK, turn_end_id
 from braidrl.data.records import whole_text
 from braidrl.data.rendering import render_chat
-from braidrl.data.rows import IDENTITY, Rows
+from braidrl.data.rows import IDENTITY, Column, Rows
 from braidrl.data.sources import Example, Prompt, Response
 from braidrl.errors import UserError
 
@@ -208,36 +208,28 @@ class PromptTemplate:
         return turns
 
 
-@dataclass(frozen=True)
-class Retokenizer:
-    """Conversion of rows from the tokenizer that generated them to a role's own, with the role's own prompt template."""
+def retokenized(rows: Rows, generating: Any, own: PromptTemplate) -> Rows:
+    """Return identity, length, tokens, action_mask and sequence_lengths of rows in the token ids of a role's own prompt template.
 
-    generating: Any
-    template: PromptTemplate
-
-    def rows(self, rows: Rows) -> Rows:
-        """Return identity, length, tokens, action_mask and sequence_lengths of the same rows in the role's own token ids.
-
-        `rows` have tokens, prompt_length and metadata, which includes the example's prompt. An end of sequence becomes the role's own.
-        """
-        texts, mask = [], []
-        for number in range(len(rows)):
-            about = rows["metadata"][number]
-            template = self.template.with_arguments(about.get(TEMPLATE) or {})
-            prompt = template.encode(about["prompt"], tools_of(about.get("tools")) or [])
-            ids = rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()
-            text = self.generating.decode(ids, skip_special_tokens=True)
-            ends = bool(ids) and ids[-1] == self.generating.eos_token_id
-            answer = (template.encode_responses if ends else template.encode_texts)([text])[0]
-            texts.append(prompt + answer)
-            mask.append([False] * len(prompt) + [True] * len(answer))
-        tokens = Ragged.from_rows(texts, torch.int64)
-        return Rows(
-            {
-                **{name: rows[name] for name in IDENTITY},
-                "length": tokens.lengths,
-                "tokens": tokens,
-                "action_mask": Ragged.from_rows(mask, torch.bool),
-                "sequence_lengths": Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
-            }
-        )
+    `rows` have tokens of the tokenizer `generating`, prompt_length and metadata, which includes the example's prompt. An end of sequence
+    becomes the role's own.
+    """
+    texts, mask = [], []
+    for number in range(len(rows)):
+        about = rows["metadata"][number]
+        template = own.with_arguments(about.get(TEMPLATE) or {})
+        prompt = template.encode(about["prompt"], tools_of(about.get("tools")) or [])
+        ids = rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()
+        text = generating.decode(ids, skip_special_tokens=True)
+        ends = bool(ids) and ids[-1] == generating.eos_token_id
+        answer = (template.encode_responses if ends else template.encode_texts)([text])[0]
+        texts.append(prompt + answer)
+        mask.append([False] * len(prompt) + [True] * len(answer))
+    tokens = Ragged.from_rows(texts, torch.int64)
+    columns: dict[str, Column] = {
+        "length": tokens.lengths,
+        "tokens": tokens,
+        "action_mask": Ragged.from_rows(mask, torch.bool),
+        "sequence_lengths": Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
+    }
+    return Rows({**{name: rows[name] for name in IDENTITY}, **columns})

@@ -193,13 +193,17 @@ class TrainingBatch:
         return found[0] if all(other == found[0] for other in found) else None
 
 
+@dataclass
 class UpdatesInProgress:
     """The updates of one train stage in a trainer. Its rows arrive in pieces, and accumulate in the order of updates."""
 
-    def __init__(self, steps: int, size: int) -> None:
-        self.steps, self.size, self.made = steps, size, 0
-        self._arrived: Counter[int] = Counter()
-        self._waiting: dict[int, deque[tuple[Any, list[int]]]] = {}
+    steps: int
+    size: int
+    """Rows of an update."""
+    made: int = 0
+    """Updates made, which the trainer counts."""
+    _arrived: Counter[int] = field(default_factory=Counter)
+    _waiting: dict[int, deque[tuple[Any, list[int]]]] = field(default_factory=dict)
 
     def add(self, piece: Any, numbers: Sequence[Sequence[int]]) -> None:
         """Add the rows of a piece; `numbers` are the updates of each."""
@@ -217,20 +221,9 @@ class UpdatesInProgress:
 
     def take(self, whole: bool = False) -> list[tuple[Any, list[int]]]:
         """Return the pieces of the current update, with positions, that have not accumulated; with `whole` only all at once."""
-        if whole and not self.is_complete:
-            return []
-        return list(self._waiting.pop(self.made, ()))
+        return [] if whole and not self.is_complete else list(self._waiting.pop(self.made, ()))
 
     @property
     def is_complete(self) -> bool:
         """Return True if all rows of the current update have arrived."""
         return self.made < self.steps and self._arrived[self.made] == self.size
-
-    @property
-    def is_over(self) -> bool:
-        """Return True after the last update."""
-        return self.made == self.steps
-
-    def stepped(self) -> None:
-        """Record that the current update is made."""
-        self.made += 1

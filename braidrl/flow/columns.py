@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 
 from braidrl.errors import UserError, suggest
-from braidrl.flow.stage import Kind, Stage, default_name
+from braidrl.flow.stage import Stage, default_name
 
 ADMISSION = "admission"
 ADMITTED = ("source", "group", "sample", "prompt", "prompt_length", "metadata")
@@ -30,6 +30,45 @@ class ColumnVersion:
 
 
 Inputs = dict[str, tuple[ColumnVersion, ...]]
+
+
+def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Return the stages in list order, except for moves that `after` requires, each with a name of its own.
+
+    The second and later stages with the same default name are numbered: `critic.update`, `critic.update_2`. Raises UserError for two
+    stages with the same `id`, an unknown name in `after`, or a cycle.
+    """
+    seen: Counter[str] = Counter()
+    named = list[Stage]()
+    for stage in stages:
+        seen[stage.name] += 1
+        numbered = seen[stage.name] > 1 and stage.name == default_name(stage.type, stage.role, stage.params)
+        named.append(replace(stage, name=f"{stage.name}_{seen[stage.name]}") if numbered else stage)
+    for name, count in Counter(stage.name for stage in named).items():
+        if count > 1:
+            raise UserError(f"{count} stages are called {name!r}; give each its own `id`")
+    position = {stage.name: i for i, stage in enumerate(named)}
+    for stage in named:
+        for name in stage.after:
+            if name not in position:
+                raise UserError(f"stage {stage.name}: after: no stage is called {name!r}. {suggest(name, position)}")
+    sorter = TopologicalSorter({stage.name: stage.after for stage in named})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        stuck = sorted(set(error.args[1]), key=position.__getitem__)
+        raise UserError(
+            f"`after` makes a cycle of the stages {', '.join(stuck)}; remove one of the `after` entries"
+        ) from None
+    ready, order = [position[name] for name in sorter.get_ready()], list[Stage]()
+    heapq.heapify(ready)
+    while ready:
+        # Of the ready stages, take the first in list order.
+        order.append(named[heapq.heappop(ready)])
+        sorter.done(order[-1].name)
+        for name in sorter.get_ready():
+            heapq.heappush(ready, position[name])
+    return tuple(order)
 
 
 def resolve_columns(stages: Sequence[Stage]) -> Inputs:
@@ -56,7 +95,7 @@ def resolve_columns(stages: Sequence[Stage]) -> Inputs:
                 if before is None:
                     break
                 writers.append(before)
-            sure = column.name in stage.signature.optional or ADMISSION in writers
+            sure = column.name in stage.optional or ADMISSION in writers
             if not sure and not any(by_name[writer].when.covers(stage.when) for writer in writers):
                 raise UserError(
                     f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which writes it, "
@@ -70,9 +109,8 @@ def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) 
 
     Raises UserError for a missing one: its writer comes later, or there is none.
     """
-    signature = stage.signature
-    names = [*signature.reads, *(name for name in signature.optional if name in latest)]
-    for choices in [*((name,) for name in signature.reads), *signature.one_of]:
+    names = [*stage.reads, *(name for name in stage.optional if name in latest)]
+    for choices in [*((name,) for name in stage.reads), *stage.one_of]:
         found = next((name for name in choices if name in latest), None)
         if found is not None:
             names.append(found)
@@ -84,83 +122,3 @@ def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) 
         known = {*latest, *(name for other in later for name in other.writes)} - set(ADMITTED_IF_GIVEN)
         raise UserError(f"{reads} no earlier stage writes. {suggest(choices[-1], known)}")
     return list(dict.fromkeys(names))
-
-
-def version_numbers(stages: Sequence[Stage]) -> dict[ColumnVersion, int]:
-    """Number the versions of each column that has several, from 1 in serial order."""
-    writers: dict[str, list[str]] = {name: [ADMISSION] for name in (*ADMITTED, *ADMITTED_IF_GIVEN)}
-    for stage in stages:
-        for name in stage.writes:
-            writers.setdefault(name, []).append(stage.name)
-    return {
-        ColumnVersion(name, writer): number
-        for name, all_writers in writers.items()
-        if len(all_writers) > 1
-        for number, writer in enumerate(all_writers, 1)
-    }
-
-
-def unique_names(stages: Sequence[Stage]) -> list[Stage]:
-    """Number the second and later stages with the same default name: `critic.update`, `critic.update_2`.
-
-    Raises UserError if two stages are given the same `id`.
-    """
-    seen: Counter[str] = Counter()
-    named = []
-    for stage in stages:
-        seen[stage.name] += 1
-        numbered = seen[stage.name] > 1 and stage.name == default_name(stage.type, stage.role, stage.params)
-        named.append(replace(stage, name=f"{stage.name}_{seen[stage.name]}") if numbered else stage)
-    for name, count in Counter(stage.name for stage in named).items():
-        if count > 1:
-            raise UserError(f"{count} stages are called {name!r}; give each its own `id`")
-    return named
-
-
-def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return the stages in list order, except for moves that `after` requires. Raises UserError for an unknown name or a cycle."""
-    position = {stage.name: i for i, stage in enumerate(stages)}
-    sorter = TopologicalSorter({stage.name: stage.after for stage in stages})
-    for stage in stages:
-        for name in stage.after:
-            if name not in position:
-                raise UserError(f"stage {stage.name}: after: no stage is called {name!r}. {suggest(name, position)}")
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        stuck = sorted(set(error.args[1]), key=position.__getitem__)
-        raise UserError(
-            f"`after` makes a cycle of the stages {', '.join(stuck)}; remove one of the `after` entries"
-        ) from None
-    ready, order = [position[name] for name in sorter.get_ready()], list[Stage]()
-    heapq.heapify(ready)
-    while ready:
-        # Of the ready stages, take the first in list order.
-        order.append(stages[heapq.heappop(ready)])
-        sorter.done(order[-1].name)
-        for name in sorter.get_ready():
-            heapq.heappush(ready, position[name])
-    return tuple(order)
-
-
-def check_selects(stages: Sequence[Stage]) -> None:
-    """Raise UserError for a train stage before a `select`, which may still drop rows, and for a stateful stage before it.
-
-    Stages up to a `select` or a `generate` run once per wave, but a state changes once per iteration.
-    """
-    trained = stateful = None
-    for stage in stages:
-        if stage.kind is Kind.TRAIN:
-            trained = stage.name
-        if stage.state:
-            stateful = stage.name
-        if stage.kind in (Kind.SELECT, Kind.GENERATE) and stateful:
-            raise UserError(
-                f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run in waves; "
-                f"move {stage.name} before {stateful}"
-            )
-        if stage.kind is Kind.SELECT and trained:
-            raise UserError(
-                f"{stage.name} comes after {trained}, but rows must be selected before any stage trains on them; "
-                f"move {stage.name} before {trained}"
-            )

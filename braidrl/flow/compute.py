@@ -1,6 +1,6 @@
 """Execution of compute and select stages: calls of registered functions on columns, and the small state that a stage may own.
 
-stage ──with_state──▶ runs on rows ──▶ columns
+stage with its state ──▶ runs on rows ──▶ columns
   ▲                        └── sums ──reduced──▶ next_state ──┐
   └─────────────────── the next iteration ◀──────────────────┘
 
@@ -8,7 +8,6 @@ A state is a KL coefficient or a multiplier. It changes once per iteration, from
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -62,11 +61,6 @@ def of_namespace(rows: Rows, namespace: str | None) -> Rows:
         return rows
     prefix = f"{namespace}."
     return rows.with_columns({n.removeprefix(prefix): column for n, column in rows.items() if n.startswith(prefix)})
-
-
-def with_state(stage: Stage, state: Mapping[str, float]) -> Stage:
-    """Return the stage with the current values of its state as parameters."""
-    return replace(stage, params={**stage.params, **state})
 
 
 def next_state(stage: Stage, state: Mapping[str, float], totals: Mapping[str, float]) -> State:

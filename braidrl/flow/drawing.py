@@ -6,8 +6,8 @@ import textwrap
 
 from rich.console import Console
 
-from braidrl.flow.columns import ADMISSION, ColumnVersion, version_numbers
-from braidrl.flow.flow import Edge, Flow, parallel_groups, touched_weights, written_weights
+from braidrl.flow.columns import ADMISSION, ADMITTED, ADMITTED_IF_GIVEN, ColumnVersion
+from braidrl.flow.flow import Edge, Flow, touched_weights
 from braidrl.flow.stage import ALWAYS, Kind, Scope, Stage
 
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -24,12 +24,13 @@ def text(flow: Flow, width: int = WIDTH) -> str:
     models = [f"{role} (trained)" if role in flow.trained_roles else role for role in flow.roles]
     heading = f"{flow.name}: {len(flow.stages)} stages; models: {', '.join(models) or 'none'}"
     indent = max(len(stage.name) for stage in flow.stages)
-    lines, versions = [*textwrap.wrap(heading, width), ""], version_numbers(flow.stages)
-    for depth, group in enumerate(parallel_groups(flow), 1):
+    lines, numbered = [*textwrap.wrap(heading, width), ""], numbered_columns(flow)
+    at_once = [[s for s in flow.stages if flow.depth[s.name] == d] for d in range(1, max(flow.depth.values()) + 1)]
+    for depth, group in enumerate(at_once, 1):
         rows: list[tuple[str, str]] = []  # the name, in the first line of a stage, and details
         for stage in group:
-            reads = [versioned(column, versions) for column in flow.inputs[stage.name]]
-            writes = [versioned(ColumnVersion(name, stage.name), versions) for name in stage.writes]
+            reads = [numbered.get(column, column.name) for column in flow.inputs[stage.name]]
+            writes = [numbered.get(ColumnVersion(name, stage.name), name) for name in stage.writes]
             waits = [f"{e.source} ({reason(e, flow)})" for e in flow.edges if e.target == stage.name and not e.columns]
             rows.append((stage.name, about(stage)))
             for label, names in (("reads  ", reads), ("writes ", writes), ("waits for ", waits)):
@@ -43,13 +44,27 @@ def text(flow: Flow, width: int = WIDTH) -> str:
                 mark = "┌" if i == 0 else "└" if i == len(rows) - 1 else "├" if name else "│"
             lines.append(f"{number} {mark} {name:<{indent}}  {detail}")
     notes = []
-    if any(len(group) > 1 for group in parallel_groups(flow)):
+    if any(len(group) > 1 for group in at_once):
         notes.append("┌ └  these may run at the same time")
-    if versions:
-        notes.append(f"¹ ²  versions of one column: {', '.join(dict.fromkeys(column.name for column in versions))}")
+    if numbered:
+        notes.append(f"¹ ²  versions of one column: {', '.join(dict.fromkeys(column.name for column in numbered))}")
     if flow.sampling_segment:
         notes.append(f"The stages up to {flow.sampling_segment[-1].name} run in waves until enough groups are kept.")
     return "\n".join([*lines, "", *(line for note in notes for line in textwrap.wrap(note, width))]).rstrip()
+
+
+def numbered_columns(flow: Flow) -> dict[ColumnVersion, str]:
+    """Return a column's name with its version, as in `reward²`, for each column that has several versions."""
+    writers: dict[str, list[str]] = {name: [ADMISSION] for name in (*ADMITTED, *ADMITTED_IF_GIVEN)}
+    for stage in flow.stages:
+        for name in stage.writes:
+            writers.setdefault(name, []).append(stage.name)
+    return {
+        ColumnVersion(name, writer): name + str(number).translate(SUPERSCRIPTS)
+        for name, all_writers in writers.items()
+        if len(all_writers) > 1
+        for number, writer in enumerate(all_writers, 1)
+    }
 
 
 def reason(edge: Edge, flow: Flow) -> str:
@@ -61,22 +76,14 @@ def reason(edge: Edge, flow: Flow) -> str:
 
 def about(stage: Stage) -> str:
     """Return the kind and role of a stage, and its scope, state and `when` if they differ from the default."""
-    parts = [stage.kind.value]
-    if stage.role:
-        parts.append(stage.role)
-    if stage.scope in SCOPES:
-        parts.append(SCOPES[stage.scope])
-    if stage.state:
-        parts.append(f"keeps {', '.join(stage.state)}")
-    if stage.when != ALWAYS:
-        parts.append(str(stage.when))
-    return " · ".join(parts)
-
-
-def versioned(column: ColumnVersion, versions: dict[ColumnVersion, int]) -> str:
-    """Return a column's name with its version if it has several, as in `reward²`."""
-    number = versions.get(column)
-    return column.name if number is None else column.name + str(number).translate(SUPERSCRIPTS)
+    parts = [
+        stage.kind.value,
+        stage.role,
+        SCOPES.get(stage.scope),
+        f"keeps {', '.join(stage.state)}" if stage.state else None,
+        str(stage.when) if stage.when != ALWAYS else None,
+    ]
+    return " · ".join(part for part in parts if part)
 
 
 def svg(flow: Flow) -> str:
@@ -92,19 +99,19 @@ def mermaid(flow: Flow) -> str:
     nodes = {ADMISSION: "prompts"} | {stage.name: f"stage{i}" for i, stage in enumerate(flow.stages, 1)}
     lines = ["flowchart TD", '    prompts(["prompts"])']
     lines += [f'    {nodes[s.name]}["{label(s.name)}<br/>{label(about(s))}"]:::{s.kind.value}' for s in flow.stages]
-    versions, numbered = version_numbers(flow.stages), dict[tuple[str, str], list[str]]()
+    numbered, sent = numbered_columns(flow), dict[tuple[str, str], list[str]]()
     for reader, columns in flow.inputs.items():
         for column in columns:
-            numbered.setdefault((column.writer, reader), []).append(versioned(column, versions))
-    for (writer, reader), names in numbered.items():
+            sent.setdefault((column.writer, reader), []).append(numbered.get(column, column.name))
+    for (writer, reader), names in sent.items():
         lines.append(f'    {nodes[writer]} -->|"{label(", ".join(names))}"| {nodes[reader]}')
     for edge in flow.edges:
         if not edge.columns and not edge.weights:
             lines.append(f'    {nodes[edge.source]} -.->|"{label(reason(edge, flow))}"| {nodes[edge.target]}')
-    for trained in flow.stages:
-        for role in written_weights(trained):
-            users = [s for s in flow.stages if role in touched_weights(s) and role not in written_weights(s)]
-            lines += [f'    {nodes[trained.name]} -.->|"{label(role)} weights"| {nodes[user.name]}' for user in users]
+    trained = [(stage, stage.role) for stage in flow.stages if stage.kind is Kind.TRAIN and stage.role]
+    for update, role in trained:
+        users = [s for s in flow.stages if role in touched_weights(s) and (s, role) not in trained]
+        lines += [f'    {nodes[update.name]} -.->|"{label(role)} weights"| {nodes[user.name]}' for user in users]
     kinds = dict.fromkeys(stage.kind for stage in flow.stages)
     return "\n".join([*lines, *(f"    classDef {kind.value} fill:{COLOURS[kind]},color:#222" for kind in kinds)])
 

@@ -6,12 +6,13 @@
 from inspect import Parameter
 
 from braidrl.algorithms import registry
-from braidrl.flow.stages import stage_family, value_family
+from braidrl.flow.signatures import FAMILIES
+from braidrl.flow.stages import RegisteredNames
 
-advantage = stage_family("advantage")
-shape = stage_family("shape")
-select = stage_family("select")
-data = stage_family("data")
-loss = value_family(registry.losses)
-kl = value_family(registry.divergences, [Parameter("coef", Parameter.KEYWORD_ONLY, annotation=float)])
-correction = value_family(registry.corrections)
+advantage = RegisteredNames(FAMILIES["advantage"], "advantage")
+shape = RegisteredNames(FAMILIES["shape"], "shape")
+select = RegisteredNames(FAMILIES["select"], "select")
+data = RegisteredNames(FAMILIES["data"], "data")
+loss = RegisteredNames(registry.losses)
+kl = RegisteredNames(registry.divergences, also=[Parameter("coef", Parameter.KEYWORD_ONLY, annotation=float)])
+correction = RegisteredNames(registry.corrections)

@@ -11,15 +11,7 @@ from functools import cached_property
 
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.columns import (
-    ADMISSION,
-    ADMITTED_IF_GIVEN,
-    Inputs,
-    check_selects,
-    resolve_columns,
-    serial_order,
-    unique_names,
-)
+from braidrl.flow.columns import ADMISSION, ADMITTED_IF_GIVEN, Inputs, resolve_columns, serial_order
 from braidrl.flow.signatures import entry_of
 from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage
@@ -44,8 +36,8 @@ class Flow:
         """Bring the stages into serial order and resolve the columns that each reads.
 
         The stages are in any order that their columns and `after` allow. A `log_probs` stage is inserted if an update has
-        `old: recompute` and no stage writes `old_log_probs`. Raises UserError if a column has no writer or two independent writers, or
-        stages wait for each other.
+        `old: recompute` and no stage writes `old_log_probs`. Raises UserError if a column has no writer or two independent writers,
+        stages wait for each other, or a stage trains or changes its state before a `select`.
         """
         self.name = name
         wanted = next((s for s in stages if s.params.get("old") == "recompute"), None)
@@ -53,8 +45,21 @@ class Flow:
             # As late as possible, before the first stage that reads them or trains, so that dropped rows are not computed.
             place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or "old_log_probs" in s.reads)
             stages = [*stages[:place], make_stage("log_probs", wanted.role), *stages[place:]]
-        self.stages = serial_order(unique_names(stages))
-        check_selects(self.stages)
+        self.stages = serial_order(stages)
+        trained = stateful = None
+        for stage in self.stages:
+            trained = stage.name if stage.kind is Kind.TRAIN else trained
+            stateful = stage.name if stage.state else stateful
+            if stage.kind in (Kind.SELECT, Kind.GENERATE) and stateful:
+                raise UserError(
+                    f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run in waves; "
+                    f"move {stage.name} before {stateful}"
+                )
+            if stage.kind is Kind.SELECT and trained:
+                raise UserError(
+                    f"{stage.name} comes after {trained}, but rows must be selected before any stage trains on them; "
+                    f"move {stage.name} before {trained}"
+                )
         self.inputs: Inputs = resolve_columns(self.stages)
         self.roles = tuple(dict.fromkeys(role for stage in self.stages for role in touched_weights(stage)))
         """The roles that need a model, in order of first use."""
@@ -113,7 +118,7 @@ class Flow:
         # Two stages that use a role's weights stay in list order if one of them writes these.
         for i, stage in enumerate(self.stages):
             for later in self.stages[i + 1 :]:
-                written = written_weights(stage) | written_weights(later)
+                written = [s.role for s in (stage, later) if s.kind is Kind.TRAIN]
                 shared = [role for role in touched_weights(stage) if role in touched_weights(later) and role in written]
                 edges += [Edge(stage.name, later.name, weights=role) for role in shared]
         edges += [Edge(name, stage.name) for stage in self.stages for name in stage.after]
@@ -144,11 +149,6 @@ class Flow:
 def is_optimized(stage: Stage) -> bool:
     """Return True for an update with a loss, False for a copy of another role's weights."""
     return stage.kind is Kind.TRAIN and "source" not in stage.params
-
-
-def written_weights(stage: Stage) -> set[str]:
-    """Return the roles whose weights a stage changes."""
-    return {stage.role} if stage.kind is Kind.TRAIN and stage.role else set()
 
 
 def touched_weights(stage: Stage) -> tuple[str, ...]:
@@ -210,9 +210,3 @@ def serial_chain(flow: Flow) -> tuple[Stage, ...]:
         waiting.remove(chosen)
         chain.append(chosen)
     return tuple(chain)
-
-
-def parallel_groups(flow: Flow) -> tuple[tuple[Stage, ...], ...]:
-    """Return the stages by depth: stages of one group are independent and may run at the same time."""
-    deepest = max(flow.depth.values())
-    return tuple(tuple(s for s in flow.stages if flow.depth[s.name] == d) for d in range(1, deepest + 1))

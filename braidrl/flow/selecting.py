@@ -112,14 +112,16 @@ class GroupSelector:
         The first wave has the missing number of groups times `over_sampling`. Later waves have the number expected from the share kept
         so far, at most a batch.
         """
-        return self._in_time(self._end_of_waves() - len(self.pending) - len(self.verdicts))
+        end, numbers = self._waves()
+        return self._in_time(end - len(numbers))
 
     def finish_now(self) -> list[int]:
         """Return unfinished groups to complete for this batch, as many as it lacks, if no further group may start."""
         if self.batch() is not None or self.pending or self.next_wave():
             return []
         unfinished = sorted(group for group, verdict in self.verdicts.items() if verdict.reason == UNFINISHED)
-        chosen = unfinished[: self.target - len(self.waiting) - self._kept()]
+        kept = sum(verdict.reason is None for verdict in self.verdicts.values())
+        chosen = unfinished[: self.target - len(self.waiting) - kept]
         for group in chosen:
             del self.verdicts[group]
         self.pending = sorted({*self.pending, *chosen})
@@ -137,7 +139,7 @@ class GroupSelector:
 
         It is at most `batches` times the batch size.
         """
-        kept = self._kept()
+        kept = sum(verdict.reason is None for verdict in self.verdicts.values())
         before = self.observed or (self.target, self.target)
         missing = batches * self.target - len(self.waiting) - kept
         share = (kept + before[0]) / (len(self.verdicts) + before[1])
@@ -197,13 +199,39 @@ class GroupSelector:
 
         Raises ValueError for a group that is not pending, and UserError if a whole epoch of groups was dropped.
         """
-        awaited = set(self.pending)
-        for group, verdict in verdicts.items():
-            if group not in awaited:
-                raise ValueError(f"group {group} is not awaited: it was decided before, or never admitted")
-            self.verdicts[group] = verdict
+        if others := verdicts.keys() - set(self.pending):
+            raise ValueError(f"group {min(others)} is not awaited: it was decided before, or never admitted")
+        self.verdicts.update(verdicts)
         self.pending = [group for group in self.pending if group not in verdicts]
-        self._judge()
+        # Dropped groups are counted in the order of their numbers, so that the end of a hopeless run does not depend on arrival.
+        groups = self.batch()
+        end = min(self.pending, default=self.admitted + 1)
+        if groups is not None and self.surplus == "drop":
+            end = groups[-1] + 1
+        for group in sorted(g for g in self.verdicts if self.judged < g < end):
+            self.judged = group
+            reason = self.verdicts[group].reason
+            if reason == UNFINISHED:
+                continue
+            if reason is None:
+                self.barren, self.barren_scores = {}, None
+                continue
+            self.barren = {**self.barren, reason: self.barren.get(reason, 0) + 1}
+            ranges = [known for known in (self.barren_scores, self.verdicts[group].scores) if known is not None]
+            if ranges:
+                self.barren_scores = min(low for low, _ in ranges), max(high for _, high in ranges)
+            if (dropped := sum(self.barren.values())) < self.epoch_groups:
+                continue
+            counts = ", ".join(f"{why.replace('_', ' ')}: {count}" for why, count in sorted(self.barren.items()))
+            seen, graded = "", GRADED if "all wrong" in counts else ""
+            if self.barren_scores is not None:
+                low, high = self.barren_scores
+                seen = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
+            raise UserError(
+                f"selection dropped every one of {dropped} groups in a row, a whole epoch ({counts}{seen}): "
+                "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
+                f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{graded}"
+            )
 
     def batch(self) -> tuple[int, ...] | None:
         """Return the batch's groups, or None while an undecided group may still precede one of them."""
@@ -214,7 +242,8 @@ class GroupSelector:
 
     def is_complete(self) -> bool:
         """Return whether the batch can be finished: it is known, its waves are admitted, and surplus to keep is decided."""
-        awaited = self.surplus == "keep" and not set(self.pending) <= set(self._ahead())
+        end, numbers = self._waves()
+        awaited = self.surplus == "keep" and not set(self.pending) <= set(numbers[end:])
         return self.batch() is not None and not self.next_wave() and not awaited
 
     def finish(self, usable: Callable[[int], bool] | None = None) -> Selection:
@@ -223,7 +252,10 @@ class GroupSelector:
 
         Raises ValueError if the batch is not complete, or surplus to keep is undecided.
         """
-        groups, ahead = self.batch(), self._ahead() if usable else []
+        groups, ahead = self.batch(), list[int]()
+        if usable:
+            end, numbers = self._waves()
+            ahead = numbers[end:]
         if groups is None or (self.surplus == "keep" and not set(self.pending) <= set(ahead)):
             raise ValueError(f"the batch is not complete: {len(self.pending)} groups are undecided")
         # Suspended groups may have lower numbers than waiting ones, and are then counted as ahead of the waves.
@@ -292,11 +324,11 @@ class GroupSelector:
             wanted = min(wanted, room) if unfinished < self.max_staleness * self.target else 0
         return max(0, wanted)
 
-    def _kept(self) -> int:
-        return sum(verdict.reason is None for verdict in self.verdicts.values())
+    def _waves(self) -> tuple[int, list[int]]:
+        """Return the total size of the waves, which follows from verdicts in the order of numbers, and the numbers of this batch.
 
-    def _end_of_waves(self) -> int:
-        """Return the total size of the waves, which follows from verdicts in the order of numbers."""
+        The groups of numbers from the end of the waves are admitted ahead of them.
+        """
         numbers = sorted((*self.verdicts, *self.pending))
         missing = self.target - len(self.waiting)
         # Rounding first makes 1.1 times 10 equal 11.
@@ -308,11 +340,7 @@ class GroupSelector:
                 break
             needed = -(-(missing - kept) * (done + 2) // (kept + 1))
             end += min(max(needed, missing - kept), self.target)
-        return end
-
-    def _ahead(self) -> list[int]:
-        """Return the groups admitted ahead of the waves."""
-        return sorted((*self.verdicts, *self.pending))[self._end_of_waves() :]
+        return end, numbers
 
     def _end(self, waiting: dict[int, int], carried: Sequence[int], returned: Sequence[int]) -> None:
         """Reset the state after a batch."""
@@ -328,38 +356,6 @@ class GroupSelector:
             self.judged = min(self.judged, self.admitted)
         if self.surplus == "drop":
             self.barren, self.barren_scores = {}, None
-
-    def _judge(self) -> None:
-        """Count dropped groups in the order of their numbers, so that the end of a hopeless run does not depend on arrival."""
-        groups = self.batch()
-        end = min(self.pending, default=self.admitted + 1)
-        if groups is not None and self.surplus == "drop":
-            end = groups[-1] + 1
-        for group in sorted(g for g in self.verdicts if self.judged < g < end):
-            self.judged = group
-            reason = self.verdicts[group].reason
-            if reason == UNFINISHED:
-                continue
-            if reason is None:
-                self.barren, self.barren_scores = {}, None
-                continue
-            self.barren = {**self.barren, reason: self.barren.get(reason, 0) + 1}
-            ranges = [known for known in (self.barren_scores, self.verdicts[group].scores) if known is not None]
-            if ranges:
-                self.barren_scores = min(low for low, _ in ranges), max(high for _, high in ranges)
-            if sum(self.barren.values()) >= self.epoch_groups:
-                counts = ", ".join(
-                    f"{reason.replace('_', ' ')}: {count}" for reason, count in sorted(self.barren.items())
-                )
-                seen, graded = "", GRADED if "all wrong" in counts else ""
-                if self.barren_scores is not None:
-                    low, high = self.barren_scores
-                    seen = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
-                raise UserError(
-                    f"selection dropped every one of {sum(self.barren.values())} groups in a row, a whole epoch ({counts}{seen}): "
-                    "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
-                    f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{graded}"
-                )
 
 
 GRADED = (

@@ -13,7 +13,7 @@ import braidrl.algorithms.library  # noqa: F401  (registers what comes with Brai
 from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Entry, Registry
 from braidrl.errors import UserError, suggest
-from braidrl.flow.stage import Kind, Scope, Signature
+from braidrl.flow.stage import Kind, Signature
 from braidrl.importing import LOADED_FROM_FILE, import_function
 
 SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
@@ -81,25 +81,20 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
         if into is not None and not into.isidentifier():
             raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
         writes = in_namespace(into, (*(PLAYED if "environment" in params else GENERATED), *COUNTED))
-        return Signature(Kind.GENERATE, ("prompt", "prompt_length", "metadata"), writes)
+        return Signature(kind=Kind.GENERATE, reads=("prompt", "prompt_length", "metadata"), writes=writes)
     of = params.get("of")
+    sequence, summed = in_namespace(of, SEQUENCE), in_namespace(of, SUMMED)
     if type == "verify":
         reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
-        return Signature(
-            Kind.COMPUTE, reads, in_namespace(of, ("score", "correct", "reward")), in_namespace(of, SUMMED)
-        )
-    if type == "score" and is_reward(role, params.get("weight")):
-        writes = in_namespace(of, (f"{role}_score", *SUMMED))
-        return Signature(Kind.INFER, in_namespace(of, SEQUENCE), writes, in_namespace(of, SUMMED))
+        writes = in_namespace(of, ("score", "correct", "reward"))
+        return Signature(kind=Kind.COMPUTE, reads=reads, writes=writes, optional=summed)
+    if type == "score" and (role == "reward" or "weight" in params):
+        writes = (*in_namespace(of, (f"{role}_score",)), *summed)
+        return Signature(kind=Kind.INFER, reads=sequence, writes=writes, optional=summed)
     columns = {
         "score": role, "log_probs": LOG_PROBS.get(role, f"{role}_log_probs"), "values": VALUES.get(role, f"{role}_values"),
     }  # fmt: skip
-    return Signature(Kind.INFER, in_namespace(of, SEQUENCE), in_namespace(of, (columns[type],)))
-
-
-def is_reward(role: str, weight: float | None) -> bool:
-    """Return True if a role's score is part of the reward: by default only that of the role `reward`."""
-    return role == "reward" or weight is not None
+    return Signature(kind=Kind.INFER, reads=sequence, writes=in_namespace(of, (columns[type],)))
 
 
 def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
@@ -107,7 +102,7 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
     if "source" in params:
         if "loss" in params:
             raise UserError(f"{role}.update takes a loss or a source, not both")
-        return Signature(Kind.TRAIN)
+        return Signature(kind=Kind.TRAIN)
     if "loss" not in params:
         raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
     chosen = {"aggregate": "token-mean", **params}
@@ -135,7 +130,8 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
-    return Signature(Kind.TRAIN, columns, (), (*optional, "loss_mask", "finish_reason", *monitored), one_of)
+    optional = [*optional, "loss_mask", "finish_reason", *monitored]
+    return Signature(kind=Kind.TRAIN, reads=columns, optional=tuple(optional), one_of=one_of)
 
 
 def needs_old(role: str, params: Mapping[str, Any]) -> bool:
@@ -170,28 +166,8 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
     return entry
 
 
-def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Signature:
-    """Return the signature of a compute or select stage. Raises UserError for an unknown or invalid setting."""
-    try:
-        entry.check(dict(params))
-        state = {name: float(params.get(name, value)) for name, value in entry.state.items()}
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{type}: {error}") from None
-    selects = registry.selections.entries.get(entry.name) is entry
-    return Signature(
-        Kind.SELECT if selects else Kind.COMPUTE, reads=tuple(entry.column(p) for p in entry.reads),
-        writes=entry.writes, optional=tuple(entry.column(p) for p in entry.optional), scope=Scope(entry.scope),
-        state=state,
-    )  # fmt: skip
-
-
 def in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{namespace}.{name}" for name in columns) if namespace else tuple(columns)
-
-
-def is_method(type: str, role: str | None) -> bool:
-    """Return True if a stage's type names a method of a user's class."""
-    return role is not None and ":" in type
 
 
 def class_and_method(type: str) -> tuple[Any, str]:
@@ -223,7 +199,7 @@ def method_signature(type: str, params: Mapping[str, Any]) -> Signature:
     for name in params:
         if name not in parameters:
             raise UserError(f"{type} has no parameter {name!r}. {suggest(name, parameters)}")
-    return Signature(Kind.INFER, registration.reads, registration.writes)
+    return Signature(kind=Kind.INFER, reads=registration.reads, writes=registration.writes)
 
 
 def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
@@ -232,7 +208,8 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
     `also` are other valid types, for the hint in the message.
     """
     if ":" in type:
-        return by_function(type, *FAMILIES.values())
+        first, *others = FAMILIES.values()
+        return entry_of(first, type, *others)
     family, _, name = type.partition(".")
     if family not in FAMILIES:
         known = [*also, *(f"{f}.{n}" for f, registered in FAMILIES.items() for n in registered)]
@@ -240,22 +217,20 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
     return entry_of(FAMILIES[family], name)
 
 
-def entry_of(registered: Registry, name: str) -> Entry:
-    """Return the entry with a registered name or `module:function`. Raises UserError for an unknown name."""
-    if ":" in name:
-        return by_function(name, registered)
-    try:
-        return registered[name]
-    except KeyError as error:
-        raise UserError(str(error.args[0])) from None
+def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
+    """Return the entry with a registered name, or of the function `module:function`, which may also be in `others`.
 
-
-def by_function(name: str, *registries: Registry) -> Entry:
-    """Return the entry of the function `module:function`. Raises UserError if it is not registered in these registries."""
+    Raises UserError for an unknown name, and for a function that is not registered exactly once.
+    """
+    if ":" not in name:
+        try:
+            return registered[name]
+        except KeyError as error:
+            raise UserError(str(error.args[0])) from None
     function = import_function(name)
-    found = [e for registered in registries for e in registered.entries.values() if e.function is function]
+    found = [e for one in (registered, *others) for e in one.entries.values() if e.function is function]
     if not found:
-        families = " or ".join(registered.family for registered in registries)
+        families = " or ".join(one.family for one in (registered, *others))
         raise UserError(f"{name} is no registered {families}; put the family's decorator above the function")
     if len(found) > 1:
         raise UserError(

@@ -62,7 +62,7 @@ class When:
 ALWAYS = When()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Signature:
     """The inputs and outputs of a stage.
 
@@ -80,37 +80,15 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Signature):
     """One step of a flow. Made by `braidrl.flow.stages.make_stage`, immutable, compared by value."""
 
     name: str
     type: str
     role: str | None
-    signature: Signature
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
     when: When = ALWAYS
     after: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> Kind:
-        return self.signature.kind
-
-    @property
-    def scope(self) -> Scope:
-        return self.signature.scope
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.signature.reads
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.signature.writes
-
-    @property
-    def state(self) -> Mapping[str, float]:
-        """Return the initial values of the state that the stage owns; empty for most stages."""
-        return self.signature.state
 
     @property
     def settings(self) -> dict[str, Any]:

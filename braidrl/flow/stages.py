@@ -12,24 +12,22 @@ module:Class.method  the user's registered method for the workers of a role
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
+from inspect import Parameter
 from typing import Any
 
+from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Registry
 from braidrl.errors import UserError
 from braidrl.flow.signatures import (
     CHOICES,
-    FAMILIES,
     ROLE_TYPES,
     compute_entry,
-    compute_signature,
     entry_of,
-    is_method,
     method_signature,
     public_name,
     role_signature,
 )
-from braidrl.flow.stage import ALWAYS, Stage, When, default_name
+from braidrl.flow.stage import ALWAYS, Kind, Scope, Signature, Stage, When, default_name
 
 
 def make_stage(
@@ -52,22 +50,30 @@ def make_stage(
             raise UserError(f"stage {id or type}: the type {type!r} needs a role, as in `role: actor`")
         signature = role_signature(type, role, params)
         for parameter, registered in CHOICES.items() if type == "update" else ():
-            # Users' functions get names by which another process can import them.
-            choice = params.get(parameter)
-            if isinstance(choice, str):
-                params[parameter] = public_name(entry_of(registered, choice), choice)
-            elif choice is not None:
-                name = public_name(entry_of(registered, choice["name"]), choice["name"])
-                params[parameter] = {**choice, "name": name}
-    elif is_method(type, role):
+            if (choice := params.get(parameter)) is not None:
+                # Users' functions get names by which another process can import them.
+                name = choice if isinstance(choice, str) else choice["name"]
+                name = public_name(entry_of(registered, name), name)
+                params[parameter] = name if isinstance(choice, str) else {**choice, "name": name}
+    elif role is not None and ":" in type:
         signature = method_signature(type, params)
     else:
         entry = compute_entry(type, also=ROLE_TYPES)
         type = public_name(entry, type)
         if role is not None:
             raise UserError(f"stage {id or type}: the type {type!r} is no model's; remove `role: {role}`")
-        signature = compute_signature(type, entry, params)
-    return Stage(id or default_name(type, role, params), type, role, signature, params, when, tuple(after))
+        try:
+            entry.check(dict(params))
+            state = {name: float(params.get(name, value)) for name, value in entry.state.items()}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{type}: {error}") from None
+        selects = registry.selections.entries.get(entry.name) is entry
+        signature = Signature(
+            kind=Kind.SELECT if selects else Kind.COMPUTE, reads=tuple(entry.column(p) for p in entry.reads),
+            writes=entry.writes, optional=tuple(entry.column(p) for p in entry.optional), scope=Scope(entry.scope),
+            state=state,
+        )  # fmt: skip
+    return Stage(id or default_name(type, role, params), type, role, params, when, tuple(after), **vars(signature))
 
 
 def plain(type: str, value: Any) -> Any:
@@ -84,23 +90,27 @@ def plain(type: str, value: Any) -> Any:
 
 
 class RegisteredNames:
-    """A registry as attributes, `advantage.gae(gamma=1.0)`: each name is a function of its settings, with signature and docstring."""
+    """A registry as attributes: each name is a function of its settings, with signature and docstring.
 
-    def __init__(
-        self, registered: Registry, make: Callable[..., Any], returns: Any, also: Sequence[Parameter] = ()
-    ) -> None:
-        """Offer the names of a registry as attributes; calling one calls `make` with the name and the settings.
+    Attributes of a `family` make stages: `advantage.gae(gamma=1.0)` is a stage of type `advantage.gae`. Others make parameters of an
+    update: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, as in YAML.
+    """
 
-        `returns` is the type that `make` returns, and `also` are further keyword parameters of every attribute.
-        """
-        self.registered, self._make, self._returns, self._also = registered, make, returns, also
+    def __init__(self, registered: Registry, family: str | None = None, also: Sequence[Parameter] = ()) -> None:
+        """Offer the names of a registry as attributes. `also` are settings besides the function's own, for the update."""
+        of_stages = inspect.signature(make_stage).parameters.values()
+        self.registered, self._family = registered, family
+        self._also = [own for own in of_stages if own.kind is Parameter.KEYWORD_ONLY] if family else also
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
 
         def made(**settings: Any) -> Any:
-            return self._make(name, **settings)
+            if self._family is None:
+                return {"name": name, **settings}
+            of_stage = {own.name: settings.pop(own.name) for own in self._also if own.name in settings}
+            return make_stage(f"{self._family}.{name}", None, settings, **of_stage)
 
         if name in self.registered:
             made.__name__ = made.__qualname__ = name
@@ -114,7 +124,7 @@ class RegisteredNames:
     def __dir__(self) -> list[str]:
         return list(self.registered)
 
-    def signature(self, name: str) -> Signature:
+    def signature(self, name: str) -> inspect.Signature:
         """Return the signature of an attribute: its settings, the initial values of its state, and the common parameters."""
         entry = self.registered[name]
         own = inspect.signature(entry.function).parameters
@@ -123,24 +133,5 @@ class RegisteredNames:
             Parameter(setting, Parameter.KEYWORD_ONLY, default=value, annotation=float)
             for setting, value in entry.state.items()
         ]
-        return Signature([*settings, *state, *self._also], return_annotation=self._returns)
-
-
-def stage_family(family: str) -> RegisteredNames:
-    """Return a family whose attributes make stages: `advantage.gae(gamma=1.0)` is a stage of type `advantage.gae`."""
-
-    def make(
-        name: str, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = (), **params: Any
-    ) -> Stage:
-        return make_stage(f"{family}.{name}", None, params, id=id, when=when, after=after)
-
-    _, *also, _ = inspect.signature(make).parameters.values()
-    return RegisteredNames(FAMILIES[family], make, Stage, also)
-
-
-def value_family(registered: Registry, also: Sequence[Parameter] = ()) -> RegisteredNames:
-    """Return a family whose attributes make values: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, as in YAML.
-
-    `also` are settings besides the function's own, for the stage that takes the value.
-    """
-    return RegisteredNames(registered, lambda name, **settings: {"name": name, **settings}, dict[str, Any], also)
+        returns = Stage if self._family else dict[str, Any]
+        return inspect.Signature([*settings, *state, *self._also], return_annotation=returns)

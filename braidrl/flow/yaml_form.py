@@ -17,7 +17,6 @@ current folder.
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,38 +52,27 @@ for _class in (_Loader, _Dumper):
     )
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A location in a YAML text, for errors, and the folder that files are relative to."""
-
-    text: str
-    folder: Path
-
-    def at(self, more: str) -> "_Place":
-        return _Place(f"{self.text}: {more}", self.folder)
-
-    def error(self, message: object) -> UserError:
-        return UserError(f"{self.text}: {message}")
-
-
 def from_yaml(source: str | Path) -> Flow:
     """Load a flow from a YAML text or a YAML file. Raises UserError, which names the file and the stage."""
-    text, place = str(source), _Place("flow", Path())
+    text, place, folder = str(source), "flow", Path()
     if isinstance(source, Path) or source.endswith(SUFFIXES):
         path = Path(source)
         if not path.is_file():
             raise UserError(f"no flow file {path}")
-        text, place = read_text(path), _Place(str(path), path.parent)
-    tree = _mapping(parse_yaml(text, place.text, _Loader), FLOW_KEYS, place)
+        text, place, folder = read_text(path), str(path), path.parent
+    tree = _mapping(parse_yaml(text, place, _Loader), FLOW_KEYS, place)
     if not isinstance(tree.get("flow"), str):
-        raise place.error("the flow has no name, as in `flow: grpo`")
+        raise UserError(f"{place}: the flow has no name, as in `flow: grpo`")
     if not isinstance(tree.get("stages"), list):
-        raise place.error("the flow has no list of stages, as in `stages: [{role: actor, type: generate}]`")
-    stages = [_read_stage(stage, place, number) for number, stage in enumerate(tree["stages"], 1)]
+        raise UserError(f"{place}: the flow has no list of stages, as in `stages: [{{role: actor, type: generate}}]`")
+    stages = []
+    for number, stage in enumerate(tree["stages"], 1):
+        name = isinstance(stage, Mapping) and (stage.get("id") or stage.get("type"))
+        stages.append(_read_stage(stage, f"{place}: stage {number}" + (f" ({name})" if name else ""), folder))
     try:
         return Flow(tree["flow"], stages)
     except UserError as error:
-        raise place.error(error) from None
+        raise UserError(f"{place}: {error}") from None
 
 
 def to_yaml(flow: Flow) -> str:
@@ -103,30 +91,29 @@ def to_yaml(flow: Flow) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
-def _read_stage(tree: Any, place: _Place, number: int) -> Stage:
-    name = isinstance(tree, Mapping) and (tree.get("id") or tree.get("type"))
-    place = place.at(f"stage {number} ({name})" if name else f"stage {number}")
+def _read_stage(tree: Any, place: str, folder: Path) -> Stage:
+    """Return a stage. `place` is its location in the file, for errors, and `folder` is searched for files."""
     tree = _mapping(tree, STAGE_KEYS, place)
     for key, kind in (("id", str), ("role", str), ("type", str), ("params", Mapping)):
         if tree.get(key) is not None and not isinstance(tree[key], kind):
-            raise place.error(f"{key} must be a {'mapping' if kind is Mapping else 'text'}, got {tree[key]!r}")
+            raise UserError(f"{place}: {key} must be a {'mapping' if kind is Mapping else 'text'}, got {tree[key]!r}")
     if not tree.get("type"):
-        raise place.error("the stage has no type, as in `type: generate`")
-    params = _with_files(tree.get("params") or {}, place.folder)
+        raise UserError(f"{place}: the stage has no type, as in `type: generate`")
+    params = _with_files(tree.get("params") or {}, folder)
     given = tree.get("after")
-    when = _mapping({} if tree.get("when") is None else tree["when"], WHEN_KEYS, place.at("when"))
+    when = _mapping({} if tree.get("when") is None else tree["when"], WHEN_KEYS, f"{place}: when")
     for key, value in when.items():
         if type(value) is not int and not (key == "until" and value is None):
-            raise place.error(f"when: {key} must be a whole number, got {value!r}")
+            raise UserError(f"{place}: when: {key} must be a whole number, got {value!r}")
     after = [given] if isinstance(given, str) else given or []
     if not isinstance(after, list) or not all(isinstance(name, str) for name in after):
-        raise place.error(f"after must be a list of stages, as in `after: [reward.verify]`, got {given!r}")
+        raise UserError(f"{place}: after must be a list of stages, as in `after: [reward.verify]`, got {given!r}")
     try:
         times = When(**{WHEN_KEYS[key]: value for key, value in when.items()})
-        name = relative_to(place.folder, tree["type"])
+        name = relative_to(folder, tree["type"])
         return make_stage(name, tree.get("role"), params, id=tree.get("id"), when=times, after=after)
     except UserError as error:
-        raise place.error(error) from None
+        raise UserError(f"{place}: {error}") from None
 
 
 def _with_files(value: Any, folder: Path) -> Any:
@@ -138,10 +125,10 @@ def _with_files(value: Any, folder: Path) -> Any:
     return relative_to(folder, value) if isinstance(value, str) else value
 
 
-def _mapping(tree: Any, known: Collection[str], place: _Place) -> dict[str, Any]:
+def _mapping(tree: Any, known: Collection[str], place: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise place.error(f"expected keys and values ({', '.join(known)}), got {tree!r}")
+        raise UserError(f"{place}: expected keys and values ({', '.join(known)}), got {tree!r}")
     for key in tree:
         if key not in known:
-            raise place.error(f"unknown key {key!r}. {suggest(str(key), known)}")
+            raise UserError(f"{place}: unknown key {key!r}. {suggest(str(key), known)}")
     return tree

@@ -211,8 +211,8 @@ class Streaming:
             return False
         self.schedule.stepped(stage.name)
         if is_optimized(stage):
-            training.updates.stepped()
-        if not is_optimized(stage) or training.updates.is_over:
+            training.updates.made += 1
+        if not is_optimized(stage) or training.updates.made == training.updates.steps:
             training.stages.pop(0)
             training.updates = UpdatesInProgress(*training.steps)
             for lease, numbers in training.pieces:

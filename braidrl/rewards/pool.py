@@ -26,7 +26,7 @@ from braidrl.errors import UserError
 from braidrl.importing import source_of
 from braidrl.rewards.verifier import Completion, Verifier, call
 from braidrl.rewards.verifiers import VERIFIERS
-from braidrl.sandbox.answers import Message, bounded_numbers, shown
+from braidrl.sandbox.answers import NAME, Message, shown
 from braidrl.sandbox.host import awaited
 from braidrl.sandbox.hosts import CodeHost, Talk, check_walls
 
@@ -55,7 +55,7 @@ class CallOutcome:
     def of(message: Message, max_abs: float) -> "CallOutcome":
         """Validate an untrusted answer; a score with an absolute value above `max_abs` is a failure."""
         score, correct, failure = (message.get(name) for name in ("score", "correct", "failure"))
-        metrics = bounded_numbers(message.get("metrics", {}), MOST_METRICS)
+        metrics = message.get("metrics", {})
         if failure is not None:
             reason = failure if failure in REASONS else "result"
             return CallOutcome(failure=reason, detail=shown(str(message.get("detail"))[:600]))
@@ -63,11 +63,17 @@ class CallOutcome:
             fault = "its process gave an answer that is none"
         elif score is not None and not abs(score) <= max_abs:
             fault = f"returned {str(score)[:20]}, and reward.max_abs is {max_abs:g}"
-        elif metrics is None or not all(abs(number) <= max_abs for number in metrics.values()):
+        elif (
+            not isinstance(metrics, dict)
+            or len(metrics) > MOST_METRICS
+            or not all(
+                NAME.fullmatch(n) and isinstance(v, int | float) and abs(v) <= max_abs for n, v in metrics.items()
+            )
+        ):
             limits = f"at most {MOST_METRICS} numbers up to {max_abs:g}"
             fault = f"its metrics are not {limits}, by names of letters, digits and ._-/"
         else:
-            return CallOutcome(score, correct, metrics=metrics)
+            return CallOutcome(score, correct, metrics={name: float(value) for name, value in metrics.items()})
         return CallOutcome(failure="result", detail=fault)
 
 

@@ -60,7 +60,7 @@ class Verifier:
 def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
     """Return the built-in verifier of that name, or the user's `module:function` or `file.py:function`.
 
-    Raises UserError if there is none, or if parameters and settings do not match.
+    Raises UserError if there is none, for a setting without a parameter, a parameter without a value, or a value that does not fit.
     """
     settings = dict(settings or {})
     function = VERIFIERS.find(name)
@@ -72,20 +72,13 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
             raise UserError(f"verifier {name!r}: {parameter} cannot be given by name; write plain named parameters")
     reads = tuple(p for p in KNOWN_PARAMETERS if p in parameters)
-    _check_settings(name, settings, {n: p for n, p in parameters.items() if n not in reads})
-    key = json.dumps([relative_to(Path.cwd(), name), settings], sort_keys=True)
-    asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-    return Verifier(name, settings, key, name.rpartition(":")[2], function, reads, asynchronous)
-
-
-def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Raise UserError for a setting without a parameter, a parameter without a value, or a value that does not fit."""
-    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    named = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    own = {n: p for n, p in parameters.items() if n not in reads}
+    named = {n: p for n, p in own.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    takes_any = len(named) < len(own)
     for setting in settings:
         if setting in KNOWN_PARAMETERS:
             raise UserError(f"verifier {name!r}: {setting!r} comes from the row; take it out of `params`")
-        if setting not in named and not any_name:
+        if setting not in named and not takes_any:
             raise UserError(f"verifier {name!r} has no setting {setting!r}. {suggest(setting, named)}")
     for missing in (n for n, p in named.items() if p.default is p.empty and n not in settings):
         raise UserError(
@@ -93,7 +86,7 @@ def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[
             f"give it a default or set it, as in `params: {{{missing}: ...}}`"
         )
     try:
-        json.dumps(settings)
+        key = json.dumps([relative_to(Path.cwd(), name), settings], sort_keys=True)
     except TypeError as error:
         raise UserError(f"verifier {name!r}: `params` must be plain YAML values ({error})") from None
     if name in VERIFIERS and (pattern := settings.get("pattern")) is not None:
@@ -101,6 +94,8 @@ def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise UserError(f"verifier {name!r}: `pattern` {pattern!r} is no regular expression: {error}") from None
+    asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    return Verifier(name, settings, key, name.rpartition(":")[2], function, reads, asynchronous)
 
 
 def checks() -> Answerer:

@@ -7,6 +7,7 @@ admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stag
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Generic
 
 from braidrl.config import Config
@@ -14,7 +15,7 @@ from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
-from braidrl.flow.compute import State, dropped, next_state, with_state
+from braidrl.flow.compute import State, dropped, next_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
@@ -94,7 +95,7 @@ class SerialController(Generic[TableT]):
         if not stage.state:
             return self.backend.run(stage, table, iteration, sums), {}
         state = self.states[stage.name]
-        stage = with_state(stage, state)
+        stage = replace(stage, params={**stage.params, **state})
         for name, value in state.items():
             sums.add(f"{stage.name}/{name}", value)
         done = self.backend.run(stage, table, iteration, sums)

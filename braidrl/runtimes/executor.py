@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.config import Config, RoleConfig
 from braidrl.data.rows import Column, Rows
-from braidrl.data.templates import PromptTemplate, Retokenizer
+from braidrl.data.templates import PromptTemplate, retokenized
 from braidrl.engines.factory import Remote
 from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.signatures import class_and_method, is_method, is_reward
+from braidrl.flow.signatures import class_and_method
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
@@ -61,7 +61,7 @@ class StageExecutor:
         self.role_copies: dict[tuple[str, str], RoleCopy] = {}
         self.copies: dict[str, RoleCopy] = {}  # roles that infer in another layout than they train in
         self.tokenizer = tokenizer
-        self.retokenizers: dict[str, Retokenizer] = {}  # roles that score with their own tokenizer
+        self.own_templates: dict[str, PromptTemplate] = {}  # of roles that score with their own tokenizer
         self.methods: dict[tuple[str, Any], Any] = {}
         self.residency = Residency(config, flow, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
@@ -71,7 +71,7 @@ class StageExecutor:
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
             if (own := own_tokenizer(role, config, tokenizer)) is not None:
-                self.retokenizers[role] = Retokenizer(tokenizer, PromptTemplate.of(own, config.data))
+                self.own_templates[role] = PromptTemplate.of(own, config.data)
             if role in generating:
                 self.generation.start_engine(worker)
             frozen = None
@@ -105,7 +105,7 @@ class StageExecutor:
                 return {}
             if stage.kind is Kind.GENERATE:
                 return self.generation.generate(stage, rows, sums, stop)
-            if is_method(stage.type, stage.role):
+            if stage.role is not None and ":" in stage.type:
                 return checked(stage, self.own_method(stage)(rows, **stage.settings))
             if stage.type == "verify":
                 results = self.generation.checks.results(stage, rows, sums)
@@ -114,8 +114,8 @@ class StageExecutor:
                 return computed(stage, rows)
             given, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
             read, worker = given, self.workers[role]
-            if role in self.retokenizers and len(rows):
-                read = self.retokenizers[role].rows(given)
+            if role in self.own_templates and len(rows):
+                read = retokenized(given, self.tokenizer, self.own_templates[role])
             if role in self.copies:
                 worker = self.copies[role].worker
                 self.generation.moves.note(role, self.copies[role].refresh())
@@ -123,7 +123,7 @@ class StageExecutor:
                 found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
             if not len(rows) or stage.type != "score":
                 return {stage.writes[0]: found} if len(rows) else {}
-            rewarding = is_reward(role, stage.params.get("weight"))
+            rewarding = role == "reward" or "weight" in stage.params
             added = added_scores(self.flow, stage, given, found.values) if rewarding else {}
             return {stage.writes[0]: found.values, **added}
 

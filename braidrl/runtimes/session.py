@@ -27,7 +27,7 @@ from braidrl.flow.columns import read_names
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.roles import Role
 from braidrl.flow.signatures import FAMILIES, ROLE_TYPES
-from braidrl.flow.stages import stage_family
+from braidrl.flow.stages import RegisteredNames
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.controller import SerialController
@@ -209,8 +209,9 @@ class SessionRole:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """Return a function that makes and runs the stage of that name, or calls the user's method of that name."""
-        family = self.name in FAMILIES
-        make = getattr(stage_family(self.name), method) if family else getattr(Role(self.name), method, None)
+        family = FAMILIES.get(self.name)
+        stages = Role(self.name) if family is None else RegisteredNames(family, self.name)
+        make = getattr(stages, method, None)
         if make is None:
             own = self.session.config.roles.get(self.name)
             if own is None or own.methods is None:

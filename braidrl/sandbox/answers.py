@@ -47,15 +47,6 @@ def shown(text: str, keep: str = "") -> str:
     return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)
 
 
-def bounded_numbers(found: Any, most: int) -> dict[str, float] | None:
-    """Return at most `most` finite numbers by name; None for anything else."""
-    if not isinstance(found, dict) or len(found) > most:
-        return None
-    if not all(NAME.fullmatch(name) and isinstance(value, int | float) for name, value in found.items()):
-        return None
-    return {name: float(value) for name, value in found.items()}
-
-
 def _bounded(text: str) -> int:
     if len(text) > 20 or abs(value := int(text)) >= MOST_INTEGER:
         raise ValueError(f"the integer {text[:20]} has more than 64 bits")

@@ -68,12 +68,23 @@ class Talk:
         In a failure `again` says that other code, or a kill from outside, was the cause.
         """
         assert self.ready, "the last request has no answer"
-        self.ready = False
+        self.ready, host = False, self._host
+        late: Message = {"failure": "timeout", "detail": f"no answer within {host.limits.seconds:g} s"}
         try:
-            async with asyncio.timeout(self._host.limits.seconds + (STUCK_AFTER_S if self._host.together else 0)):
+            async with asyncio.timeout(host.limits.seconds + (STUCK_AFTER_S if host.together else 0)):
                 found = await self._next(request)
         except TimeoutError:
-            found = await self._end_late()
+            found = None
+        if found is None and host.policy.walls:
+            self._end.shutdown(socket.SHUT_WR)  # makes the host end the copy
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWERING_S):
+                    found = await self._next()
+                found = late if "failure" in found else found  # the answer may be there already
+        if found is None:
+            # Either the host is stuck, or this call blocks it; or, where calls share an event loop, one of them.
+            await asyncio.get_running_loop().run_in_executor(None, host.kill, self._process)
+            found = late | {"again": host.policy.walls or host.together}
         self.ready = "failure" not in found
         return found
 
@@ -103,19 +114,6 @@ class Talk:
             return {"failure": "died", "detail": "its process closed the connection", "again": True}
         how = process.describe_end()
         return {"failure": "died", "detail": f"its process died: {how}", "again": how in KILLED or self._host.together}
-
-    async def _end_late(self) -> Message:
-        """Return a call's answer or failure after its limit, which it exceeds unless the answer is already there."""
-        late: Message = {"failure": "timeout", "detail": f"no answer within {self._host.limits.seconds:g} s"}
-        if self._host.policy.walls:
-            self._end.shutdown(socket.SHUT_WR)  # makes the host end the copy
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ANSWERING_S):
-                    found = await self._next()
-                return late if "failure" in found else found
-        # Either the host is stuck, or this call blocks it; or, where calls share an event loop, one of them.
-        await asyncio.get_running_loop().run_in_executor(None, self._host.kill, self._process)
-        return late | {"again": self._host.policy.walls or self._host.together}
 
     def close(self) -> None:
         """End the process."""

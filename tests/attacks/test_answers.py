@@ -6,7 +6,8 @@ import pytest
 
 from braidrl.agents.sandboxed import observation_of
 from braidrl.agents.turns import EnvironmentFailed
-from braidrl.sandbox.answers import MOST_DEPTH, bounded_numbers, plain, shown
+from braidrl.rewards.pool import MOST_METRICS, CallOutcome
+from braidrl.sandbox.answers import MOST_DEPTH, plain, shown
 from braidrl.sandbox.hosts import checked_answer
 from tests.attacks.harness import TRIES, lost, made, needs_walls
 
@@ -97,8 +98,9 @@ def test_what_is_not_plain_is_refused(line: bytes) -> None:
 
 def test_plain_data_stays_as_it_is() -> None:
     assert plain(b'{"a": [1, 2.5, null, true, "\\u00e9"]}') == {"a": [1, 2.5, None, True, "é"]}
-    assert bounded_numbers({"a": 1, "b.c/d": 0.5}, 2) == {"a": 1.0, "b.c/d": 0.5}
-    assert bounded_numbers({"a": 1, "b": 2}, 1) is None and bounded_numbers({"\n": 1}, 5) is None
+    assert CallOutcome.of({"score": 1, "metrics": {"a": 1, "b.c/d": 0.5}}, 2.0).metrics == {"a": 1.0, "b.c/d": 0.5}
+    for metrics in ({str(n): 1 for n in range(MOST_METRICS + 1)}, {"\n": 1}, {"a": "1"}, {"a": 3}, [1]):
+        assert CallOutcome.of({"score": 1, "metrics": metrics}, 2.0).failure == "result"
 
 
 @pytest.mark.parametrize("reward", ["1e999", "-1" + "0" * 400, "NaN", '"1"', "[[1]]"])

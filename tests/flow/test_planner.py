@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from braidrl.flow import Flow, Kind, actor, critic, reference, reward, shape
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.flow import parallel_groups, serial_chain
+from braidrl.flow.flow import serial_chain
 from tests.flow.flows import filtered, grpo, ppo
 
 
@@ -79,9 +79,9 @@ def test_reader_of_a_version_comes_before_the_next_is_written():
     assert chain.index("spread_reward") < chain.index("scaled_reward")
 
 
-def test_parallel_groups_hold_independent_stages():
-    groups = [set(names(group)) for group in parallel_groups(ppo())]
-    assert groups == [
+def test_stages_of_equal_depth_are_independent():
+    depth = ppo().depth
+    assert [{name for name in depth if depth[name] == place} for place in range(1, 6)] == [
         {"actor.generate"},
         {"reward.score", "reference.log_probs", "critic.values"},
         {"spread_reward"},

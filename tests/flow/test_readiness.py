@@ -3,17 +3,16 @@
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import waits_for, weights_wait_for
-from braidrl.flow.stage import Signature
 
 
 def compute(
     name: str, reads: tuple[str, ...], writes: tuple[str, ...], scope: Scope = Scope.ROW, kind: Kind = Kind.COMPUTE
 ) -> Stage:
-    return Stage(name, name, None, Signature(kind, reads, writes, scope=scope))
+    return Stage(name, name, None, kind=kind, reads=reads, writes=writes, scope=scope)
 
 
 def train(role: str, reads: tuple[str, ...]) -> Stage:
-    return Stage(f"{role}.update", "update", role, Signature(Kind.TRAIN, reads))
+    return Stage(f"{role}.update", "update", role, kind=Kind.TRAIN, reads=reads)
 
 
 def ppo() -> Flow:

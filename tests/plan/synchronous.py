@@ -13,7 +13,7 @@ from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import check_staleness, trained_on
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.flow import is_optimized, touched_weights, written_weights
+from braidrl.flow.flow import is_optimized, touched_weights
 from braidrl.flow.selecting import Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.plan.workload import SimulatedSpan, Simulation, Workload
@@ -123,7 +123,7 @@ class Hybrid(Iterations):
             self.decided,
             *(self.done.get(name, 0.0) for name in inputs if name != ADMISSION),
             *(self.weights.get(role, 0.0) for role in touched_weights(stage)),
-            *(self.used.get(role, 0.0) for role in written_weights(stage)),
+            self.used.get(stage.role or "", 0.0) if stage.kind is Kind.TRAIN else 0.0,
         )
         end = start
         for rows in self.parts(stage, uids):
@@ -142,8 +142,8 @@ class Hybrid(Iterations):
     def _use_weights(self, stage: Stage, end: float) -> None:
         for role in touched_weights(stage):
             self.used[role] = max(end, self.used.get(role, 0.0))
-        for role in written_weights(stage):
-            self.weights[role] = end
+        if stage.kind is Kind.TRAIN and stage.role:
+            self.weights[stage.role] = end
 
 
 @dataclass

@@ -13,7 +13,7 @@ from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
 from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.stage import Signature, When
+from braidrl.flow.stage import When
 from braidrl.plan.simulation import Deadlock, Runtime
 from braidrl.plan.workload import Fate, Simulation, Workload
 from tests.plan.durations import busy_shares, long_tailed
@@ -23,11 +23,11 @@ from tests.plan.simulator import simulate
 def compute(
     name: str, reads: tuple[str, ...], writes: tuple[str, ...], scope: Scope = Scope.ROW, kind: Kind = Kind.COMPUTE
 ) -> Stage:
-    return Stage(name, name, None, Signature(kind, reads, writes, scope=scope))
+    return Stage(name, name, None, kind=kind, reads=reads, writes=writes, scope=scope)
 
 
 def train(role: str, reads: tuple[str, ...]) -> Stage:
-    return Stage(f"{role}.update", "update", role, Signature(Kind.TRAIN, reads))
+    return Stage(f"{role}.update", "update", role, kind=Kind.TRAIN, reads=reads)
 
 
 NORMALIZED = compute("normalized", ("reward",), ("advantage",), Scope.GROUP)

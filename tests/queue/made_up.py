@@ -15,7 +15,6 @@ from braidrl.data.messages import Frame, pack_message
 from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.flow.stage import Signature
 from braidrl.queue.client import Client, WorkItem, data_plane, write_columns
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import StoredRows
@@ -31,7 +30,7 @@ LOADED: dict[str, int] = {}
 
 def stage(name: str, kind: Kind, reads: Sequence[str], writes: Sequence[str] = (), scope: Scope = Scope.ROW) -> Stage:
     role = {Kind.TRAIN: "actor", Kind.GENERATE: "actor", Kind.INFER: "judge"}.get(kind)
-    return Stage(name, name, role, Signature(kind, tuple(reads), tuple(writes), scope=scope))
+    return Stage(name, name, role, kind=kind, reads=tuple(reads), writes=tuple(writes), scope=scope)
 
 
 GENERATE = stage("generate", Kind.GENERATE, ("prompt",), ("tokens", "length", "version"))

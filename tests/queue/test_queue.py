@@ -25,7 +25,6 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
-from braidrl.flow.stage import Signature
 from braidrl.queue.client import Client, Evicted, assembled, data_plane, write_columns
 from braidrl.queue.owner import Owner, StorageNode, remove_abandoned
 from braidrl.queue.storage import Place, Segments
@@ -457,7 +456,7 @@ def test_consumer_reads_requested_version_of_column() -> None:
 
 
 def test_weight_copy_is_asked_of_another_worker_when_the_first_dies(tmp_path: Path) -> None:
-    follow = Stage("follow", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})
+    follow = Stage("follow", "update", "reference", {"source": "actor"}, kind=Kind.TRAIN)
     with queue(Flow("following", [GENERATE, CHECK, NORMALISE, UPDATE, follow]), iterations=1) as (
         control,
         server,

@@ -10,7 +10,6 @@ import torch
 from braidrl.agents.player import Episode
 from braidrl.agents.trajectory import Trajectory
 from braidrl.flow import Kind, Stage
-from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import REQUIRED_KEYS, Sums
 from braidrl.runtimes.step_metrics import summary
 from braidrl.runtimes.usage import DeviceUsage, Drawn
@@ -18,8 +17,8 @@ from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import DeviceRates, MatrixSizes, decoding_bytes
 from tests.tiny import Workshop
 
-GENERATE = Stage("actor.generate", "generate", "actor", Signature(Kind.GENERATE))
-VERIFY = Stage("reward.verify", "verify", "reward", Signature(Kind.COMPUTE))
+GENERATE = Stage("actor.generate", "generate", "actor", kind=Kind.GENERATE)
+VERIFY = Stage("reward.verify", "verify", "reward", kind=Kind.COMPUTE)
 BANDWIDTH = "utilisation/bandwidth/actor.generate"
 RATES = DeviceRates({"float32": 1e12}, 1e9)
 DRAWN = [Drawn(3, 30), Drawn(1, 10), Drawn(2, 21), Drawn(0, 0)]

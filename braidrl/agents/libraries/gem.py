@@ -43,12 +43,14 @@ class GemEnvironment:
         with self._own_random_numbers():
             self._environment = load_gem().make(self.name, **self.settings)
             instructions, info = self._environment.reset(seed=example["seed"])
-        return with_suffix(instructions, info)
+        return "\n".join(filter(None, (instructions, info.get("suffix"))))
 
     def step(self, text: str) -> Observation:
         with self._own_random_numbers():
             said, reward, terminated, truncated, info = self._environment.step(text)
-        return Observation(with_suffix(said, info), float(reward), bool(terminated or truncated))
+        # gem's request for the next action is apart from its observation.
+        said = "\n".join(filter(None, (said, info.get("suffix"))))
+        return Observation(said, float(reward), bool(terminated or truncated))
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -63,11 +65,6 @@ class GemEnvironment:
                 self._random = (random.getstate(), np.random.get_state())
                 random.setstate(outside[0])
                 np.random.set_state(outside[1])
-
-
-def with_suffix(said: str, info: Mapping[str, Any]) -> str:
-    """Append gem's request for the next action to its observation."""
-    return "\n".join(part for part in (said, info.get("suffix")) if part)
 
 
 def load_gem() -> ModuleType:

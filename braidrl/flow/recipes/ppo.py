@@ -29,11 +29,6 @@ class CriticParameters(ClippedParameters, KlParameters):
     critic_warmup: int = Field(0, ge=0)
     """Number of first iterations that train only the critic."""
 
-    @property
-    def actor_when(self) -> When:
-        """Return the iterations that train the actor."""
-        return When(start=self.critic_warmup + 1)
-
 
 class PpoParameters(CriticParameters):
     """Parameters of PPO."""
@@ -58,7 +53,7 @@ def ppo_stages(p: PpoParameters, ptx_coef: float = 0.0) -> list[Stage]:
         advantage.gae(gamma=p.gamma, lam=p.lam),
         *([advantage.whiten()] if p.whiten else []),
         critic.update(loss=loss.value(clip=p.value_clip)),
-        policy_update(p, surrogate(p), ptx_coef=ptx_coef, when=p.actor_when),
+        policy_update(p, surrogate(p), ptx_coef=ptx_coef, when=When(start=p.critic_warmup + 1)),
     ]
 
 

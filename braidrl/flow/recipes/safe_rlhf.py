@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from braidrl.flow import Flow, actor, advantage, cost, cost_critic, critic, loss, shape
+from braidrl.flow import Flow, When, actor, advantage, cost, cost_critic, critic, loss, shape
 from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
 from braidrl.flow.recipes.ppo import CriticParameters
 from braidrl.flow.stages import make_stage
@@ -40,6 +40,6 @@ def safe_rlhf(p: SafeRlhfParameters) -> Flow:
         *([advantage.whiten()] if p.whiten else []),
         critic.update(loss=loss.value(clip=p.value_clip)),
         cost_critic.update(loss=loss.value(clip=p.value_clip)),
-        policy_update(p, surrogate(p), ptx_coef=p.ptx_coef, when=p.actor_when),
+        policy_update(p, surrogate(p), ptx_coef=p.ptx_coef, when=When(start=p.critic_warmup + 1)),
     ]
     return Flow("safe_rlhf", stages)

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from braidrl.flow import Flow, actor, advantage, critic, loss
+from braidrl.flow import Flow, When, actor, advantage, critic, loss
 from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
 from braidrl.flow.recipes.ppo import PpoParameters, kl_penalty
 
@@ -37,6 +37,6 @@ def vapo(p: VapoParameters) -> Flow:
         advantage.decoupled_gae(gamma=p.gamma, lam_critic=p.lam, alpha=p.alpha),
         *([advantage.whiten()] if p.whiten else []),
         critic.update(loss=loss.value(clip=p.value_clip)),
-        policy_update(p, surrogate(p), positive_coef=p.positive_coef, when=p.actor_when),
+        policy_update(p, surrogate(p), positive_coef=p.positive_coef, when=When(start=p.critic_warmup + 1)),
     ]
     return Flow("vapo", stages)

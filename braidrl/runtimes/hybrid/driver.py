@@ -34,8 +34,7 @@ from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import summed
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.signatures import class_and_method, is_method, registration_of
-from braidrl.flow.stage import Signature
+from braidrl.flow.signatures import class_and_method, registration_of
 from braidrl.importing import import_function
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
@@ -95,7 +94,7 @@ class HybridBackend:
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
         """Start a stage; a stage without a role is deferred until its output is needed."""
-        if is_method(stage.type, stage.role):
+        if stage.role is not None and ":" in stage.type:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
         output = Output(stage, table, iteration, sums)
@@ -169,8 +168,10 @@ class HybridBackend:
         if own is None or own.methods is None:
             raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
         registration = registration_of(import_function(own.methods), method)
-        signature = Signature(Kind.INFER, registration.reads, registration.writes)
-        stage = Stage(f"{role}.{method}", f"{own.methods}.{method}", role, signature)
+        stage = Stage(
+            f"{role}.{method}", f"{own.methods}.{method}", role,
+            kind=Kind.INFER, reads=registration.reads, writes=registration.writes,
+        )  # fmt: skip
         return self._call(stage, arguments, iteration, sums)
 
     def _call(self, stage: Stage, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:

@@ -19,12 +19,11 @@ from torch import Tensor
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import IDENTITY, Rows, merged_rows
 from braidrl.flow import Kind, Stage
-from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 
 Numbers = NDArray[np.int64]
 RESPONSE = ("tokens", "rollout_log_probs", "rollout_versions", "finish_reason", "prompt_length")
-READ = Stage("read", "read", None, Signature(Kind.COMPUTE))
+READ = Stage("read", "read", None, kind=Kind.COMPUTE)
 """Stage name of rows that are read."""
 
 
@@ -239,8 +238,7 @@ class Handle:
 
 def columns_read(stage: Stage) -> frozenset[str]:
     """Return every column that a stage may read."""
-    signature = stage.signature
     if stage.kind is Kind.GENERATE:
         # Responses of an earlier iteration may resume.
-        return frozenset((*signature.reads, *RESPONSE))
-    return frozenset((*signature.reads, *signature.optional, *sum(signature.one_of, ())))
+        return frozenset((*stage.reads, *RESPONSE))
+    return frozenset((*stage.reads, *stage.optional, *sum(stage.one_of, ())))

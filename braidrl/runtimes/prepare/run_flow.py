@@ -144,8 +144,7 @@ def resolve(stage: Stage, config: Config) -> Stage:
         return with_params(stage, filled)
     if stage.type == "score" and settings_of(str(stage.role), config).model != config.model:
         # It may have another tokenizer, which makes its own tokens from the texts.
-        signature = stage.signature
-        return replace(stage, signature=replace(signature, optional=(*signature.optional, "prompt_length", "metadata")))
+        return replace(stage, optional=(*stage.optional, "prompt_length", "metadata"))
     return stage
 
 

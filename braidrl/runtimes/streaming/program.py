@@ -254,7 +254,7 @@ class StreamingProgram:
             if before is not None and schedule.is_open:
                 self.opening[following] = before
             # Back, if groups admitted ahead were returned.
-            self.loader.go_back(schedule.sampling.admitted + 1)
+            self.loader.admitted = min(self.loader.admitted, schedule.sampling.admitted + 1)
             numbers = tuple(self.loader.advance(count))
         if count:
             self.control.admit(self.stream, self.backend.make_rows(Admission(numbers)))

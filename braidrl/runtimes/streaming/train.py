@@ -7,6 +7,7 @@ Stages run through the executor, as in every runtime. All ranks of the role call
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import UpdatesInProgress, trained_on
-from braidrl.flow.compute import State, summed, with_state
+from braidrl.flow.compute import State, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
@@ -137,8 +138,8 @@ class Trainer:
         """Continue after a step of a train stage: with its next update, or with the stages after its last one."""
         assert self.updates is not None
         if is_optimized(stage):
-            self.updates.stepped()
-            if not self.updates.is_over:
+            self.updates.made += 1
+            if self.updates.made < self.updates.steps:
                 self._accumulate()
                 return
         before, self.at = self.at, self._next_update(self.at + 1)
@@ -182,7 +183,7 @@ class Trainer:
 
     def _run(self, stage: Stage, piece: WorkItem) -> None:
         """Run an infer or compute stage on a piece."""
-        stage = with_state(stage, self.states.get(stage.name, {}))
+        stage = replace(stage, params={**stage.params, **self.states.get(stage.name, {})})
         rows, found = piece.rows, list[Rows]()
         with self._busy(stage, rows.uids() if piece.own else ()) as span:
             columns: dict[str, Any] = {}

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage, actor, critic, reference, reward
-from braidrl.flow.stage import Signature
 from braidrl.runtimes.memory.residency import (
     PUBLISH,
     Asset,
@@ -19,7 +18,7 @@ from braidrl.runtimes.memory.residency import (
 
 
 def train(role: str) -> Stage:
-    return Stage(f"{role}.update", "update", role, Signature(Kind.TRAIN, ("tokens",)))
+    return Stage(f"{role}.update", "update", role, kind=Kind.TRAIN, reads=("tokens",))
 
 
 def ppo() -> Flow:

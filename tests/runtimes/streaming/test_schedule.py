@@ -9,16 +9,15 @@ from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes, UpdatesInProgress
 from braidrl.flow.selecting import begun_too_many
-from braidrl.flow.stage import Signature
 from braidrl.queue.table import Lease, LeaseLost
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule
 
-SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
-UPDATE = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "old_log_probs")))
-UPDATE_NOW = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens",)))
-UPDATE_SCORED = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "score")))
-UPDATE_AFTER = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "ref_log_probs")))
+SELECT = Stage("informative", "informative", None, kind=Kind.SELECT, reads=("tokens",), scope=Scope.GROUP)
+UPDATE = Stage("actor.update", "update", "actor", kind=Kind.TRAIN, reads=("tokens", "old_log_probs"))
+UPDATE_NOW = Stage("actor.update", "update", "actor", kind=Kind.TRAIN, reads=("tokens",))
+UPDATE_SCORED = Stage("actor.update", "update", "actor", kind=Kind.TRAIN, reads=("tokens", "score"))
+UPDATE_AFTER = Stage("actor.update", "update", "actor", kind=Kind.TRAIN, reads=("tokens", "ref_log_probs"))
 PLAIN = Flow("plain", [actor.generate(), actor.log_probs(), UPDATE])
 AT_ONCE = Flow("at once", [actor.generate(), SELECT, UPDATE_NOW])
 SELECTING = Flow("selecting", [actor.generate(), SELECT, actor.log_probs(), UPDATE])
@@ -81,7 +80,7 @@ def test_updates_accumulate_as_rows_arrive_in_order_of_steps() -> None:
             trained[0] += [piece.rows[place] for place in places]
     assert progress.is_complete and schedule.rows_trained() == (0, 16)
     for number in range(1, 4):
-        progress.stepped()
+        progress.made += 1
         schedule.stepped("actor.update")
         assert progress.is_complete
         trained[number] = [piece.rows[place] for piece, places in progress.take() for place in places]
@@ -271,8 +270,9 @@ def test_engines_keep_a_version_until_the_next_batch_has_started_on_it() -> None
 
 
 def test_trainer_with_a_group_stage_takes_whole_groups_beyond_row_limit() -> None:
-    signature = Signature(Kind.COMPUTE, ("version",), ("score",), scope=Scope.GROUP)
-    normalized = Stage("normalized", "normalized", None, signature)
+    normalized = Stage(
+        "normalized", "normalized", None, kind=Kind.COMPUTE, reads=("version",), writes=("score",), scope=Scope.GROUP
+    )
     schedule = begin(Flow("grouped", [actor.generate(), normalized, UPDATE_SCORED]))
     uids = admit(schedule, 0)
     lease = schedule.take("actor.generate", "engine", 0.0, 9.0, 3)
@@ -304,7 +304,7 @@ def test_replacement_trainer_trains_rows_again() -> None:
 
 def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
     """Its weights are those after the update: here of a reference that takes the actor's before it is asked."""
-    follow = Stage("reference.update", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})
+    follow = Stage("reference.update", "update", "reference", {"source": "actor"}, kind=Kind.TRAIN)
     schedule = begin(Flow("following", [actor.generate(), follow, reference.log_probs(), UPDATE_AFTER]))
     admit(schedule, 0)
     assert work(schedule, "actor.generate")
