@@ -16,7 +16,7 @@ from braidrl.cluster.world import World
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
-from braidrl.data.rows import Rows, tokens_of
+from braidrl.data.rows import IDENTITY, Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import UpdatesInProgress, trained_on
 from braidrl.flow.compute import State, summed, with_state
@@ -28,7 +28,7 @@ from braidrl.queue.client import DataPlane, WorkItem, write_columns
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
-from braidrl.training.objective import UpdateCounts
+from braidrl.training.objective import COUNTED, UpdateCounts
 
 
 class FinishedBatch(NamedTuple):
@@ -207,6 +207,14 @@ class Trainer:
                 self.totals[stage.name] = {name: float(total) for name, total in self._reduced(own).items()}
             span.tokens = tokens_of(rows) if piece.own else 0
         piece.rows = rows.with_columns(columns) if columns else rows
+        if counted := [name for name in stage.writes if name in COUNTED]:
+            # The counts of an update are over the rows of all ranks.
+            own = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.own else b""
+            parts = [unpack_rows(bytes(part)) for part in self.world.gather("index columns", own) if len(part)]
+            whole = Rows.cat(parts)
+            standing = {uid: place for place, uid in enumerate(whole.uids())}
+            whole = whole.take([standing[uid] for uid in piece.index.uids()])
+            piece.index = piece.index.with_columns(dict(whole.items()))
         self._note(span)
 
     def _reduced(self, totals: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
