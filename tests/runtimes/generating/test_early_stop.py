@@ -87,7 +87,9 @@ def test_checks_of_rows_whose_group_ended_early_are_not_kept(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pending, "done", at_once)
-    with TrainingRun(workshop.config("left", **{**SECTIONS, "trainer": {**SECTIONS["trainer"], "steps": 2}})) as run:
+    # The engine has rows of a group whose other rows wait.
+    sections = {**SECTIONS, "rollout": {"samples_per_prompt": 5, "slots": 16}}
+    with TrainingRun(workshop.config("left", **{**sections, "trainer": {**SECTIONS["trainer"], "steps": 2}})) as run:
         run.train()
         left = [rows for some in run.backend.executor.generation.checks.pending.values() for rows, _ in some]
     # At most those of the last wave, behind its batch.
