@@ -209,12 +209,12 @@ class Trainer:
         piece.rows = rows.with_columns(columns) if columns else rows
         if counted := [name for name in stage.writes if name in COUNTED]:
             # The counts of an update are over the rows of all ranks.
-            own = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.own else b""
-            parts = [unpack_rows(bytes(part)) for part in self.world.gather("index columns", own) if len(part)]
-            whole = Rows.cat(parts)
-            standing = {uid: place for place, uid in enumerate(whole.uids())}
-            whole = whole.take([standing[uid] for uid in piece.index.uids()])
-            piece.index = piece.index.with_columns(dict(whole.items()))
+            packed = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.own else b""
+            gathered = self.world.gather("counted columns", packed)
+            everywhere = Rows.cat([unpack_rows(bytes(part)) for part in gathered if len(part)])
+            position = {uid: number for number, uid in enumerate(everywhere.uids())}
+            everywhere = everywhere.take([position[uid] for uid in piece.index.uids()])
+            piece.index = piece.index.with_columns(dict(everywhere.items()))
         self._note(span)
 
     def _reduced(self, totals: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
