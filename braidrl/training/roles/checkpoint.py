@@ -33,7 +33,7 @@ from braidrl.training.lora import (
     peft_config,
     plain_names,
 )
-from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
+from braidrl.training.optimizer import MASTER_BYTES, UNDIVIDED, MasterOptimizer, all_finite
 from braidrl.training.roles.model import RoleModel, save_weights, side_files
 from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
@@ -168,6 +168,10 @@ def load_worker(worker: RoleModel, folder: Path) -> None:
         local_shard(parameter).copy_(shard_of(saved[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
+        if worker.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
+            names = [name for name, _ in worker.model.named_parameters()]
+            files = saved if worker.lora else ModelFiles(folder, worker.model)
+            worker.optimizer.read_masters([adapter_name(n) for n in names] if worker.lora else names, files)
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:
