@@ -170,8 +170,8 @@ def load_worker(worker: RoleModel, folder: Path) -> None:
         worker.optimizer.load_state(state)
         if worker.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
             names = [name for name, _ in worker.model.named_parameters()]
-            files = saved if worker.lora else ModelFiles(folder, worker.model)
-            worker.optimizer.read_masters([adapter_name(n) for n in names] if worker.lora else names, files)
+            masters: Mapping[str, Tensor] = saved if worker.lora else ModelFiles(folder, worker.model)
+            worker.optimizer.read_masters([adapter_name(n) for n in names] if worker.lora else names, masters)
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:
