@@ -169,9 +169,10 @@ def load_worker(worker: RoleModel, folder: Path) -> None:
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
         if worker.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
-            names = [name for name, _ in worker.model.named_parameters()]
+            names = {name: name for name, _ in worker.model.named_parameters()}
             masters: Mapping[str, Tensor] = saved if worker.lora else ModelFiles(folder, worker.model)
-            worker.optimizer.read_masters([adapter_name(n) for n in names] if worker.lora else names, masters)
+            names |= {own: name for name, own in adapters_of(names).items()} if worker.lora else {}
+            worker.optimizer.read_masters(list(names.values()), masters)
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:
