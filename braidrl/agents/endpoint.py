@@ -286,6 +286,8 @@ class Endpoint:
         """Generate a row's next turn, one at a time, and remember the conversation up to it."""
         trajectory = session.trajectory
         async with session.lock:
+            if self._sessions.get(self._names.get(trajectory.uid, "")) is not session:
+                raise UserError("the session of this row is closed")
             if session.turns >= MOST_TURNS:
                 raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
             asked, ids, opens = await self._read_messages(session, asked, is_long)

@@ -9,7 +9,7 @@ A malformed call stays malformed in the conversion: `parse_tool_calls` describes
 import ast
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -105,14 +105,25 @@ def glm(text: str, tools: Tools) -> list[str]:
     return [with_values(body.partition("<arg_key>")[0], ARGUMENT.findall(body), tools) for body in bodies] or [text]
 
 
+def types_of(schema: Any) -> set[str]:
+    """Return the types that a JSON schema allows, as far as it names them."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named, choices = schema.get("type"), schema.get("anyOf")
+    found = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+    return found.union(*map(types_of, choices if isinstance(choices, list) else ()))
+
+
 def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> str:
     """Return a call with arguments written as text: strings if the schema says so, else JSON if they parse."""
-    functions = (tool.get("function", tool) for tool in tools)
+    functions = (tool.get("function") or tool for tool in tools)
     schema: Any = next((each for each in functions if each.get("name") == name.strip()), {})
-    properties = schema.get("parameters", {}).get("properties", {})
+    properties = (schema.get("parameters") or {}).get("properties") or {}
     arguments: dict[str, Any] = {key.strip(): text for key, text in values}
     for key, text in arguments.items():
-        if properties.get(key, {}).get("type") != "string":
+        kinds = types_of(properties.get(key))
+        # A text or null, as an optional text is, is null only where the model writes so.
+        if kinds - {"null"} != {"string"} or (text == "null" and "null" in kinds):
             with suppress(ValueError, RecursionError):
                 arguments[key] = json.loads(text)
     return call_text(name, json.dumps(arguments))

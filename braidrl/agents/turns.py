@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.tool_calls import FORMATS, call_text, format_of, tagged
 from braidrl.data.chat import ChatMessage, Tools, normal_message
-from braidrl.data.endings import MARK
+from braidrl.data.endings import MARK, special_tokens
 from braidrl.errors import UserError
 
 # Environments import this module, and their processes need neither torch nor templates.
@@ -61,8 +61,7 @@ class TurnTemplate:
         """
         if last_token is None:
             return self.template.encode_texts([text], begins=True)[0]
-        if last_token in self.template.tokenizer.all_special_ids:
-            text = text.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
+        text = text.removeprefix(special_tokens(self.template.tokenizer).get(last_token, ""))
         return self.template.encode_texts([text])[0]
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
@@ -74,6 +73,7 @@ class TurnTemplate:
             return plain
         from braidrl.agents.turn_readers import proven_reader
 
+        special = special_tokens(tokenizer)
         if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
             parsed = reader.parse_response(ids, tools=list(tools), prompt_ids=self.template.encode("-", tools))
             found = []
@@ -87,14 +87,14 @@ class TurnTemplate:
         elif re.search(r"<tool_call>\s*\{", plain):
             return plain  # most models write calls in Hermes' format; these stay unchanged
         else:
-            while ids and ids[-1] in tokenizer.all_special_ids:
+            while ids and ids[-1] in special:
                 ids.pop()
             rewritten = self._rewritten(decode(ids, skip_special_tokens=False), tools)
             if rewritten is None:
                 return plain
             said, calls = rewritten
-        for special in tokenizer.all_special_tokens:
-            said = said.replace(special, "")
+        for token in special.values():
+            said = said.replace(token, "")
         return said + calls
 
     def _rewritten(self, text: str, tools: Tools) -> tuple[str, str] | None:

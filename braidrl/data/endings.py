@@ -33,6 +33,13 @@ def field_of(settings: Any, name: str) -> Any:
     return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the special tokens by id: the named ones, and added ones marked as special, as Gemma 3 and Phi 3 have the end of a turn."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return named | {number: token.content for number, token in added.items() if token.special}
+
+
 def turn_end_id(tokenizer: Any) -> int | None:
     """Return the special token that closes an assistant's turn in the chat template, or None."""
     if not getattr(tokenizer, "chat_template", None):
@@ -44,4 +51,4 @@ def turn_end_id(tokenizer: Any) -> int | None:
     except Exception:
         return None
     ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+    return ids[0] if ids and ids[0] in special_tokens(tokenizer) else None

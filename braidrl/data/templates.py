@@ -17,7 +17,7 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig
 from braidrl.data.chat import TEMPLATE, ChatMessage, Tools, tools_of
-from braidrl.data.endings import MARK, turn_end_id
+from braidrl.data.endings import MARK, end_of_sequence_ids, turn_end_id
 from braidrl.data.records import whole_text
 from braidrl.data.rendering import render_chat
 from braidrl.data.rows import IDENTITY, Column, Rows
@@ -214,14 +214,14 @@ def retokenized(rows: Rows, generating: Any, own: PromptTemplate) -> Rows:
     `rows` have tokens of the tokenizer `generating`, prompt_length and metadata, which includes the example's prompt. An end of sequence
     becomes the role's own.
     """
-    texts, mask = [], []
+    texts, mask, endings = [], [], end_of_sequence_ids(generating)
     for number in range(len(rows)):
         about = rows["metadata"][number]
         template = own.with_arguments(about.get(TEMPLATE) or {})
         prompt = template.encode(about["prompt"], tools_of(about.get("tools")) or [])
         ids = rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()
         text = generating.decode(ids, skip_special_tokens=True)
-        ends = bool(ids) and ids[-1] == generating.eos_token_id
+        ends = bool(ids) and ids[-1] in endings
         answer = (template.encode_responses if ends else template.encode_texts)([text])[0]
         texts.append(prompt + answer)
         mask.append([False] * len(prompt) + [True] * len(answer))

@@ -247,6 +247,10 @@ def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device
     return values.to(device)
 
 
+COUNTED = ("action_tokens", "group", "loss_mask", "finish_reason", "ptx_length", "correct")
+"""The index columns that `denominators` reads."""
+
+
 def denominators(index: Rows) -> dict[str, float]:
     """Return the denominators of an optimizer step: global counts of its rows after masking."""
     used = trained_rows(index)

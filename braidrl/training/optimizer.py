@@ -258,8 +258,11 @@ class MasterOptimizer:
         """Restore `state()` and drop collected gradients. Raises KeyError or RuntimeError if it belongs to another model."""
         self.steps, self.sums = int(tensors["steps"]), {}
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
-            if parameter.dtype != master.dtype:
+            if f"{i}.master" in tensors:
                 master.copy_(tensors[f"{i}.master"])
+            elif parameter.dtype != master.dtype:
+                # Saved where the weights were their own masters; `read_masters` reads these in full.
+                master.copy_(local_shard(parameter))
             own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{i}.")}
             own.pop("master", None)
             self.optimizer.state.pop(master, None)

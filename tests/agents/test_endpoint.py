@@ -313,6 +313,30 @@ async def pieces(engine: PausedAmidATurn, url: str, path: str, **body: Any) -> l
     return found
 
 
+def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+
+    class Busy(Script):
+        """An engine that does not know the row yet when it is to be aborted."""
+
+        async def abort(self, uid: Any) -> None:
+            raise KeyError(uid)
+
+    async def run() -> None:
+        engine: Any = Busy(tokenizer, ["one", "two"], seconds=0.2)
+        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:
+            url = endpoint.open((0, 0, 0))
+            tasks = [asyncio.ensure_future(post(url, USER)) for _ in range(3)]
+            while not engine.running:
+                await asyncio.sleep(0.01)
+            session = await endpoint.close((0, 0, 0))
+            assert session.turns == 1
+            assert sorted([status for status, _ in await asyncio.gather(*tasks)]) == [200, 400, 400]
+            assert session.turns == len(session.trajectory.log_probs) == 1
+
+    asyncio.run(run())
+
+
 def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
     tokenizer, model = engine_parts("chatml")
     engine, template = PausedAmidATurn(EmbeddedEngine(model, tokenizer, 16, 400)), turn_template(tokenizer)

@@ -62,6 +62,24 @@ FORMS = {
 }  # fmt: skip
 
 
+def test_optional_texts_stay_texts_and_tools_without_parameters_are_called() -> None:
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    schema = {
+        "type": "object",
+        "properties": {"zip": optional, "state": {"type": ["string", "null"]}, "unit": optional},
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": p}} for name, p in (("a", schema), ("b", None))
+    ]
+    values = {"zip": "10115", "state": "7", "unit": "null"}
+    said = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+    text = f"<function=a>{said}</function><function=b><parameter=n>2</parameter></function>"
+    found = FORMATS["qwen_xml"].rewritten(text, tools)
+    assert found is not None
+    first, second = parse_tool_calls(found[1])
+    assert first.arguments == {"zip": "10115", "state": "7", "unit": None} and second.arguments == {"n": 2}
+
+
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in FORMS.items() for text in texts])
 def test_two_calls_are_read_in_each_form_with_what_stands_before_them(name: str, text: str) -> None:
     found = FORMATS[name].rewritten(text, [WEATHER])

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from braidrl.agents.player import Episodes, Limits, episode_columns
 from braidrl.agents.turns import MARK, Observation
+from braidrl.data.endings import end_of_sequence_ids
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import SamplingParams
@@ -154,6 +155,16 @@ def test_a_cut_turn_is_closed_and_an_ended_turn_only_once() -> None:
     cut = tokenizer.decode(template.following("higher", tokenizer("a")["input_ids"][0]))
     assert ended == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
     assert cut == "<|im_end|>" + ended
+
+
+def test_a_turns_end_without_a_name_among_special_tokens_is_written_once() -> None:
+    named = make_chat_tokenizer("chatml")
+    # As of Gemma 3: the token is special, and the tokenizer's end of sequence is another one.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=named.backend_tokenizer, eos_token="<|im_start|>")
+    tokenizer.chat_template, end = named.chat_template, named.eos_token_id
+    template = turn_template(tokenizer)
+    assert template.template.end_id == end and end in end_of_sequence_ids(tokenizer)
+    assert template.following("higher", end) == turn_template(named).following("higher", end)
 
 
 def test_an_extended_context_is_appended_and_a_new_context_starts_a_sequence() -> None:

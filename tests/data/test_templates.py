@@ -3,8 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
 
-from braidrl.data.templates import PromptTemplate
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import IDENTITY, Objects, Rows
+from braidrl.data.templates import PromptTemplate, Retokenizer
 from braidrl.errors import UserError
 
 USER = {"role": "user", "content": "hi"}
@@ -61,3 +65,21 @@ def test_a_tokenizer_without_an_end_of_sequence_cannot_train_on_responses(plain_
 def test_messages_that_the_template_refuses_are_a_users_mistake(chat_tokenizer: Any) -> None:
     with pytest.raises(UserError, match="chat template refuses the messages: unknown role"):
         PromptTemplate(chat_tokenizer).encode([{"role": "wizard", "content": "hi"}])
+
+
+def test_a_turn_that_ends_by_the_templates_token_ends_in_another_tokenizer_too(chat_tokenizer: Any) -> None:
+    # As of Qwen2.5's base models: the tokenizer's end of sequence is not the token that closes a turn.
+    base = PreTrainedTokenizerFast(tokenizer_object=chat_tokenizer.backend_tokenizer, eos_token="<|im_start|>")
+    base.chat_template = chat_tokenizer.chat_template
+    template = PromptTemplate(chat_tokenizer)
+    prompt, answer = template.encode("hi"), template.encode_responses(["42"])[0]
+    rows = Rows(
+        {
+            **{name: torch.zeros(1, dtype=torch.int64) for name in IDENTITY},
+            "tokens": Ragged.from_rows([prompt + answer], torch.int64),
+            "prompt_length": torch.tensor([len(prompt)]),
+            "metadata": Objects(({"prompt": "hi"},)),
+        }
+    )
+    assert answer[-1] != base.eos_token_id
+    assert Retokenizer(base, template).rows(rows)["tokens"].tolist() == [prompt + answer]

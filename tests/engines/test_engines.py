@@ -9,6 +9,7 @@ from copy import deepcopy
 import pytest
 import torch
 
+from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, requests
@@ -167,6 +168,64 @@ def test_a_dead_engine_recovers_with_the_weights_that_it_missed() -> None:
 
     recovered, other = asyncio.run(run())
     assert recovered == other
+
+
+class WakesLate(EngineReplica):
+    """An engine that is awake only after the test says so."""
+
+    may_wake: asyncio.Event
+
+    async def wake(self) -> None:
+        await self.may_wake.wait()
+        await super().wake()
+
+
+def test_weights_published_while_an_engine_recovers_reach_it() -> None:
+    async def run() -> None:
+        dying = WakesLate(replica().engine)
+        dying.may_wake = asyncio.Event()
+        router = Router([dying, replica()], retry_s=60)
+        break_after(dying, 1)
+        await asyncio.gather(*map(router.submit, requests(subject(replica), 20)))
+        recovering = asyncio.ensure_future(router.recover())
+        await asyncio.sleep(0.01)
+        await router.update_weights(5, other_weights())
+        dying.may_wake.set()
+        await recovering
+        assert router.alive == 2 and dying.engine.version == 5
+        await router.close()
+
+    asyncio.run(run())
+
+
+class FailsAtOneRow(EngineReplica):
+    """An engine that fails at a row's request while others are drawn."""
+
+    bad: Uid | None = None
+
+    async def submit(self, request: Request) -> Response:
+        if request.uid == self.bad:
+            self.bad = None
+            await asyncio.sleep(0.01)
+            raise EngineError("the line is cut")
+        return await super().submit(request)
+
+
+def test_a_row_can_be_aborted_in_the_turn_in_which_its_engine_fails() -> None:
+    async def run() -> None:
+        failing, wanted = FailsAtOneRow(replica().engine), requests(subject(replica), 4, tokens=60)
+        failing.bad = wanted[0].uid
+        router = Router([failing], retry_s=0.02)
+        tasks = [asyncio.ensure_future(router.submit(request)) for request in wanted]
+        while router.alive:
+            await asyncio.sleep(0)
+        await router.abort(wanted[2].uid)
+        finished = await asyncio.gather(*tasks)
+        assert [len(row.tokens) for row in finished] == [60, 60, 0, 60]
+        assert router.load().rows == 0
+        await router.close()
+
+    asyncio.run(run())
 
 
 def test_pending_calls_fail_with_the_reason_when_no_engine_is_left() -> None:

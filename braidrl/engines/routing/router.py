@@ -105,14 +105,14 @@ class Router:
             self._send()
 
     async def abort(self, uid: Uid) -> None:
-        if uid not in self._places:
-            number = self._dispatcher.engine_of(uid)
-            assert number is not None, f"row {uid} waits without a place to wait for"
+        number, place = self._dispatcher.engine_of(uid), self._places.get(uid)
+        if number is not None and place is None:
             await self.engines[number].abort(uid)
             return
+        # The row's engine may have failed just now: it has no place to wait in yet.
         self._aborted.add(uid)
-        if not self._places[uid].done():
-            self._places[uid].set_result(None)
+        if place is not None and not place.done():
+            place.set_result(None)
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
@@ -166,7 +166,7 @@ class Router:
         # Rows that are submitted together are dispatched together, in their order.
         loop.call_soon(self._send)
         try:
-            while not place.done():
+            while not place.done() and uid not in self._aborted:
                 await asyncio.wait([place], timeout=self._give_up_s)
                 if not place.done() and not self.alive:
                     causes = "; ".join(str(error) for error in self._errors.values())
@@ -201,12 +201,16 @@ class Router:
                 self._errors[number] = error
 
     async def _recover(self, number: int) -> None:
-        engine = self.engines[number]
+        engine, asleep = self.engines[number], None
         version = await engine.recover()
-        while self._version is not None and version != self._version:
-            version = self._version
-            await engine.update_weights(version, self._source)
-        await (engine.sleep() if self._asleep else engine.wake())
+        # Weights may be published, and engines sent to sleep, while this engine catches up.
+        while asleep is not self._asleep or self._version not in (None, version):
+            if self._version not in (None, version):
+                version = self._version or 0
+                await engine.update_weights(version, self._source)
+            else:
+                asleep = self._asleep
+                await (engine.sleep() if asleep else engine.wake())
         self._errors.pop(number, None)
         self._dispatcher.recover(number)
         self._send()

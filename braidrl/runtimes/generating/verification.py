@@ -94,6 +94,9 @@ class EarlyChecks:
         """
         self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, place, bar
         self.verify = verify if checks.rewards is not None else ()
+        for stage in self.verify:
+            # Those left belong to rows that ended early with their group and never reached the stage.
+            checks.pending.pop(stage.name, None)
         self.tell, self.chunk = tell, VERIFY_CHUNK if tell is None else 1
         self.waiting: list[Response] = []
 

@@ -17,7 +17,7 @@ from braidrl.cluster.world import World
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
-from braidrl.data.rows import Rows, tokens_of
+from braidrl.data.rows import IDENTITY, Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import UpdatesInProgress, trained_on
 from braidrl.flow.compute import State, summed
@@ -29,7 +29,7 @@ from braidrl.queue.client import DataPlane, WorkItem, write_columns
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
-from braidrl.training.objective import UpdateCounts
+from braidrl.training.objective import COUNTED, UpdateCounts
 
 
 class FinishedBatch(NamedTuple):
@@ -208,6 +208,14 @@ class Trainer:
                 self.totals[stage.name] = {name: float(total) for name, total in self._reduced(own).items()}
             span.tokens = tokens_of(rows) if piece.own else 0
         piece.rows = rows.with_columns(columns) if columns else rows
+        if counted := [name for name in stage.writes if name in COUNTED]:
+            # The counts of an update are over the rows of all ranks.
+            packed = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.own else b""
+            gathered = self.world.gather("counted columns", packed)
+            everywhere = Rows.cat([unpack_rows(bytes(part)) for part in gathered if len(part)])
+            position = {uid: number for number, uid in enumerate(everywhere.uids())}
+            everywhere = everywhere.take([position[uid] for uid in piece.index.uids()])
+            piece.index = piece.index.with_columns(dict(everywhere.items()))
         self._note(span)
 
     def _reduced(self, totals: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

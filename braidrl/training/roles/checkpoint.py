@@ -33,7 +33,7 @@ from braidrl.training.lora import (
     peft_config,
     plain_names,
 )
-from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
+from braidrl.training.optimizer import MASTER_BYTES, UNDIVIDED, MasterOptimizer, all_finite
 from braidrl.training.roles.model import RoleModel, save_weights, side_files
 from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
@@ -168,6 +168,11 @@ def load_worker(worker: RoleModel, folder: Path) -> None:
         local_shard(parameter).copy_(shard_of(saved[name], parameter))
     if worker.optimizer is not None:
         worker.optimizer.load_state(state)
+        if worker.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
+            names = {name: name for name, _ in worker.model.named_parameters()}
+            masters: Mapping[str, Tensor] = saved if worker.lora else ModelFiles(folder, worker.model)
+            names |= {own: name for name, own in adapters_of(names).items()} if worker.lora else {}
+            worker.optimizer.read_masters(list(names.values()), masters)
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:

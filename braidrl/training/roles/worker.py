@@ -73,8 +73,9 @@ class RoleWorker(RoleModel, ShardedBackend):
             rows: This rank's rows.
             whole_groups: Keep the rows of a group together.
         """
-        plan: list[list[int]] = []
-        if self.shares_prompts(rows) and not whole_groups:
+        # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was planned for.
+        plan, shares = list[list[int]](), self.shares_prompts(rows)
+        if shares and not whole_groups:
             plan = plan_shared(rows, self.max_tokens)
         elif len(rows):
             groups = rows["group"].tolist() if whole_groups else None
@@ -84,7 +85,7 @@ class RoleWorker(RoleModel, ShardedBackend):
         found = []
         for numbers in filter(None, plan):
             part = rows.take(numbers)
-            found.append(MicroBatch(numbers, part, pack(part, self.device, self.shares_prompts(part))))
+            found.append(MicroBatch(numbers, part, pack(part, self.device, shares)))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
         none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
         filler = Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)

@@ -21,6 +21,7 @@ from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.rewards.verify import Pending
 from braidrl.runtimes.generating.early_stop import EarlyStop, segment_of
+from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same_weights
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.patience import at_once
@@ -80,6 +81,19 @@ def test_abandoned_groups_end_early_without_changing_result(
     assert any(line.get("groups/dropped/surplus", 0) for line in read_metrics(early))
     monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda flow, iteration: None)
     assert_same_runs(early, workshop.run("whole", **sections))
+
+
+def test_checks_of_rows_whose_group_ended_early_are_not_kept(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pending, "done", at_once)
+    # The engine has rows of a group whose other rows wait.
+    sections = {**SECTIONS, "rollout": {"samples_per_prompt": 5, "slots": 16}}
+    with TrainingRun(workshop.config("left", **{**sections, "trainer": {**SECTIONS["trainer"], "steps": 2}})) as run:
+        run.train()
+        left = [rows for some in run.backend.executor.generation.checks.pending.values() for rows, _ in some]
+    # At most those of the last wave, behind its batch.
+    assert all(rows["group"].min() > recorded(run.folder, 2)["group"].max() for rows in left)
 
 
 def drawn_in(run: Path) -> int:

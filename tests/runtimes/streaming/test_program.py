@@ -48,7 +48,11 @@ MANY = 2000
 TWO_EACH = {"actor.generate": 2, "actor": 2}
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl_coef": 0.1}, "trainer": {"rows_per_update": 8, "epochs": 2}},
-    "dapo": {"flow": "dapo", "algorithm": {"overlong_cache": 4}, "trainer": {"rows_per_update": 8}},
+    "dapo": {
+        "flow": "dapo",
+        "algorithm": {"overlong_cache": 4, "overlong_filter": True},
+        "trainer": {"rows_per_update": 8},
+    },
     "over-sampled": {
         "flow": "dapo",
         "algorithm": {"overlong_cache": 4},

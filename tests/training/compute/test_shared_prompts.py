@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +13,8 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.training.compute.log_probs import linear_log_probs
 from braidrl.training.compute.packed import Packed, families_of, pack, plan_shared, saves_enough
+from braidrl.training.roles.worker import DecoderWorker
+from tests.recipes.tiny import make_config, write_decoder
 from tests.training.compute.test_attention import CONFIGS, models
 
 CPU = torch.device("cpu")
@@ -100,6 +104,14 @@ def test_plan_contains_every_row_once_within_the_token_limit(limit: int) -> None
     for part in plan:
         families = families_of(rows.take(part))
         assert families is not None and sum(family.tokens for family in families) <= limit
+
+
+def test_no_micro_batch_is_over_the_limit_if_some_groups_save_little(tmp_path: Path) -> None:
+    rows = rows_of([(50, [2] * 6), (10, [40, 40])])
+    config = make_config(tmp_path, "grpo", trainer__share_prompts=True, trainer__max_tokens_per_device=95)
+    write_decoder(tmp_path / "model")
+    worker = DecoderWorker("actor", config, train=False)
+    assert max(len(batch.packed.input_ids) for batch in worker.micro_batches(rows)) <= 95
 
 
 def test_a_row_over_the_limit_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from braidrl.cluster.ranks import run_ranks
@@ -48,3 +49,24 @@ def test_masters_of_a_whole_model_are_the_files_weights(tiny_models: dict[str, P
 def test_masters_of_a_sharded_model_are_the_files_weights_too(tiny_models: dict[str, Path]) -> None:
     found = run_ranks("tests.training.roles.test_masters:of_layouts", {"model": str(tiny_models["qwen3"])}, 2, 120.0)
     assert [off for off, _ in found] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_masters_keep_their_precision_if_a_run_resumes_in_another_dtype(
+    tiny_models: dict[str, Path], tmp_path: Path, saved: str, resumed: str
+) -> None:
+    # As with dtype=auto, if a run begins on a CPU and goes on on CUDA, or the other way round.
+    model = str(tiny_models["qwen3"])
+    before, after = (DecoderWorker("actor", config_of(model, dtype=dtype), True) for dtype in (saved, resumed))
+    assert before.optimizer is not None and after.optimizer is not None
+    with torch.no_grad():
+        for master in before.optimizer.masters:
+            master.add_(torch.randn(master.shape), alpha=1e-5)
+    before.optimizer._publish()
+    (tmp_path / "actor").mkdir()
+    before.export(tmp_path / "actor")
+    after.load(tmp_path / "actor")
+    for ours, theirs, parameter in zip(
+        after.optimizer.masters, before.optimizer.masters, after.optimizer.parameters, strict=True
+    ):
+        assert torch.equal(ours, theirs) and torch.equal(parameter, ours.to(parameter.dtype))
