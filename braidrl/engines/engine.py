@@ -7,6 +7,7 @@ abort  ──▶ the same response at once, with the tokens drawn so far
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -110,11 +111,6 @@ class EngineSpec:
     """The part of its process, where an engine spans several nodes."""
 
     @property
-    def ranks(self) -> int:
-        """Return how many processes hold a part of the weights."""
-        return self.tensor * self.pipeline
-
-    @property
     def environment(self) -> dict[str, str]:
         """Return the environment variables to set before the engine's packages are imported."""
         if self.kind != "vllm":
@@ -163,9 +159,8 @@ class Engine(Protocol):
 class ServedEngine(Engine, Protocol):
     """An engine that is started and closed, such as a process or a server."""
 
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Return the maximum length of prompt and response together, in tokens."""
+    max_sequence_tokens: int
+    """The maximum length of prompt and response together, in tokens."""
 
     async def start(self) -> None:
         """Start the engine, and return when it accepts requests. Raises UserError if it is configured wrongly, EngineError if it fails."""
@@ -186,28 +181,30 @@ class EngineMemory:
     """The owner of weights that take turns with training's on the device."""
 
 
-class RoleEngine(Protocol):
+class RoleEngine(ABC):
     """A role's engine as the process that executes its stages uses it: whole batches, without an event loop of its own."""
 
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Return the maximum length of prompt and response together, in tokens."""
+    max_sequence_tokens: int
+    """The maximum length of prompt and response together, in tokens."""
+    is_collective = False
+    """True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve environments."""
 
     @property
+    @abstractmethod
     def slots(self) -> int:
         """Return how many rows can be decoded at once."""
 
     @property
+    @abstractmethod
     def in_flight(self) -> int:
         """Return how many rows are being decoded."""
-
-    is_collective: bool
-    """True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve environments."""
 
     @property
     def memory(self) -> EngineMemory | None:
         """Return the memory that can leave the device while other roles need the room; None if unknown here."""
+        return None
 
+    @abstractmethod
     def generate(
         self,
         requests: Iterable[Request],
@@ -227,28 +224,32 @@ class RoleEngine(Protocol):
             RuntimeError: Rows are in flight.
         """
 
+    @abstractmethod
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         """Run `work` with exclusive use of the engine, and return its result."""
 
+    @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with new weights from now on.
+        """Generate with new weights from now on; rows in flight continue with them, and earlier tokens keep their version.
 
         Args:
             version: The version of the weights.
             source: The new weights; with None the engine's own tensors already have this version.
 
         Raises:
-            ValueError: The source lacks a tensor.
+            ValueError: The source lacks a tensor; the weights are unchanged.
         """
 
-    def clear(self) -> None:
-        """Drop every row, and free the memory of keys and values."""
+    @abstractmethod
+    def clear(self, release: bool = True) -> None:
+        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
 
+    @abstractmethod
     def sleep(self) -> None:
         """Free the memory that only generation needs; weights may still be published. Raises RuntimeError while rows are in flight."""
 
-    def wake(self) -> None:
-        """Get ready to generate again."""
+    def wake(self) -> None:  # noqa: B027
+        """Get ready to generate again; memory that `sleep` freed is allocated when needed."""
 
-    def close(self) -> None:
-        """Stop everything that the engine started."""
+    def close(self) -> None:  # noqa: B027
+        """Stop everything that the engine started; by default nothing."""

@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,9 +187,10 @@ async def new_weights_draw_the_tokens_after_them(subject: EngineUnderTest) -> No
 
 async def weights_that_lack_a_tensor_are_refused(subject: EngineUnderTest) -> None:
     engine, (request, *_) = subject.make(), requests(subject, 1)
-    before = await engine.submit(request)
+    before, tensors = await engine.submit(request), list(subject.other_weights().tensors())
+    lacking: Any = SimpleNamespace(tensors=lambda: tensors[:-1])
     try:
-        await engine.update_weights(1, Lacking(subject.other_weights()))
+        await engine.update_weights(1, lacking)
     except ValueError:
         after = await engine.submit(request)
         assert after.tokens.tolist() == before.tokens.tolist() and after.versions.tolist() == before.versions.tolist()
@@ -216,16 +219,6 @@ async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnd
     assert not waiting.done()
     await engine.wake()
     assert len((await waiting).tokens) == 12 and len(first.tokens) == subject.long
-
-
-@dataclass
-class Lacking:
-    """A weight source without its last tensor."""
-
-    whole: WeightSource
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        return list(self.whole.tensors())[:-1]
 
 
 CHECKS: tuple[Callable[[EngineUnderTest], Awaitable[None]], ...] = (

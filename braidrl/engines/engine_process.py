@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the messages, the run's side of the socket, and the process's side.
+"""An engine in a process of its own: the run's side of the socket, and the process's side. `engine_messages` has their messages.
 
 EngineProcess ──EngineSpec, then Submit, AbortRow, UpdateWeights, EngineCall──▶ Host ──▶ engine
               ◀──CallDone, CallFailed, TokenDrawn, EngineBeat, each with the engine's load──
@@ -13,25 +13,39 @@ import itertools
 import os
 import shutil
 import socket
-import struct
 import sys
-from collections.abc import Callable
-from dataclasses import astuple, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import torch
 
-from braidrl.cluster.local import LocalProcess, Spawned, from_server
+from braidrl.cluster.local import Forked, LocalProcess, Spawned, from_server
 from braidrl.cluster.process import ProcessSpec
 from braidrl.cluster.watchdog import named
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import unpack_message
 from braidrl.data.rows import Uid
-from braidrl.engines.divided.followers import ForkedFollowers, lead
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.followers import LeadingEngine, fork_followers
 from braidrl.engines.engine import ENGINES, NOTHING_YET, Engine, EngineError, EngineSpec, Load, ServedEngine
+from braidrl.engines.engine_messages import (
+    ERRORS,
+    READY,
+    AbortRow,
+    CallDone,
+    CallFailed,
+    EngineBeat,
+    EngineCall,
+    EngineReply,
+    Order,
+    Submit,
+    TokenDrawn,
+    UpdateWeights,
+    framed,
+    receive,
+)
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.spanning import LOOK_S, SpanningEngine
 from braidrl.engines.stepping import EngineReplica, SteppingEngine
@@ -45,116 +59,10 @@ from braidrl.weights.publisher import WeightSource
 
 BEAT_S = 0.02
 """Seconds between heartbeats of a process with rows."""
-READY = -1
-"""The id of the answer to the first message, which holds the engine's settings."""
-LENGTH = struct.Struct("!i")
-"""The message length before each message, in the format of multiprocessing's pipes."""
-ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (UserError, EngineError, KeyError, ValueError, RuntimeError)
-}
-"""Exceptions of the engine protocol; any other exception is a failure of the engine."""
-
-
-class Submit(msgspec.Struct, tag=True):
-    """Generate a response; `followed` asks for each token as soon as it is known, in place of the request's `on_token`."""
-
-    id: int
-    request: Request
-    followed: bool
-
-
-class AbortRow(msgspec.Struct, tag=True):
-    """End a row with the tokens that it has."""
-
-    id: int
-    uid: Uid
-
-
-class UpdateWeights(msgspec.Struct, tag=True):
-    """Load a version of the weights from a file, or over a process group with the trainer; with neither the weights stay."""
-
-    id: int
-    version: int
-    path: str | None = None
-    notice: TransferNotice | None = None
-
-
-class EngineCall(msgspec.Struct, tag=True):
-    """Call a method that takes no arguments."""
-
-    id: int
-    method: Literal["sleep", "wake", "recover"]
-
-
-Order = Submit | AbortRow | UpdateWeights | EngineCall
-"""The run's messages; each is answered by `CallDone` or `CallFailed` with its `id`."""
-
-
-class Reply(msgspec.Struct, tag=True, kw_only=True):
-    """A message from an engine's process. `load` is the engine's (slots, running, waiting); None while there is no engine."""
-
-    load: tuple[int, int, int] | None = None
-
-
-class CallDone(Reply, tag=True):
-    """The result of a call."""
-
-    id: int
-    result: Response | int | None = None
-
-
-class CallFailed(Reply, tag=True):
-    """The exception of a call; one outside the engine protocol is sent as an EngineError."""
-
-    id: int
-    error: str
-    text: str
-
-    @staticmethod
-    def of(id: int, error: Exception, load: tuple[int, int, int] | None = None) -> "CallFailed":
-        """Encode an exception."""
-        name, text = type(error).__name__, str(error.args[0]) if error.args else ""
-        if name not in ERRORS:
-            name, text = "EngineError", f"{name}: {text}"
-        return CallFailed(id=id, error=name, text=text, load=load)
-
-    def exception(self) -> Exception:
-        """Return the exception for the caller to raise."""
-        return ERRORS[self.error](self.text)
-
-
-class TokenDrawn(Reply, tag=True):
-    """A token of a followed row; `id` is that of its `Submit`."""
-
-    id: int
-    number: int
-    token: int
-
-
-class EngineBeat(Reply, tag=True):
-    """A heartbeat while rows are generated."""
-
-
-EngineReply = CallDone | CallFailed | TokenDrawn | EngineBeat
-
-
-def framed(message: Any) -> bytes:
-    """Encode a message with its length before it."""
-    body = pack_message(message)
-    return LENGTH.pack(len(body)) + body
-
-
-async def receive(reader: asyncio.StreamReader, type: Any) -> Any:
-    """Receive the next message, of this type; None when the other side is gone."""
-    try:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return unpack_message(await reader.readexactly(length), type)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
-NAMES = {Submit: "submit", AbortRow: "abort", UpdateWeights: "update_weights"}
-"""The engine method that an order calls."""
+WAITED_FOR = {
+    EngineSpec: "loading the model", Submit: "submit", AbortRow: "abort", UpdateWeights: "update_weights",
+}  # fmt: skip
+"""What a message's answer brings, for errors."""
 
 
 class EngineProcess:
@@ -170,10 +78,13 @@ class EngineProcess:
         """
         self.spec, self.name, self.limit_s, self.spanning = spec, name, limit_s, spanning
         self.max_sequence_tokens = spec.max_sequence_tokens
+        self.pid: int | None = None
+        """The id of the process that was started last."""
         self._python = str(python or sys.executable)
         self._process: LocalProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._listener: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        """The tasks that read messages and watch other nodes."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._rows: dict[Uid, int] = {}
         self._followed: dict[int, Callable[[int, int], None]] = {}
@@ -181,47 +92,35 @@ class EngineProcess:
         self._held: OfferedWeights | None = None
         """The weights that the process holds, if it received them over a process group."""
         self._recovering = asyncio.Lock()
-        self._watcher: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._load = Load(spec.slots, 0, 0)
         self._heard = 0.0
         self._end = "has not been started"
 
-    @property
-    def pid(self) -> int | None:
-        """Return the process id, or None without a process."""
-        return self._process.pid if self._process else None
-
     async def start(self) -> None:
         """Start the process, and wait until the model is loaded. Raises UserError if it cannot be used, EngineError as `submit`."""
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
-        # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
-        if self.spanning is not None and self.spanning.node == 0:
+        leads = self.spanning is not None and self.spanning.node == 0
+        if self.spanning is not None and leads:
             self.spec = replace(self.spec, part=self.spanning.begin())
-        copied = self.spec.kind == "embedded" and self.spec.device == "cpu" and self._python == sys.executable
-        start = from_server if copied else Spawned
-        self._held = None
-        spec, entry = self.spec, "braidrl.engines.engine_process:main"
-        self._process = start(
+        spec, self._held = self.spec, None
+        # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
+        copied = spec.kind == "embedded" and spec.device == "cpu" and self._python == sys.executable
+        self._process = (from_server if copied else Spawned)(
             ProcessSpec(
-                self.name,
-                entry,
-                python=self._python,
-                threads=spec.threads,
-                devices=spec.devices,
-                environment=spec.environment,
+                self.name, "braidrl.engines.engine_process:main", python=self._python, threads=spec.threads,
+                devices=spec.devices, environment=spec.environment,
             )
-        )
+        )  # fmt: skip
+        self.pid = self._process.pid
         line = socket.socket(fileno=os.dup(self._process.connection.fileno()))
         self._process.connection.close()
         reader, self._writer = await asyncio.open_connection(sock=line)
-        ready = self._answers[READY] = asyncio.get_running_loop().create_future()
-        self._listener = asyncio.create_task(self._listen(reader, self._writer))
-        if self.spanning is not None and self.spanning.node == 0:
-            self._watcher = asyncio.create_task(self._watch_nodes(self.spanning, self._writer))
-        self._writer.write(framed(self.spec))
-        await self._wait(ready, "loading the model")
+        self._tasks = [asyncio.create_task(self._listen(reader, self._writer))]
+        if self.spanning is not None and leads:
+            self._tasks.append(asyncio.create_task(self._watch_nodes(self.spanning, self._writer)))
+        await self._ask(spec)
 
     async def submit(self, request: Request) -> Response:
         number = next(self._numbers)
@@ -248,18 +147,21 @@ class EngineProcess:
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         held, self._held = self._held, None
+        order = UpdateWeights(next(self._numbers), version)
         if source is None:
-            await self._ask(UpdateWeights(next(self._numbers), version))
+            await self._ask(order)
             self._held = held
-        elif isinstance(source, WeightFile):
-            await self._ask(UpdateWeights(next(self._numbers), version, path=str(source.path)))
         elif isinstance(source, OfferedWeights):
-            with source.asked(self.spec.ranks, held) as notice:
-                await self._ask(UpdateWeights(next(self._numbers), version, notice=notice))
+            with source.asked(self.spec.tensor * self.spec.pipeline, held) as notice:
+                order.notice = notice
+                await self._ask(order)
             self._held = source
         else:
-            with contextlib.closing(stored_in_memory(source.tensors())) as file:
-                await self._ask(UpdateWeights(next(self._numbers), version, path=str(file.path)))
+            with contextlib.ExitStack() as stored:
+                if not isinstance(source, WeightFile):
+                    source = stored.enter_context(contextlib.closing(stored_in_memory(source.tensors())))
+                order.path = str(source.path)
+                await self._ask(order)
 
     async def sleep(self) -> None:
         await self._ask(EngineCall(next(self._numbers), "sleep"))
@@ -291,8 +193,7 @@ class EngineProcess:
         if self.spanning is not None and self.spanning.node == 0:
             self.spanning.end()
         self._die("was closed")
-        tasks = [task for task in (self._listener, self._watcher) if task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def follow(self) -> None:
         """Add this node's part to each start of an engine that another node starts, until its end. Raises UserError as `start`."""
@@ -316,30 +217,28 @@ class EngineProcess:
                 self._die(f"lost its part on node {node}")
             await asyncio.sleep(LOOK_S)
 
-    async def _ask(self, order: Order) -> Any:
-        """Send an order and return its result."""
+    async def _ask(self, order: Order | EngineSpec) -> Any:
+        """Send a message and return its result. Raises EngineError if the process ends, or after `limit_s` seconds without a message."""
         if self._writer is None:
             raise EngineError(f"{self.name} {self._end}")
-        answer = self._answers[order.id] = asyncio.get_running_loop().create_future()
+        loop, number = asyncio.get_running_loop(), READY if isinstance(order, EngineSpec) else order.id
+        answer = self._answers[number] = loop.create_future()
         self._writer.write(framed(order))
+        begun = loop.time()
         try:
-            return await self._wait(answer, order.method if isinstance(order, EngineCall) else NAMES[type(order)])
+            while not answer.done():
+                left = max(begun, self._heard) + self.limit_s - loop.time()
+                if left <= 0:
+                    what = order.method if isinstance(order, EngineCall) else WAITED_FOR[type(order)]
+                    self._die(f"said nothing for {self.limit_s:g} s, and {what} was waited for")
+                else:
+                    await asyncio.wait([answer], timeout=left)
+            return answer.result()
         finally:
             answer.cancel()
 
-    async def _wait(self, answer: asyncio.Future[Any], what: str) -> Any:
-        """Wait for the answer. Raises EngineError if the process ends, or after `limit_s` seconds without any message."""
-        now = asyncio.get_running_loop().time
-        begun = now()
-        while not answer.done():
-            left = max(begun, self._heard) + self.limit_s - now()
-            if left <= 0:
-                self._die(f"said nothing for {self.limit_s:g} s, and {what} was waited for")
-            else:
-                await asyncio.wait([answer], timeout=left)
-        return answer.result()
-
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Give each message to the call or row that it is for, until the process ends."""
         while (message := await receive(reader, EngineReply)) is not None:
             self._heard = asyncio.get_running_loop().time()
             if message.load is not None:
@@ -353,9 +252,10 @@ class EngineProcess:
                 continue
             if isinstance(message, CallDone):
                 answer.set_result(message.result)
-                continue
-            error = message.exception()
-            answer.set_exception(EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error)
+            elif message.error == "EngineError":
+                answer.set_exception(EngineError(f"{self.name}: {message.text}"))
+            else:
+                answer.set_exception(ERRORS[message.error](message.text))
         if self._writer is writer:
             self._die("ended")
 
@@ -406,18 +306,14 @@ def vllm_options(spec: EngineSpec) -> dict[str, Any]:
     return own
 
 
+@dataclass
 class Host:
     """The executor of a run's orders on the engine, which sends back the results."""
 
-    def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
-        self.engine, self.writer = engine, writer
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    def begin(self, order: Order) -> None:
-        """Start an order's task. Orders start in the order of arrival, and are answered when done."""
-        task = asyncio.create_task(self._act(order))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+    engine: Engine
+    writer: asyncio.StreamWriter
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """The orders that are being executed."""
 
     def say(self, reply: EngineReply) -> None:
         """Send a reply with the engine's load."""
@@ -431,40 +327,37 @@ class Host:
             if self.tasks:
                 self.say(EngineBeat())
 
-    async def _act(self, order: Order) -> None:
+    async def act(self, order: Order) -> None:
+        """Execute an order and answer it."""
+        result: Response | int | None = None
         try:
-            result = await self._result(order)
+            match order:
+                case Submit():
+                    request = order.request
+                    if order.followed:
+                        drew = lambda number, token: self.say(TokenDrawn(order.id, number, token))  # noqa: E731
+                        request = replace(request, on_token=drew)
+                    result = await self.engine.submit(request)
+                case AbortRow():
+                    await self.engine.abort(order.uid)
+                case UpdateWeights(path=str() as path):
+                    weights = WeightFile(path)
+                    weights.verify()
+                    await self.engine.update_weights(order.version, weights)
+                case UpdateWeights(notice=TransferNotice() as notice):
+                    device = torch.device("cuda", torch.cuda.current_device()) if notice.cuda else torch.device("cpu")
+                    await self.engine.update_weights(order.version, Incoming(notice, 0, device))
+                case UpdateWeights():
+                    await self.engine.update_weights(order.version)
+                case EngineCall():
+                    result = await getattr(self.engine, order.method)()
         except Exception as error:
             self.say(CallFailed.of(order.id, error))
         else:
             self.say(CallDone(order.id, result))
 
-    async def _result(self, order: Order) -> Response | int | None:
-        match order:
-            case Submit():
-                request = order.request
-                if order.followed:
-                    drew = lambda number, token: self.say(TokenDrawn(order.id, number, token))  # noqa: E731
-                    request = replace(request, on_token=drew)
-                return await self.engine.submit(request)
-            case AbortRow():
-                await self.engine.abort(order.uid)
-            case UpdateWeights(path=str() as path):
-                weights = WeightFile(path)
-                weights.verify()
-                await self.engine.update_weights(order.version, weights)
-            case UpdateWeights(notice=TransferNotice() as notice):
-                device = torch.device("cuda", torch.cuda.current_device()) if notice.cuda else torch.device("cpu")
-                await self.engine.update_weights(order.version, Incoming(notice, 0, device))
-            case UpdateWeights():
-                await self.engine.update_weights(order.version)
-            case EngineCall():
-                result: int | None = await getattr(self.engine, order.method)()
-                return result
-        return None
 
-
-async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
+async def serve(connection: socket.socket, spec: EngineSpec, followers: Sequence[Forked]) -> None:
     """Make the engine, and execute the run's messages until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     keep_freed_memory()
@@ -477,7 +370,9 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
                 writer.write(framed(CallDone(READY)))
                 await reader.read()
             return
-        made: SteppingEngine | ServedEngine = lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec)
+        made: SteppingEngine | ServedEngine = (
+            LeadingEngine(spec, followers) if followers else ENGINES.find(spec.kind)(spec)
+        )
         engine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
         await engine.start()
     except (UserError, EngineError) as error:
@@ -488,7 +383,10 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
     host.say(CallDone(READY))
     beats = asyncio.create_task(host.beat())
     while (order := await receive(reader, Order)) is not None:
-        host.begin(order)
+        # Orders start in the order of arrival, and are answered when done.
+        task = asyncio.create_task(host.act(order))
+        host.tasks.add(task)
+        task.add_done_callback(host.tasks.discard)
     beats.cancel()
     await engine.close()
 
@@ -502,10 +400,14 @@ def main(handle: int) -> None:
     except EOFError:
         return
     connection = socket.socket(fileno=handle)
+    followers: Sequence[Forked] = ()
     # vLLM starts its ranks itself.
-    followers = ForkedFollowers(spec, handle) if spec.kind == "embedded" and spec.ranks > 1 else None
+    if spec.kind == "embedded" and spec.tensor * spec.pipeline > 1:
+        # The processes wait for one another less long than the run waits for this one, which names the missing one.
+        spec = replace(spec, limit_s=spec.limit_s / 2)
+        followers = fork_followers(spec, handle)
     try:
         asyncio.run(serve(connection, spec, followers))
     finally:
-        if followers is not None:
-            followers.close()
+        for follower in followers:
+            follower.kill()

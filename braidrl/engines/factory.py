@@ -9,13 +9,14 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
@@ -25,16 +26,15 @@ from braidrl.cluster.process_groups import address_towards, subgroup
 from braidrl.config import Config, LoraConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.endings import end_ids_of
-from braidrl.engines.divided.spmd import ShardedEmbeddedEngine, SpmdEngine
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine, ShardedEmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, EngineSpec, RoleEngine, ServedEngine
 from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.routing.router import EngineService
-from braidrl.engines.spanning import OneOf
-from braidrl.engines.stepping import SteppingEngine
+from braidrl.engines.spanning import OneOf, SpanningEngine
+from braidrl.engines.stepping import SpmdEngine, SteppingEngine
 from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.loading import load_decoder, read_model_config
@@ -66,13 +66,13 @@ class Generated(Protocol):
         """Return the module that an engine of this process may decode with, or None if it needs a copy."""
 
 
+@dataclass
 class Remote:
     """A role whose weights are trained in other processes."""
 
-    shared_model = None
-
-    def __init__(self, role: str, ranks: DataParallel) -> None:
-        self.role, self.ranks = role, ranks
+    role: str
+    ranks: DataParallel
+    shared_model: None = None
 
 
 def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase) -> RoleEngine:
@@ -106,15 +106,24 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config) -> list[EngineProcess]:
-    """Return the engine processes of a generating process, not started; of a node that does not lead, its parts of the engines."""
-    specs = on_devices(spec, engine_processes(config), ranks_per_node(config))
-    return [
-        EngineProcess(
-            own, f"{role}'s engine {number}", config.rollout.python, config.cluster.wait_limit_s,
-            ranks.spanning(number) if isinstance(ranks, OneOf) else None,
-        )
-        for number, own in enumerate(specs)
-    ]  # fmt: skip
+    """Return the engine processes of a generating process, not started; of a node that does not lead, its parts of the engines.
+
+    Each engine has CUDA devices of its own. Raises UserError for too few devices.
+    """
+    count, available = engine_processes(config), device_count(spec.device)
+    specs = [spec] * count
+    if available is not None:
+        own = own_devices(available, count, ranks_per_node(config)).engines
+        specs = [replace(spec, devices=devices) for devices in own]
+    engines = []
+    for number, each in enumerate(specs):
+        spanning = None
+        if isinstance(ranks, OneOf) and ranks.store is not None:
+            store = dist.PrefixStore(f"engine/{number}", ranks.store)
+            spanning = SpanningEngine(store, ranks.node, ranks.nodes, ranks.address)
+        name, limit_s = f"{role}'s engine {number}", config.cluster.wait_limit_s
+        engines.append(EngineProcess(each, name, config.rollout.python, limit_s, spanning))
+    return engines
 
 
 async def follow_engines(role: str, ranks: DataParallel, config: Config) -> None:
@@ -199,7 +208,7 @@ def is_collective(config: Config) -> bool:
     rollout, available = config.rollout, device_count(config.device)
     if rollout.engine == "http":
         return rollout.servers.weights == "network"
-    if nodes_of(config) > 1:
+    if (rollout.nodes or 1) > 1:
         return True
     if rollout.weights not in (None, "collective"):
         return rollout.weights != "file"
@@ -270,9 +279,10 @@ def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenize
         tensor, pipeline = join_generation_groups(groups)
         model, slices = load_for_decoding(Path(spec.model), getattr(torch, spec.dtype), spec.device, tensor, pipeline)
         made = ShardedEmbeddedEngine(
-            model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
-            compile=rollout.compile, pipeline=pipeline,
+            model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed,
+            compile=rollout.compile, slices=slices, pipeline=pipeline,
         )  # fmt: skip
+        made.group = group
     if takes_turns and isinstance(worker, RoleWorker) and not adapters_sent(worker, config):
         made.take_turns(worker.weights, training, worker.ranks, layout)
     return made
@@ -283,14 +293,9 @@ def generation_layout(config: Config) -> GenerationLayout:
     return GenerationLayout(config.rollout.pipeline, config.rollout.tensor, config.rollout.grouping)
 
 
-def nodes_of(config: Config) -> int:
-    """Return the number of nodes that an engine spans."""
-    return config.rollout.nodes or 1
-
-
 def ranks_per_node(config: Config) -> int:
     """Return the number of an engine's ranks on each of its nodes."""
-    return generation_layout(config).ranks // nodes_of(config)
+    return generation_layout(config).ranks // (config.rollout.nodes or 1)
 
 
 def with_nodes(config: Config, devices_of_node: int | None) -> Config:
@@ -304,14 +309,6 @@ def with_nodes(config: Config, devices_of_node: int | None) -> Config:
     fitting = (n for n in range(1, ranks + 1) if ranks % n == 0 and engines * ranks // n <= devices_of_node)
     rollout = config.rollout.model_copy(update={"nodes": next(fitting, 1)})
     return config.model_copy(update={"rollout": rollout})
-
-
-def on_devices(spec: EngineSpec, count: int, each: int) -> list[EngineSpec]:
-    """Return `count` engines' settings, each with `each` CUDA devices of its own. Raises UserError for too few devices."""
-    available = device_count(spec.device)
-    if available is None:
-        return [spec] * count
-    return [replace(spec, devices=devices) for devices in own_devices(available, count, each).engines]
 
 
 def with_engines(pools: Sequence[Pool], config: Config) -> tuple[Pool, ...]:
@@ -328,8 +325,7 @@ def own_engines(config: Config) -> int:
 def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> EngineService:
     """Return this rank's servers; each generating rank has its own. Raises UserError for a server that cannot be used for training."""
     # Imported here: only servers need aiohttp, an optional dependency.
-    from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
-    from braidrl.engines.http.servers import GenerationServer, NetworkSettings
+    from braidrl.engines.http.http_engine import HttpEngine, NetworkSettings, ServerSpec
 
     rollout, ranks = config.rollout, worker.ranks
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
@@ -341,19 +337,19 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     model = own.model.expanduser()
     sent = rollout.servers.weights == "network"
     store = stored_in_memory if sent else partial(stored_in_folder, within=rollout.servers.folder)
-    sending = NetworkSettings(device, rollout.check_weights) if sent else None
-    needs = ServerNeeds(longest, rollout.is_reproducible, training_sampling(config), rollout.tensor, rollout.pipeline)
-    names = None if sent else hub_names(model)
+    sampling = training_sampling(config)
+    needs = ServerNeeds(longest, rollout.is_reproducible, sampling, rollout.tensor, rollout.pipeline, receives=sent)
+    names, limit_s = None if sent else hub_names(model), config.cluster.wait_limit_s
     spec = ServerSpec(
-        tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config), needs, config.seed, store,
-        names if names and names.differ else None,
+        DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config),
+        needs, config.seed, store, names if names and names.differ else None,
+        NetworkSettings(device, rollout.check_weights) if sent else None, limit_s,
     )  # fmt: skip
-    limit_s, dialect = config.cluster.wait_limit_s, DIALECTS[rollout.servers.dialect]
-    engines = [HttpEngine(GenerationServer(url, dialect, limit_s, sending), spec) for url in urls]
+    engines = [HttpEngine(url, spec) for url in urls]
     service = EngineService(engines, limit_s, store)
     # A server may still have the weights of an earlier run.
     service.publish(0, ModelWeights(load_decoder(model, own.dtype, torch.device("cpu"))))
-    if failures := service.router.failures:
+    if failures := list(service.router.failures.values()):
         service.close()
         raise UserError(f"rollout.servers: {failures[0]}")
     return service

@@ -128,18 +128,15 @@ class Draws:
     first: int
     sampling: SamplingParams
 
-    def arguments(self) -> dict[str, str]:
-        """Encode as text under one key, which engines and servers pass through."""
-        return {ARGUMENT: msgspec.json.encode(self).decode()}
 
-
-def row_draws(request: Request, seed: int) -> Draws:
-    """Return the draws of a request's row in a run with this seed."""
-    return Draws(request.key(seed), request.first_draw, request.sampling)
+def draw_arguments(request: Request, seed: int) -> dict[str, str]:
+    """Return the draws of a request's row in a run with this seed, as text under one key, which engines and servers pass through."""
+    draws = Draws(request.key(seed), request.first_draw, request.sampling)
+    return {ARGUMENT: msgspec.json.encode(draws).decode()}
 
 
 def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
-    """Invert `Draws.arguments`. Raises ValueError for a request that Braid did not make."""
+    """Invert `draw_arguments`. Raises ValueError for a request that Braid did not make."""
     if not arguments or ARGUMENT not in arguments:
         raise ValueError(
             "this engine draws tokens for Braid alone: ask it through `braid train` with rollout.engine=http"

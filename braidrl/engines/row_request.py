@@ -1,7 +1,14 @@
-"""A request in an engine, as the host tracks it until it ends: by an end of sequence, a stop text, or its length."""
+"""A request in an engine, as the host tracks it until it ends: by an end of sequence, a stop text, or its length.
 
-from collections.abc import Sequence
+`rows_to_begin` says how many rows an engine draws at once, by the room of its keys and values:
+
+finished rows ──▶ recent: the parts of their limits that rows have drawn; the largest is expected of each row
+waiting rows ──prompt + expected part · limit──▶ begin while the keys and values of all running rows fit
+"""
+
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,24 +20,10 @@ from braidrl.errors import UserError
 
 CONTEXT = 4
 """Tokens decoded before the span of a stop text: some decoders treat the first token of a text differently."""
-
-
-class StopTexts:
-    """Detector of stop texts in one row."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...], begun: Sequence[int] = ()) -> None:
-        """Start after the tokens with which the response has `begun`."""
-        self._tokenizer = tokenizer
-        self._texts = texts
-        # Each text token holds at least one byte.
-        self._window = max(len(text.encode()) for text in texts) + CONTEXT
-        self._tokens = list(begun)[1 - self._window :]
-
-    def contains_stop_text(self, token: int) -> bool:
-        """Append a token; return True if the text now ends with, or has just passed, one of the stop texts."""
-        self._tokens = [*self._tokens[1 - self._window :], token]
-        tail = self._tokenizer.decode(self._tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(text in tail for text in self._texts)
+RECENT = 64
+"""Finished rows whose lengths are remembered."""
+KNOWN = 16
+"""Finished rows without which each row is counted with its whole limit."""
 
 
 @dataclass
@@ -41,7 +34,10 @@ class EngineRow:
     limit: int
     """Tokens that may be drawn."""
     stop_token_ids: tuple[int, ...]
-    stop_texts: StopTexts | None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """Decodes the tokens of a row with stop texts; None without any."""
+    tail: list[int] = field(default_factory=list)
+    """The last tokens of the response, in which a stop text may have begun."""
     begun: int = 0
     """The engine's step in which it got its slot."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -56,12 +52,14 @@ class EngineRow:
         if self.request.on_token is not None:
             self.request.on_token(self.request.continues + self.recorded, token)
         self.recorded += 1
-        self.stop_text_found = self.stop_texts is not None and self.stop_texts.contains_stop_text(token)
+        if self.tokenizer is not None:
+            stops = self.request.sampling.stop
+            # Each text token holds at least one byte.
+            span = max(len(stop.encode()) for stop in stops) + CONTEXT
+            self.tail = [*self.tail[1 - span :], token]
+            text = self.tokenizer.decode(self.tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self.stop_text_found = any(stop in text for stop in stops)
         return self.stop_text_found
-
-    def length(self, step: int) -> int:
-        """Return the number of tokens in the row's slot in this step, including the current input token."""
-        return len(self.request.prompt) + step - self.begun
 
     def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Response:
         """Return the row's response.
@@ -104,7 +102,44 @@ def row_of(
             f"{max_sequence_tokens}; shorten it or raise the limit"
         )
     ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(end_ids if sampling.ends else ()))))
-    texts = None
+    row = EngineRow(request, min(sampling.max_tokens, room), ids)
     if sampling.stop:
-        texts = StopTexts(tokenizer, sampling.stop, request.prompt[length - request.continues :].tolist())
-    return EngineRow(request, min(sampling.max_tokens, room), ids, texts)
+        row.tokenizer, row.tail = tokenizer, request.prompt[length - request.continues :].tolist()
+    return row
+
+
+class RowTokens(NamedTuple):
+    """The tokens of a row: of its prompt, drawn so far, and the most that it may draw."""
+
+    prompt: int
+    drawn: int
+    limit: int
+
+
+def rows_to_begin(
+    capacity: int, block: int, recent: Collection[float], running: Iterable[RowTokens], waiting: Iterable[RowTokens]
+) -> int:
+    """Return how many of the waiting rows, in their order, have room beside the running ones; the first row always has.
+
+    Args:
+        capacity: Tokens whose keys and values fit.
+        block: Tokens of a block; a row takes whole blocks.
+        recent: The parts of their limits that recent rows have drawn, from 0 to 1. A preemption means that rows drew more than was
+            expected: it counts as a row that has drawn its whole limit.
+        running: The rows that are being drawn.
+        waiting: The rows that are not.
+    """
+    share = max(recent) if len(recent) >= KNOWN else 1.0
+
+    def needed(row: RowTokens) -> int:
+        tokens = row.prompt + max(row.drawn + 1, round(share * row.limit))
+        return -(-min(tokens, row.prompt + row.limit) // block) * block
+
+    taken = [needed(row) for row in running]
+    left, begun = capacity - sum(taken), 0
+    for row in waiting:
+        left -= needed(row)
+        if left < 0 and (taken or begun):
+            break
+        begun += 1
+    return begun

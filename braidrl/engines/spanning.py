@@ -22,82 +22,67 @@ END = "end"
 """The key that is set when the engine is closed."""
 
 
+@dataclass
 class SpanningEngine:
     """An engine over several nodes, as one of them sees it."""
 
-    def __init__(self, store: dist.Store, node: int, nodes: int, address: str) -> None:
-        """Join nothing yet.
-
-        Args:
-            store: Reached by all nodes of this engine, and used by no other.
-            node: This node's rank; 0 starts the engine.
-            nodes: The number of nodes.
-            address: This node's address, as the others reach it.
-        """
-        self.node, self.nodes = node, nodes
-        self._store, self._address, self._start = store, address, 0
+    store: dist.Store
+    """Reached by all nodes of this engine, and used by no other."""
+    node: int
+    """This node's rank; 0 starts the engine."""
+    nodes: int
+    address: str
+    """This node's address, as the others reach it."""
+    start: int = 0
+    """The number of the current start."""
 
     def begin(self) -> NodePart:
         """Announce the next start, and return the first node's part in it."""
-        with socket.create_server((self._address, 0)) as free:
+        with socket.create_server((self.address, 0)) as free:
             port = free.getsockname()[1]
-        self._start += 1
-        self._store.set(f"start/{self._start}", f"{self._address} {port}")
-        return NodePart(0, self.nodes, self._address, self._address, port)
+        self.start += 1
+        self.store.set(f"start/{self.start}", f"{self.address} {port}")
+        return NodePart(0, self.nodes, self.address, self.address, port)
 
     def lost(self) -> int | None:
         """Return a node that has lost its part of the current start; None while all have theirs."""
         others = range(1, self.nodes)
-        return next((node for node in others if self._store.check([f"lost/{self._start}/{node}"])), None)
+        return next((node for node in others if self.store.check([f"lost/{self.start}/{node}"])), None)
 
     def end(self) -> None:
         """Tell the other nodes that there will be no further start."""
         # Without the store the run is gone, and the other nodes with it.
         with contextlib.suppress(RuntimeError):
-            self._store.set(END, "")
+            self.store.set(END, "")
 
     async def next_start(self) -> NodePart | None:
         """Wait for the next start, and return this node's part in it; None at the end."""
-        while not self._store.check([f"start/{self._start + 1}"]):
-            if self._store.check([END]):
-                return None
+        while not self.is_over():
             await asyncio.sleep(LOOK_S)
-        self._start += 1
-        host, port = self._store.get(f"start/{self._start}").decode().split()
-        return NodePart(self.node, self.nodes, self._address, host, int(port))
+        if not self.store.check([f"start/{self.start + 1}"]):
+            return None
+        self.start += 1
+        host, port = self.store.get(f"start/{self.start}").decode().split()
+        return NodePart(self.node, self.nodes, self.address, host, int(port))
 
     def is_over(self) -> bool:
         """Return True if the first node has given the current start up."""
-        return bool(self._store.check([END]) or self._store.check([f"start/{self._start + 1}"]))
+        return bool(self.store.check([END]) or self.store.check([f"start/{self.start + 1}"]))
 
     def lose(self) -> None:
         """Report that this node has no part of the current start any more."""
-        self._store.set(f"lost/{self._start}/{self.node}", "")
+        self.store.set(f"lost/{self.start}/{self.node}", "")
 
 
 @dataclass(frozen=True)
 class OneOf(DataParallel):
     """One of several independent workers that generate for a role; its engines may span several nodes, each with a process of it."""
 
-    number: int = 0
-    workers: int = 1
+    rank: int = 0
+    size: int = 1
     store: dist.Store | None = None
     """Reached by the worker's processes; None if there is one."""
     node: int = 0
     nodes: int = 1
     address: str = ""
     """This process's address, as the others reach it."""
-
-    @property
-    def rank(self) -> int:
-        return self.number
-
-    @property
-    def size(self) -> int:
-        return self.workers
-
-    def spanning(self, engine: int) -> SpanningEngine | None:
-        """Return the worker's engine with this number; None if its engines are on one node."""
-        if self.store is None:
-            return None
-        return SpanningEngine(dist.PrefixStore(f"engine/{engine}", self.store), self.node, self.nodes, self.address)

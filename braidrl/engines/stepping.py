@@ -3,34 +3,47 @@
 SteppingEngine   add ──▶ waiting ──▶ step, step, step ... ──▶ Response
 EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ the future of each row that ended
                                      └── other tasks of the event loop run between two steps
+
+An `SpmdEngine` is sharded over training ranks: each holds a slice of one model, and together they decode the rows of all ranks.
+
+rank 0   its requests ╮                ╭─ step, step, step ... ─▶ its responses
+rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─▶ its responses        within a step they run collectives in each layer
+
+Sampling is deterministic: ranks with the same requests in the same order draw the same tokens, so no rank has to lead.
 """
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
+from braidrl.cluster.world import Ranks
+from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import Engine, EngineError, EngineMemory, Load, T
+from braidrl.engines.engine import Engine, EngineError, EngineMemory, Load, RoleEngine, T
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
+from braidrl.weights.generation_layout import GenerationLayout
+from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.publisher import WeightSource
-from braidrl.weights.shards import WeightPart
+from braidrl.weights.shards import Parts, WeightPart
 
 TURNS = 10
 """Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the step."""
 
 
-class SteppingEngine(ABC):
+class SteppingEngine(RoleEngine):
     """A `RoleEngine` with rows in flight, and counters."""
 
-    is_collective = False
+    slots: int = 0
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
@@ -50,41 +63,17 @@ class SteppingEngine(ABC):
         self.vocabulary: int | None = None
         """Size of the model's embedding, if smaller than the tokenizer's vocabulary."""
         self._under_way: set[Uid] = set()
-
-    @property
-    def memory(self) -> EngineMemory | None:
-        return None
+        self._waiting: deque[EngineRow] = deque()
+        """Rows without a slot."""
 
     def parts(self) -> Mapping[str, WeightPart]:
         """Return this process's parts of the weights, into which a trainer in the same process copies its own; by default none."""
         return {}
 
     @property
-    @abstractmethod
-    def slots(self) -> int:
-        """Return the number of rows that can be decoded at once."""
-
-    @property
-    @abstractmethod
-    def in_flight(self) -> int:
-        """Return the number of rows that are being decoded."""
-
-    @property
-    @abstractmethod
     def waiting(self) -> int:
         """Return the number of rows without a slot."""
-
-    @abstractmethod
-    def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Set the weights; rows in flight continue with them, and earlier tokens keep their version.
-
-        Args:
-            version: The version of the weights.
-            source: The new weights; None if the engine shares the trainer's tensors.
-
-        Raises:
-            ValueError: The source lacks a tensor; the weights are unchanged.
-        """
+        return len(self._waiting)
 
     @abstractmethod
     def step(self) -> list[Response]:
@@ -94,18 +83,10 @@ class SteppingEngine(ABC):
     def abort(self, uid: Uid) -> Response:
         """End a row at once with its tokens so far. Raises KeyError if it is not in flight."""
 
-    @abstractmethod
-    def clear(self, release: bool = True) -> None:
-        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
-
     def sleep(self) -> None:
-        """Free the memory that only generation needs: keys and values, and what an engine adds."""
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; an engine sleeps when it has none")
         self.clear()
-
-    def wake(self) -> None:  # noqa: B027
-        """Get ready to generate again; memory that `sleep` freed is allocated when needed."""
 
     def recover(self) -> int:
         """Make a failed engine ready, and return the version of its weights. Raises EngineError if that fails."""
@@ -125,15 +106,14 @@ class SteppingEngine(ABC):
             for request in requests:
                 self.add(request)
                 order.append(request.uid)
-            with self._decoding():
-                while self._under_way:
-                    for row in self.step():
-                        finished[row.uid] = row
-                        if on_finished:
-                            on_finished(row)
-                    for uid in rows_to_end() if rows_to_end else ():
-                        if uid in self._under_way:
-                            finished[uid] = self.abort(uid)
+            while self._under_way:
+                for row in self.step():
+                    finished[row.uid] = row
+                    if on_finished:
+                        on_finished(row)
+                for uid in rows_to_end() if rows_to_end else ():
+                    if uid in self._under_way:
+                        finished[uid] = self.abort(uid)
         finally:
             self.clear(release=False)
         return [finished[uid] for uid in order]
@@ -144,9 +124,6 @@ class SteppingEngine(ABC):
                 return run_cancelled_by_interrupts(runner, work(EngineReplica(self)))
         finally:
             self.clear()
-
-    def close(self) -> None:  # noqa: B027
-        """Stop everything that the engine started; by default nothing."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError for a prompt that leaves no room for a response."""
@@ -160,16 +137,70 @@ class SteppingEngine(ABC):
         self._accept(row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens))
         self._under_way.add(request.uid)
 
-    @abstractmethod
     def _accept(self, row: EngineRow) -> None:
         """Queue a checked row."""
+        self._waiting.append(row)
 
     def _done(self, finished: list[Response]) -> list[Response]:
         self._under_way.difference_update(row.uid for row in finished)
         return finished
 
-    def _decoding(self) -> AbstractContextManager[None]:
-        return nullcontext()
+
+class SpmdEngine(SteppingEngine):
+    """One rank's engine, a base of engines that step alike on equal requests.
+
+    All ranks of the group make the same calls at the same time, including ranks without requests.
+    """
+
+    is_collective = True
+    group: dist.ProcessGroup | None = None
+    """All ranks that decode together; None if this one decodes alone."""
+    phases: GenerationWeights | None = None
+    """Set where generation and training weights take turns on the device."""
+
+    @property
+    def memory(self) -> EngineMemory | None:
+        memory = super().memory
+        return memory and replace(memory, weights=self.phases)
+
+    def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
+        """Let generation and training weights take turns on the device; all ranks call this at the same time."""
+        self.phases = GenerationWeights(trained, training, ranks, self.parts, layout)
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Publish weights; where they take turns with training's, they are loaded with the next generation."""
+        if self.phases is not None:
+            self.phases.leave()
+        super().publish(version, source)  # type: ignore[safe-super]
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Response], None] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+    ) -> list[Response]:
+        """Return this rank's responses in the order of `requests`. A row in any rank's `rows_to_end` ends in the same step on all ranks."""
+        own = list(requests)
+        if self.group is None:
+            return super().generate(own, on_finished, rows_to_end)
+        uids = {request.uid for request in own}
+        asked = [replace(request, on_token=None) for request in own]
+        ranks = Ranks(self.group)
+        said = ranks.all_gather("requests", (rows_to_end is not None, asked), tuple[bool, list[Request]])
+        gathered = [request for _, requests in said for request in requests]
+        # All ranks are asked after each step, but only if some rank may end rows.
+        may_end = any(can for can, _ in said)
+
+        def ending() -> list[Uid]:
+            named = ranks.all_gather("rows to end", list(rows_to_end() if rows_to_end else ()), list[Uid])
+            return list(dict.fromkeys(uid for part in named for uid in part))
+
+        def report(finished: Response) -> None:
+            if on_finished is not None and finished.uid in uids:
+                on_finished(finished)
+
+        found = {finished.uid: finished for finished in super().generate(gathered, report, ending if may_end else None)}
+        return [found[request.uid] for request in own]
 
 
 class EngineReplica:

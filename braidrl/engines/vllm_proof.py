@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -37,21 +38,25 @@ def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding
         python: An interpreter that has vLLM; None for this one.
     """
     twins = [Twin(config, seed, head_width=WIDTH) for seed in (0, 1)]
+    prompts = [row[: max(1, len(row) // 2)] for row in twins[0].rows]
     try:
+        models = [twin.model(plan) for twin in twins]
         with tempfile.TemporaryDirectory() as folder:
-            save(twins[0], plan, Path(folder))
-            prompts = [row[: max(1, len(row) // 2)] for row in twins[0].rows]
-            found = asyncio.run(drawn(folder, [twin.model(plan) for twin in twins], prompts, python))
-        return Finding(NAME, max(gap(t, plan, prompts, rows) for t, rows in zip(twins, found, strict=True)), BOUND)
+            # A Hugging Face directory, with a tokenizer of one word per id.
+            models[0].save_pretrained(folder)
+            words = {str(n): n for n in range(twins[0].config.get_text_config().vocab_size)}
+            tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1").save_pretrained(folder)
+            found = asyncio.run(drawn(folder, models, prompts, python))
+        gaps = []
+        for model, responses in zip(models, found, strict=True):
+            rows = [torch.cat([prompt, own.tokens]) for prompt, own in zip(prompts, responses, strict=True)]
+            with torch.no_grad():
+                expected = [each[-TOKENS:] for each in packed_log_probs(model, rows)]
+            gaps.append(distance([response.log_probs for response in responses], expected))
+        return Finding(NAME, max(gaps), BOUND)
     except FAILURES as error:
         return Finding(NAME, float("inf"), BOUND, first_line(error))
-
-
-def save(twin: Twin, plan: ForwardPlan, folder: Path) -> None:
-    """Write the twin, with a tokenizer of one word per id, as a Hugging Face directory."""
-    twin.model(plan).save_pretrained(folder)
-    words = models.WordLevel({str(n): n for n in range(twin.config.get_text_config().vocab_size)}, unk_token="0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="1").save_pretrained(folder)
 
 
 async def drawn(folder: str, versions: list[Any], prompts: list[Tensor], python: Path | None) -> list[list[Response]]:
@@ -70,12 +75,3 @@ async def drawn(folder: str, versions: list[Any], prompts: list[Tensor], python:
     finally:
         await engine.close()
     return found
-
-
-@torch.no_grad()
-def gap(twin: Twin, plan: ForwardPlan, prompts: list[Tensor], found: list[Response]) -> float:
-    """Return the largest difference of a version's log-probs to the trainer's."""
-    rows = [torch.cat([prompt, own.tokens]) for prompt, own in zip(prompts, found, strict=True)]
-    expected = packed_log_probs(twin.model(plan), rows)
-    own = [each[-TOKENS:] for each in expected]
-    return distance([response.log_probs for response in found], own)

@@ -21,7 +21,8 @@ from transformers import AutoConfig
 
 from braidrl.cluster.world import Ranks
 from braidrl.config import load_config
-from braidrl.engines.embedded import states
+from braidrl.engines.embedded import embedded_engine
+from braidrl.engines.embedded.states import SlotStates
 from braidrl.errors import UserError
 from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
@@ -205,7 +206,7 @@ def test_a_tensor_on_the_wrong_device_is_found(
     def on_the_host(*keys: Any) -> Tensor:
         return torch.full((16,), 0.5, dtype=torch.float64)
 
-    monkeypatch.setattr(states, "uniform", on_the_host)
+    monkeypatch.setattr(embedded_engine, "uniform", on_the_host)
     with pytest.raises(RuntimeError, match="same device, but found at least two devices"):
         run(folder, tmp_path)
 
@@ -224,9 +225,9 @@ def waiting(step: Any) -> Any:
 def test_a_number_that_the_decode_loop_asks_for_is_found(
     folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states.SlotStates, "advance", waiting(states.SlotStates.advance))
+    monkeypatch.setattr(SlotStates, "advance", waiting(SlotStates.advance))
     run(folder, tmp_path)
-    with pytest.raises(AssertionError, match=r"the host waits.*batch\.py:SlotBatch\._decode"):
+    with pytest.raises(AssertionError, match=r"the host waits.*embedded_engine\.py:EmbeddedEngine\._decode"):
         check_places(twin)
 
 

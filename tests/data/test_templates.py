@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import IDENTITY, Objects, Rows
-from braidrl.data.templates import PromptTemplate, Retokenizer
+from braidrl.data.templates import PromptTemplate, retokenized
 from braidrl.errors import UserError
 
 USER = {"role": "user", "content": "hi"}
@@ -82,4 +82,4 @@ def test_a_turn_that_ends_by_the_templates_token_ends_in_another_tokenizer_too(c
         }
     )
     assert answer[-1] != base.eos_token_id
-    assert Retokenizer(base, template).rows(rows)["tokens"].tolist() == [prompt + answer]
+    assert retokenized(rows, base, template)["tokens"].tolist() == [prompt + answer]

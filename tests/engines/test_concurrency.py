@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.engines.concurrency import KNOWN, RECENT, ExpectedShare, RowTokens, rows_to_begin
+from braidrl.engines.row_request import KNOWN, RECENT, RowTokens, rows_to_begin
 
 LIMITS = st.integers(1, 40)
 ROWS = st.lists(
@@ -21,8 +23,8 @@ def blocks(tokens: int, block: int) -> int:
 def test_rows_begin_while_what_they_are_expected_to_draw_fits(
     capacity: int, block: int, share: float, running: list[RowTokens], waiting: list[RowTokens]
 ) -> None:
-    begun = rows_to_begin(capacity, block, share, running, waiting)
-    whole = rows_to_begin(capacity, block, 1.0, running, waiting)
+    begun = rows_to_begin(capacity, block, [share] * KNOWN, running, waiting)
+    whole = rows_to_begin(capacity, block, [], running, waiting)
     assert 0 <= whole <= begun <= len(waiting)
     if waiting and not running:
         assert begun >= 1, "an engine without rows draws the first one"
@@ -32,16 +34,11 @@ def test_rows_begin_while_what_they_are_expected_to_draw_fits(
 
 
 def test_rows_are_counted_whole_until_lengths_are_known_and_after_a_preemption() -> None:
-    share = ExpectedShare()
-    for _ in range(KNOWN - 1):
-        share.finished(RowTokens(5, 10, 100))
-    assert share.value == 1.0
-    share.finished(RowTokens(5, 20, 100))
-    assert share.value == 0.2
-    waiting = [RowTokens(5, 0, 100)] * 10
-    assert rows_to_begin(105, 1, share.value, [], waiting) == 4
-    share.preempted()
-    assert share.value == 1.0 and rows_to_begin(105, 1, share.value, [], waiting) == 1
-    for _ in range(RECENT):
-        share.finished(RowTokens(5, 30, 100))
-    assert share.value == 0.3
+    recent, waiting = deque([0.1] * (KNOWN - 1), maxlen=RECENT), [RowTokens(5, 0, 100)] * 10
+    assert rows_to_begin(105, 1, recent, [], waiting) == 1
+    recent.append(0.2)
+    assert rows_to_begin(105, 1, recent, [], waiting) == 4
+    recent.append(1.0)
+    assert rows_to_begin(105, 1, recent, [], waiting) == 1
+    recent.extend([0.3] * RECENT)
+    assert rows_to_begin(105, 1, recent, [], waiting) == 3

@@ -17,7 +17,7 @@ from braidrl.cluster.process_groups import open_store
 from braidrl.config.config import RolloutConfig
 from braidrl.engines.engine import EngineSpec
 from braidrl.engines.engine_process import vllm_options
-from braidrl.engines.factory import engine_spec, on_devices, ranks_per_node, with_engines, with_nodes
+from braidrl.engines.factory import engine_spec, engines_of, with_engines, with_nodes
 from braidrl.engines.routing.router import EngineService
 from braidrl.engines.spanning import SpanningEngine
 from braidrl.errors import UserError
@@ -25,6 +25,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.step_metrics import GAP, GapWatch
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
+from braidrl.training.parallel.replicated import DataParallel
 from tests.engines.served import vllm_python
 from tests.invariants.traces import assert_same_weights
 from tests.tiny import SIZES, TOKENIZER, Workshop, recorded, weights_of
@@ -243,16 +244,16 @@ def test_vllm_gets_the_devices_of_its_shape(
     assert assign_devices(with_engines([Pool(("rank",), 1, generating=("actor",))], config), available) == {
         "rank-0": expected
     }
-    specs = on_devices(engine_spec("actor", config), len(expected.engines), ranks_per_node(config))
+    specs = [engine.spec for engine in engines_of("actor", DataParallel(), engine_spec("actor", config), config)]
     assert [spec.devices for spec in specs] == list(expected.engines)
-    assert {spec.ranks for spec in specs} == {len(expected.engines[0])}
+    assert {spec.tensor * spec.pipeline for spec in specs} == {len(expected.engines[0])}
 
 
 def test_vllm_without_devices_for_its_shape_is_refused(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = workshop.config(device="cuda", rollout={"engine": "vllm", "tensor": 2})
     with pytest.raises(UserError, match=r"need 2 CUDA devices \(rank: 2\) and this machine has 1; .* `rollout.tensor`"):
-        on_devices(engine_spec("actor", config), 1, ranks_per_node(config))
+        engines_of("actor", DataParallel(), engine_spec("actor", config), config)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +282,8 @@ def test_an_engine_spans_as_few_nodes_as_have_devices_for_it(
     groups = worker_groups(config, build_flow(config), None)
     (pool,) = (pool for pool in pools_of(groups, config) if pool.generating)
     assert (pool.workers, pool.engine_devices, config.rollout.nodes or 1) == (nodes, each, nodes)
-    specs = on_devices(engine_spec("actor", config), engines, ranks_per_node(config))
-    assert [spec.devices for spec in specs] == [tuple(range(n * each, (n + 1) * each)) for n in range(engines)]
+    made = engines_of("actor", DataParallel(), engine_spec("actor", config), config)
+    assert [engine.spec.devices for engine in made] == [tuple(range(n * each, (n + 1) * each)) for n in range(engines)]
 
 
 def test_nodes_join_each_start_of_an_engine_and_report_what_they_lose() -> None:

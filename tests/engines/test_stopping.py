@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.engines.row_request import StopTexts
+from braidrl.engines.requests import Request, SamplingParams
+from braidrl.engines.row_request import row_of
 from tests.engines.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -13,9 +15,10 @@ TOKENIZER = make_tokenizer()
 
 def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
     """Return the number of tokens of `text` at which a stop text is found."""
-    watch = StopTexts(TOKENIZER, stops)
+    request = Request((0, 0, 0), torch.zeros(1, dtype=torch.int64), SamplingParams(stop=stops))
+    row = row_of(request, TOKENIZER, (), 512)
     for count, token in enumerate(TOKENIZER.encode(text), 1):
-        if watch.contains_stop_text(token):
+        if row.record_token(token):
             return count
     return None
 

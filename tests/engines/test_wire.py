@@ -9,7 +9,8 @@ import torch
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.engine import EngineError
-from braidrl.engines.engine_process import (
+from braidrl.engines.engine_messages import (
+    ERRORS,
     CallDone,
     CallFailed,
     EngineReply,
@@ -68,5 +69,5 @@ def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -
 def test_errors_are_raised_again_and_foreign_ones_become_engine_errors(raised: Exception, expected: Exception) -> None:
     reply, _ = asyncio.run(arrived(CallFailed.of(7, raised), type=EngineReply))
     assert isinstance(reply, CallFailed)
-    found = reply.exception()
+    found = ERRORS[reply.error](reply.text)
     assert type(found) is type(expected) and str(found) == str(expected)

@@ -11,7 +11,7 @@ Shapes: B slots in the step, V vocabulary.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,52 +33,46 @@ class StepGraphs:
         """Start without graphs; `recorder` makes a recorder for each set of graphs that read the same tensors."""
         self._recorder, self._record = recorder, recorder()
         self._recordable = True
-        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self.graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        """The graph of each number of rows and of positions read."""
         self._results: dict[int, Tensor] = {}
-        self._places: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def invalidate_if_moved(self, touched: Iterable[Tensor]) -> None:
-        """Drop every graph if one of the tensors that steps read or write has moved."""
-        places = tuple(tensor.data_ptr() for tensor in touched)
-        if places != self._places:
-            self._graphs.clear()
-            self._results.clear()
-            self._places, self._record = places, self._recorder()
+        self.addresses: tuple[int, ...] = ()
+        """The addresses of all tensors that steps read or write; when one has moved, every graph is dropped."""
+        self._recorded_addresses: tuple[int, ...] = ()
 
     def logits(self, rows: int, positions: int, compute: Callable[[int], Tensor]) -> Tensor:
         """Return `compute`'s logits (B, V), reading at least `positions` positions; the next call overwrites them."""
-        read = padded_positions(positions)
-        if (rows, read) not in self._graphs and self._recordable:
+        if self.addresses != self._recorded_addresses:
+            self.graphs.clear()
+            self._results.clear()
+            self._recorded_addresses, self._record = self.addresses, self._recorder()
+        # Round up by at most an eighth, to one of 8 lengths between two powers of two, so that few graphs are recorded.
+        read = round_up(positions, max(READ_MULTIPLE, 1 << max(0, positions.bit_length() - 4)))
+        if (rows, read) not in self.graphs and self._recordable:
+            start = time.perf_counter()
             try:
-                self._graphs[rows, read] = self._recorded(rows, read, compute)
+                if rows not in self._results:
+                    self._results[rows] = torch.empty_like(compute(read))
+                result = self._results[rows]
+
+                def step() -> None:
+                    result.copy_(compute(read))
+
+                self.graphs[rows, read] = self._record(step)
+                seconds = time.perf_counter() - start
+                logger.info("recorded a step of %d rows and %d positions in %.1f s", rows, read, seconds)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 self._recordable = False
-                self._graphs.clear()
+                self.graphs.clear()
                 logger.warning(
                     "decode steps of this model cannot be recorded as CUDA graphs and run slower: %s", first_line(error)
                 )
         if not self._recordable:
             return compute(read)
-        self._graphs[rows, read]()
+        self.graphs[rows, read]()
         return self._results[rows]
-
-    def _recorded(self, rows: int, read: int, compute: Callable[[int], Tensor]) -> Callable[[], None]:
-        start = time.perf_counter()
-        if rows not in self._results:
-            self._results[rows] = torch.empty_like(compute(read))
-        result = self._results[rows]
-
-        def step() -> None:
-            result.copy_(compute(read))
-
-        graph = self._record(step)
-        logger.info("recorded a step of %d rows and %d positions in %.1f s", rows, read, time.perf_counter() - start)
-        return graph
 
 
 class CudaRecorder:
@@ -100,9 +94,3 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool):
             step()
         return graph.replay
-
-
-def padded_positions(positions: int) -> int:
-    """Round up by at most an eighth, to one of 8 lengths between two powers of two, so that few graphs are recorded."""
-    eighth = 1 << max(0, positions.bit_length() - 4)
-    return round_up(positions, max(READ_MULTIPLE, eighth))

@@ -35,20 +35,13 @@ ARGUMENTS: dict[str, Sequence[type]] = {
 
 
 class Kernels:
-    """Kernels for one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
+    """Compiled kernels for one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
 
     def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype, self._functions = dtype, functions
         for name, types in ARGUMENTS.items():
             function = getattr(functions, name)
             function.argtypes, function.restype = types, ctypes.c_int if name == "attend" else None
-
-    @staticmethod
-    def of(head_width: int, group: int, dtype: torch.dtype) -> "Kernels | None":
-        """Compile the kernels; return None if no compiler works."""
-        half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
-        functions = build(SOURCE, HEAD=head_width, GROUP=group, **half)
-        return None if functions is None else Kernels(functions, dtype)
 
     def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         """Add `update` (B, W) to `residual` (B, W) float32 in place, and return its RMS norm times `weight` (W,), (B, W)."""
@@ -123,8 +116,10 @@ def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kernels = Kernels.of(width, config.num_attention_heads // config.num_key_value_heads, model.dtype)
-    return None if kernels is None else NativeDecoder(model, kernels)
+    half = {"BFLOAT16": 1} if model.dtype == torch.bfloat16 else {}
+    group = config.num_attention_heads // config.num_key_value_heads
+    functions = build(SOURCE, HEAD=width, GROUP=group, **half)
+    return None if functions is None else NativeDecoder(model, Kernels(functions, model.dtype), width)
 
 
 @dataclass(frozen=True)
@@ -144,37 +139,37 @@ class DecoderLayer:
     window: int | None
     scaling: float
 
-    @staticmethod
-    def of(module: Any) -> "DecoderLayer":
-        attention, mlp = module.self_attn, module.mlp
-        norms = None
-        if hasattr(attention, "q_norm"):
-            norms = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-        weights, biases = [], []
-        for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
-            weights.append(side_by_side([layer.weight for layer in layers]))
-            has_bias = all(layer.bias is not None for layer in layers)
-            biases.append(side_by_side([layer.bias for layer in layers]) if has_bias else None)
-        return DecoderLayer(
-            module.input_layernorm.weight.detach(), weights[0], biases[0], norms, attention.o_proj,
-            module.post_attention_layernorm.weight.detach(), weights[1], biases[1], mlp.down_proj,
-            getattr(attention, "sliding_window", None), float(attention.scaling),
-        )  # fmt: skip
-
 
 class NativeDecoder:
     """A decoder that reads the weights of `model` in place; see `native_decoder` for the supported models."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, width: int) -> None:
         config: Any = model.config
         self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._cached = config.num_key_value_heads, (width, width)
         self.refresh()
 
     def refresh(self) -> None:
         """Look up the weights again, in case they have moved."""
-        self._layers = [DecoderLayer.of(layer) for layer in local_layers(self._model)]
+        self._layers = []
+        module: Any
+        for module in local_layers(self._model):
+            attention, mlp = module.self_attn, module.mlp
+            norms = None
+            if hasattr(attention, "q_norm"):
+                norms = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            weights, biases = [], []
+            for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+                weights.append(side_by_side([layer.weight for layer in layers]))
+                has_bias = all(layer.bias is not None for layer in layers)
+                biases.append(side_by_side([layer.bias for layer in layers]) if has_bias else None)
+            self._layers.append(
+                DecoderLayer(
+                    module.input_layernorm.weight.detach(), weights[0], biases[0], norms, attention.o_proj,
+                    module.post_attention_layernorm.weight.detach(), weights[1], biases[1], mlp.down_proj,
+                    getattr(attention, "sliding_window", None), float(attention.scaling),
+                )
+            )  # fmt: skip
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written.
@@ -213,24 +208,18 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
     An optimizer step on the parameters then also changes the joined weight. Parameters that are already joined stay in place; otherwise
     their data moves, and the parameters remain the same objects.
     """
-    joined = _joined(parameters)
-    if joined is None:
-        joined = torch.cat([parameter.detach() for parameter in parameters])
-        start = 0
-        for parameter in parameters:
-            parameter.data = joined[start : start + len(parameter)]
-            start += len(parameter)
-    return joined
-
-
-def _joined(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return the joined tensor of parameters that lie one after the other in one storage; None if they do not."""
     first = parameters[0]
-    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    place, storage, are_joined = first.data_ptr(), first.untyped_storage().data_ptr(), True
     for parameter in parameters:
-        same = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == address
-        if not same or not parameter.is_contiguous() or parameter.shape[1:] != first.shape[1:]:
-            return None
-        address += parameter.numel() * parameter.element_size()
-    shape = (sum(len(parameter) for parameter in parameters), *first.shape[1:])
-    return first.detach().as_strided(shape, first.stride())
+        follows = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == place
+        are_joined &= follows and parameter.is_contiguous() and parameter.shape[1:] == first.shape[1:]
+        place += parameter.numel() * parameter.element_size()
+    if are_joined:
+        rows = sum(len(parameter) for parameter in parameters)
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    joined = torch.cat([parameter.detach() for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = joined[start : start + len(parameter)]
+        start += len(parameter)
+    return joined

@@ -66,24 +66,16 @@ class TensorRanks:
         return found
 
 
-class PipelineRanks:
-    """This rank's view of the pipeline-parallel group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.is_last = self.rank == self.size - 1
-
-
 class ReceiveHidden(nn.Module):
     """A layer in place of the embedding that receives the hidden states of the previous layers."""
 
-    def __init__(self, ranks: PipelineRanks, width: int, dtype: torch.dtype, received: Any) -> None:
+    def __init__(self, pipeline: dist.ProcessGroup, width: int, dtype: torch.dtype, received: Any) -> None:
         super().__init__()
-        self.ranks, self.width, self.dtype, self.received = ranks, width, dtype, [received]
+        self.pipeline, self.width, self.dtype, self.received = pipeline, width, dtype, [received]
 
     def forward(self, input: Tensor) -> Tensor:
         hidden = torch.empty(*input.shape, self.width, dtype=self.dtype, device=input.device)
-        dist.recv(hidden, group=self.ranks.group, group_src=self.ranks.rank - 1)
+        dist.recv(hidden, group=self.pipeline, group_src=self.pipeline.rank() - 1)
         self.received[0].hidden = hidden
         return hidden
 
@@ -91,16 +83,16 @@ class ReceiveHidden(nn.Module):
 class SendHidden(nn.Module):
     """A layer in place of the last norm that sends the hidden states to the next layers."""
 
-    def __init__(self, ranks: PipelineRanks, dtype: torch.dtype) -> None:
+    def __init__(self, pipeline: dist.ProcessGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        self.ranks, self.dtype = ranks, dtype
+        self.pipeline, self.dtype = pipeline, dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
-        dist.send(hidden.to(self.dtype).contiguous(), group=self.ranks.group, group_dst=self.ranks.rank + 1)
+        dist.send(hidden.to(self.dtype).contiguous(), group=self.pipeline, group_dst=self.pipeline.rank() + 1)
         return hidden
 
 
-def join_generation_groups(groups: Tensor) -> tuple[TensorRanks, PipelineRanks | None]:
+def join_generation_groups(groups: Tensor) -> tuple[TensorRanks, dist.ProcessGroup | None]:
     """Form the process groups of ranks that decode together; all ranks call this at the same time.
 
     Args:
@@ -110,9 +102,8 @@ def join_generation_groups(groups: Tensor) -> tuple[TensorRanks, PipelineRanks |
         This rank's tensor-parallel group, and its pipeline group; None if each rank has all layers.
     """
     tensor = subgroup(groups.flatten(0, 1))
-    pipeline = subgroup(groups.movedim(1, 2).flatten(0, 1)) if groups.shape[1] > 1 else None
     assert tensor is not None, "every rank that generates is in a group"
-    return TensorRanks(tensor), PipelineRanks(pipeline) if pipeline else None
+    return TensorRanks(tensor), subgroup(groups.movedim(1, 2).flatten(0, 1)) if groups.shape[1] > 1 else None
 
 
 class RowParallelLinear(nn.Linear):
@@ -158,19 +149,20 @@ def load_for_decoding(
     dtype: torch.dtype,
     device: torch.device | str,
     ranks: TensorRanks,
-    pipeline: PipelineRanks | None = None,
+    pipeline: dist.ProcessGroup | None = None,
 ) -> tuple[PreTrainedModel, Slices]:
     """Load this rank's layers and slices of the decoder in a Hugging Face directory, and read nothing else of it.
 
     Raises UserError as `load_decoder`, and for a model without a tensor-parallel plan or that cannot be sharded over so many ranks.
     """
     model: Any = load_decoder(path, dtype, on_meta=True)
-    check_heads(model.config.to_dict(), ranks.size)
+    config = model.config
+    check_heads(config.to_dict(), ranks.size)
     plan = full_plan_of(model, KEY, f"{KEY}=1") if ranks.size > 1 else {}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     boxes = boxes_of(shapes, plan, ranks.rank, ranks.size)
     if pipeline is not None:
-        split_layers(model, pipeline.rank, pipeline.size)
+        split_layers(model, pipeline.rank(), pipeline.size())
     if is_on_meta(model):
         ParameterReader(Path(path), model, boxes, ModelFiles(Path(path), model))(model)
     else:
@@ -182,7 +174,7 @@ def load_for_decoding(
             module, _, own = name.rpartition(".")
             setattr(model.get_submodule(module), own, kept[whole])
     if ranks.size > 1:
-        output, config = model.get_output_embeddings(), model.config
+        output = model.get_output_embeddings()
         for name, module in model.named_modules():
             kind = ParallelLMHead if module is output else PARALLEL_MODULES.get(plan.get(pattern_of(name), ""))
             if kind is not None:
@@ -192,22 +184,18 @@ def load_for_decoding(
         config.num_attention_heads //= ranks.size
         config.num_key_value_heads //= ranks.size
     if pipeline is not None:
-        _connect(model, pipeline)
+        # Hidden states are received before this rank's layers, and sent after them.
+        body = body_of(model)
+        if pipeline.rank() > 0:
+            before = getattr(model, RECEIVED)[0]
+            received, embedding = ReceiveHidden(pipeline, config.hidden_size, model.dtype, before), body.embedding
+            if not isinstance(embedding, PassThrough):
+                # The output layer's weight, under the name that it has on the first rank.
+                received.weight = embedding.weight
+            setattr(body.decoder, body.embedding_name, received)
+        if pipeline.rank() < pipeline.size() - 1:
+            setattr(body.decoder, body.norm_name, SendHidden(pipeline, model.dtype))
     return model.requires_grad_(False).eval().to(device), Slices(shapes, boxes)
-
-
-def _connect(model: Any, pipeline: PipelineRanks) -> None:
-    """Make the model receive hidden states before this rank's layers and send them afterwards."""
-    body = body_of(model)
-    if pipeline.rank > 0:
-        before = getattr(model, RECEIVED)[0]
-        received, embedding = ReceiveHidden(pipeline, model.config.hidden_size, model.dtype, before), body.embedding
-        if not isinstance(embedding, PassThrough):
-            # The output layer's weight, under the name that it has on the first rank.
-            received.weight = embedding.weight
-        setattr(body.decoder, body.embedding_name, received)
-    if not pipeline.is_last:
-        setattr(body.decoder, body.norm_name, SendHidden(pipeline, model.dtype))
 
 
 def check_heads(settings: Mapping[str, Any], ranks: int) -> None:

@@ -1,20 +1,30 @@
-"""The state of each slot, one tensor per quantity, so that a decode step has no loop over rows.
+"""The state of each slot, one tensor per quantity, so that a decode step has no loop over rows; and the prompts of rows that wait for one.
 
-Shapes: B slots, T response tokens, S stop tokens.
+All ids of a prompt except the last go through the model in `Prompts`; a slot decodes the last one first. So every token is drawn in a
+decode step, at the shape that all rows share.
+
+Shapes: B slots, R rows, T response tokens, S stop tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from braidrl.algorithms.random import uniform
-from braidrl.engines.requests import SamplingParams
 from braidrl.engines.row_request import EngineRow
-from braidrl.engines.sampling import BatchSampling, batch_sampling
+from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.compute.slots import PrefillSequences, Prefix, round_up
+from braidrl.training.decoders.body import run_body
 
 NO_TOKEN = -1
+ROW_MULTIPLE = 16
+"""Matrix products have a multiple of this many rows: with fewer, a CPU's kernels round the same row differently."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens in one forward pass; a longer prompt goes alone."""
 
 
 @dataclass
@@ -45,51 +55,38 @@ class SlotStates:
     """(B, T), the log-probs of the drawn tokens."""
 
     @staticmethod
-    def idle(
-        slots: int, response_tokens: int, stop_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> "SlotStates":
-        """Make idle slots with room for so many response and stop tokens each."""
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=device)
-
+    def idle(slots: int, dtype: torch.dtype, device: torch.device) -> "SlotStates":
+        """Make idle slots; `dtype` is that of log-probs."""
+        whole = ("current", "position", "drawn", "limit", "key", "first_draw", "top_k")
         return SlotStates(
-            current=zeros(), position=zeros(), drawn=zeros(), limit=zeros(), active=zeros(dtype=torch.bool),
-            key=zeros(), first_draw=zeros(),
-            temperature=zeros(dtype=torch.float64) + 1.0, greedy=zeros(dtype=torch.bool),
-            top_k=zeros(), top_p=zeros(dtype=torch.float64) + 1.0,
-            stop_token_ids=zeros(stop_tokens) + NO_TOKEN,
-            tokens=zeros(response_tokens), log_probs=zeros(response_tokens, dtype=dtype),
-        )  # fmt: skip
+            **{name: torch.zeros(slots, dtype=torch.int64, device=device) for name in whole},
+            **{name: torch.zeros(slots, dtype=torch.bool, device=device) for name in ("active", "greedy")},
+            **{name: torch.ones(slots, dtype=torch.float64, device=device) for name in ("temperature", "top_p")},
+            stop_token_ids=torch.full((slots, 1), NO_TOKEN, device=device),
+            tokens=torch.zeros(slots, 1, dtype=torch.int64, device=device),
+            log_probs=torch.zeros(slots, 1, dtype=dtype, device=device),
+        )
 
-    def first(self, slots: int) -> "SlotStates":
-        """Return views of the first so many slots."""
-        return SlotStates(**{fact.name: getattr(self, fact.name)[:slots] for fact in fields(self)})
-
-    def with_room(self, response_tokens: int, stop_tokens: int) -> "SlotStates":
-        """Return the same states with room for at least so many response and stop tokens."""
-        old = (self.tokens.shape[1], self.stop_token_ids.shape[1])
-        new = (max(old[0], response_tokens), max(old[1], stop_tokens))
-        if new == old:
-            return self
-        grown = SlotStates.idle(len(self.current), *new, self.log_probs.dtype, self.log_probs.device)
-        for fact in fields(self):
-            source, target = getattr(self, fact.name), getattr(grown, fact.name)
-            (target if target.dim() == 1 else target[:, : source.shape[1]]).copy_(source)
-        return grown
-
-    def begin(self, slots: Tensor, rows: Sequence[EngineRow], seed: int) -> None:
-        """Put a row into each of `slots` (R,)."""
-        requests = [row.request for row in rows]
+    def begin(self, rows: Mapping[int, EngineRow], seed: int, response_tokens: int, stop_tokens: int) -> None:
+        """Put rows into slots; all slots get room for at least so many response and stop tokens."""
+        for name, room in (
+            ("tokens", response_tokens),
+            ("log_probs", response_tokens),
+            ("stop_token_ids", stop_tokens),
+        ):
+            held: Tensor = getattr(self, name)
+            if (more := room - held.shape[1]) > 0:
+                setattr(self, name, pad(held, (0, more), value=NO_TOKEN if name == "stop_token_ids" else 0))
+        requests = [row.request for row in rows.values()]
         samplings = [request.sampling for request in requests]
         stops = torch.full((len(rows), self.stop_token_ids.shape[1]), NO_TOKEN)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(rows.values()):
             stops[number, : len(row.stop_token_ids)] = torch.tensor(row.stop_token_ids, dtype=torch.int64)
         values = {
             "current": torch.stack([request.prompt[-1] for request in requests]),
             "position": torch.tensor([len(request.prompt) - 1 for request in requests]),
             "drawn": torch.zeros(len(requests), dtype=torch.int64),
-            "limit": torch.tensor([row.limit for row in rows]),
+            "limit": torch.tensor([row.limit for row in rows.values()]),
             "active": torch.ones(len(requests), dtype=torch.bool),
             "key": torch.tensor([request.key(seed) for request in requests]),
             "first_draw": torch.tensor([request.first_draw for request in requests]),
@@ -99,31 +96,25 @@ class SlotStates:
             "top_p": torch.tensor([s.top_p for s in samplings], dtype=torch.float64),
             "stop_token_ids": stops,
         }
+        slots = torch.tensor(list(rows), device=self.current.device)
         for name, value in values.items():
             getattr(self, name)[slots] = value.to(self.current.device)
 
-    def end(self, slots: Tensor) -> None:
-        """Make `slots` (R,) idle: they take part in every step, at position 0 and without effect."""
+    def end(self, slots: Sequence[int]) -> None:
+        """Make slots idle: they take part in every step, at position 0 and without effect."""
+        places = torch.tensor(slots, dtype=torch.int64, device=self.current.device)
         for name in ("current", "position", "drawn", "limit", "active", "greedy", "top_k"):
-            getattr(self, name)[slots] = 0
-        self.temperature[slots] = 1.0
-        self.top_p[slots] = 1.0
-        self.stop_token_ids[slots] = NO_TOKEN
+            getattr(self, name)[places] = 0
+        self.temperature[places] = 1.0
+        self.top_p[places] = 1.0
+        self.stop_token_ids[places] = NO_TOKEN
 
     def move(self, source: int, target: int) -> None:
         """Move the state of slot `source` to `target`, and make `source` idle."""
         for fact in fields(self):
             tensor = getattr(self, fact.name)
             tensor[target] = tensor[source]
-        self.end(torch.tensor([source], device=self.current.device))
-
-    def batch_sampling(self, asked: Sequence[SamplingParams]) -> BatchSampling:
-        """Return the slots' sampling settings; a setting that no row uses is None."""
-        return batch_sampling(asked, self.temperature, self.greedy, self.top_k, self.top_p)
-
-    def uniforms(self) -> Tensor:
-        """Return the random number of each slot's next token, (B,) float64."""
-        return uniform(self.key, self.first_draw + self.drawn)
+        self.end([source])
 
     def advance(self, tokens: Tensor, log_probs: Tensor) -> Tensor:
         """Append the drawn tokens (B,), and mark active slots that reached a stop token or their limit, (B,) bool."""
@@ -136,3 +127,45 @@ class SlotStates:
         self.position += self.active
         stopped = (self.stop_token_ids == tokens[:, None]).any(-1)
         return (stopped | (self.drawn >= self.limit)) & self.active
+
+
+@dataclass
+class Prompts:
+    """The prompts of waiting rows, by their ids as bytes: each is computed once for all rows that begin with it, also across groups."""
+
+    prefixes: dict[bytes, Prefix] = field(default_factory=dict)
+    """Keys and values of each computed prompt, without its last token; kept until the last of its rows has a slot."""
+    waiting: Counter[bytes] = field(default_factory=Counter)
+    """The number of waiting rows with each prompt."""
+    computed_tokens: int = 0
+
+    def expect(self, prompt: Tensor, rows: int = 1) -> None:
+        """Count so many more waiting rows with this prompt, or fewer; after the last one, free its keys and values."""
+        name = prompt.numpy().tobytes()
+        self.waiting[name] += rows
+        if not self.waiting[name]:
+            del self.waiting[name]
+            self.prefixes.pop(name, None)
+
+    def compute(self, model: PreTrainedModel, prompts: Mapping[bytes, Tensor]) -> None:
+        """Compute the keys and values of prompts that have none yet, several in one packed forward."""
+        parts: list[dict[bytes, Tensor]] = []
+        held = PREFILL_TOKENS
+        for name, prompt in prompts.items():
+            ids = prompt[:-1]
+            if name in self.prefixes or not len(ids):
+                continue
+            if round_up(held + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
+                parts.append({})
+                held = 0
+            parts[-1][name] = ids
+            held += len(ids)
+        for part in parts:
+            lengths = [len(ids) for ids in part.values()]
+            filler = -sum(lengths) % ROW_MULTIPLE
+            sequences = PackedSequences.of([*lengths, filler], model.device)
+            packed = torch.cat([*part.values(), torch.zeros(filler, dtype=torch.int64)])
+            keeping = PrefillSequences(sequences)
+            run_body(model, packed[None].to(model.device), sequences.position_ids(), keeping)
+            self.prefixes |= dict(zip(part, keeping.prefixes(len(lengths)), strict=True))
+            self.computed_tokens += sum(lengths)

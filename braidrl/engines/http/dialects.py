@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl.engines.requests import Request, SamplingParams, row_draws
+from braidrl.engines.requests import Request, SamplingParams, draw_arguments
 
 Json = Mapping[str, Any]
 ServerCall = tuple[str, Json]
@@ -45,6 +45,8 @@ class ServerNeeds:
     """Tensor-parallel ranks; 1 leaves them to the server."""
     pipeline: int = 1
     """Pipeline-parallel ranks; 1 leaves them to the server."""
+    receives: bool = False
+    """Weights are sent over the network, not stored in a folder."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,6 @@ class Network:
     receive: Callable[[Json, str], Sequence[ServerCall]]
     """Calls that make its workers receive the weights of a notice, and label them. The first is made while the weights are sent.
     """
-    missing: Callable[[Json], str | None]
-    """The option that a server with these settings must be started with, if any."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,16 @@ class Dialect:
     """Calls to receive weights over the network; None if the server can only read them from a folder."""
 
 
+RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
+"""The extension of vLLM's workers that receives weights over the network."""
+
+
 def vllm_generate(part: ReplyPart) -> ServerCall:
     """Ask vLLM for tokens. Where `DrawByRow` draws them in the server, vLLM's own sampling settings are neutral."""
     sampling = part.request.sampling
     drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     if part.reproducible:
-        drawn["vllm_xargs"] = row_draws(part.request, part.seed).arguments()
+        drawn["vllm_xargs"] = draw_arguments(part.request, part.seed)
     elif sampling.takes_likeliest:
         drawn["temperature"] = 0.0
     else:
@@ -142,15 +146,10 @@ def vllm_missing(info: Json, needs: ServerNeeds) -> str | None:
     for axis, ranks in (("tensor", needs.tensor), ("pipeline", needs.pipeline)):
         if ranks > 1 and parallel[f"{axis}_parallel_size"] != ranks:
             return f"--{axis}-parallel-size {ranks}"
-    return f"--max-model-len {needs.tokens}" if model["max_model_len"] < needs.tokens else None
-
-
-RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
-
-
-def vllm_cannot_receive(info: Json) -> str | None:
-    extension = str(info["vllm_config"]["parallel_config"].get("worker_extension_cls", ""))
-    return None if extension == RECEIVES else f"--worker-extension-cls {RECEIVES}"
+    if model["max_model_len"] < needs.tokens:
+        return f"--max-model-len {needs.tokens}"
+    can_receive = parallel.get("worker_extension_cls") == RECEIVES
+    return f"--worker-extension-cls {RECEIVES}" if needs.receives and not can_receive else None
 
 
 VLLM = Dialect(
@@ -172,7 +171,6 @@ VLLM = Dialect(
             ("/collective_rpc", {"method": "receive_weights", "kwargs": {"notice": notice}}),
             ("/update_weight_version", {"new_version": label}),
         ),
-        missing=vllm_cannot_receive,
     ),
 )
 

@@ -8,37 +8,52 @@ So each token has one version, and none is drawn from keys and values of earlier
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.cluster.process_groups import address_towards
+from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load
-from braidrl.engines.http.dialects import ReplyPart, ServerAnswer, ServerNeeds
-from braidrl.engines.http.servers import GenerationServer
+from braidrl.engines.http.dialects import Dialect, ReplyPart, ServerAnswer, ServerNeeds
 from braidrl.engines.requests import Request, Response, remaining_request
 from braidrl.engines.row_request import RemoteRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
-from braidrl.weights.collective import OfferedWeights
+from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WeightFile, stored_in_folder
 from braidrl.weights.model_files import HubNames
 from braidrl.weights.publisher import WeightSource, check_shapes
 
 ABORT_AGAIN_S = 0.1
 """Seconds between aborts of one request: it may still be on its way to the server, so it is aborted until it is answered."""
+IDLE_S = 2.0
+"""Seconds after which an idle connection is not used again; vLLM's server closes one after 5 s."""
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """Settings for sending weights over the network: the run's device, and whether checksums are compared."""
+
+    device: torch.device
+    check: bool = False
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """The facts about a server's model that the run knows."""
+    """The facts about a server and its model that the run knows."""
 
+    dialect: Dialect
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
     shapes: Mapping[str, torch.Size]
@@ -50,6 +65,10 @@ class ServerSpec:
     """The writer of weights, to where the server reads them or they are sent from."""
     hub_names: HubNames | None = None
     """The conversion to the names that the server's loaders know, if a folder's weights have other names."""
+    sending: NetworkSettings | None = None
+    """Set if the server receives weights over the network; otherwise it reads them from a folder."""
+    limit_s: float = 600.0
+    """Seconds that a request waits for its answer."""
 
 
 @dataclass
@@ -66,9 +85,17 @@ class HttpRow(RemoteRow):
 class HttpEngine:
     """An engine for one server. It belongs to the event loop in which it is started."""
 
-    def __init__(self, server: GenerationServer, spec: ServerSpec) -> None:
-        self.server, self.spec = server, spec
+    def __init__(self, url: str, spec: ServerSpec) -> None:
+        self.url, self.spec = url.rstrip("/"), spec
         self.version, self.max_sequence_tokens = 0, spec.needs.tokens
+        self.weights = secrets.token_hex(8)
+        """The label of the server's weights, unique over all runs."""
+        self._coming = self.weights
+        """The label of the weights that the server is being given."""
+        self._given = False
+        self._held: OfferedWeights | None = None
+        """The weights that the server received over the network from the run's ranks."""
+        self._session: ClientSession | None = None
         self._flights: dict[Uid, HttpRow] = {}
         self._asleep = self._updating = False
         self._failure: EngineError | None = None
@@ -76,10 +103,24 @@ class HttpEngine:
 
     async def start(self) -> None:
         """Connect to the server. Raises UserError if it does not answer, or was started with options that Braid cannot train with."""
-        await self.server.connect(self.spec.needs)
+        # Connections are not reused after a training step: servers close idle ones, and this process does not notice it meanwhile.
+        connector = TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        self._session = ClientSession(connector=connector, timeout=ClientTimeout(total=self.spec.limit_s))
+        setting, dialect = f"rollout.servers: {self.url}", self.spec.dialect
+        try:
+            info = await self.ask("GET", dialect.settings)
+        except UserError:
+            raise UserError(
+                f"{setting} has no {dialect.settings}, and could not be given weights: start it with {dialect.start}"
+            ) from None
+        except EngineError as error:
+            raise UserError(f"{error}; start it, or correct rollout.servers") from error
+        if (missing := dialect.missing(info, self.spec.needs)) is not None:
+            raise UserError(f"{setting} is a server that Braid cannot train with: start it with {missing}")
 
     async def close(self) -> None:
-        await self.server.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def submit(self, request: Request) -> Response:
         if request.uid in self._flights:
@@ -88,17 +129,63 @@ class HttpEngine:
         flight = self._flights[request.uid] = HttpRow(row)
         try:
             with WORK.waiting():
-                return await self._generate(flight)
+                while True:
+                    async with self._changed:
+                        await self._changed.wait_for(
+                            lambda: flight.aborted or self._failure or not (self._asleep or self._updating)
+                        )
+                    if self._failure is not None:
+                        raise self._failure
+                    rest = None if flight.aborted else remaining_request(request, flight.finished(aborted=True))
+                    if rest is None:
+                        return flight.finished(aborted=True)
+                    answer = await self._generate_part(flight, rest)
+                    for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
+                        flight.tokens.append(token)
+                        flight.log_probs.append(log_prob)
+                        ends = row.record_token(token) or token in row.stop_token_ids
+                        if ends or len(flight.tokens) == row.limit:
+                            return flight.finished()
+                    if not answer.tokens and not flight.interrupted:
+                        raise EngineError(f"{self.url} ended row {request.uid} without a token")
         finally:
             del self._flights[request.uid]
+
+    async def _generate_part(self, flight: HttpRow, rest: Request) -> ServerAnswer:
+        """Generate tokens until the row ends or is interrupted."""
+        flight.name, flight.interrupted = uuid4().hex, False
+        flight.row.versions.append((len(flight.tokens), self.version))
+        limit = min(rest.sampling.max_tokens, flight.row.limit - len(flight.tokens))
+        asked = replace(rest, sampling=replace(rest.sampling, max_tokens=limit))
+        part = ReplyPart(
+            flight.name, asked, flight.row.stop_token_ids, self.spec.seed, self.weights, self.spec.needs.reproducible,
+        )  # fmt: skip
+        flight.call = asyncio.ensure_future(self.ask("POST", *self.spec.dialect.generate(part)))
+        try:
+            answer = self.spec.dialect.read(await flight.call)
+        finally:
+            flight.call.cancel()
+            flight.call = None
+        if answer.problem:
+            raise UserError(f"rollout.servers: {self.url} {answer.problem}")
+        await self.check_weights()
+        return answer
 
     async def abort(self, uid: Uid) -> None:
         if uid not in self._flights:
             raise KeyError(f"row {uid} is not under way")
         flight = self._flights[uid]
         flight.aborted = True
-        await self._wake_waiting()
+        async with self._changed:
+            self._changed.notify_all()
         await self._interrupt(flight)
+
+    async def _interrupt(self, flight: HttpRow) -> None:
+        """Make the server end the part that it draws, and wait for its answer."""
+        call, name, flight.interrupted = flight.call, flight.name, True
+        while call is not None and not call.done():
+            await self.ask("POST", *self.spec.dialect.abort(name))
+            await asyncio.wait([call], timeout=ABORT_AGAIN_S)
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         if source is None:
@@ -115,7 +202,7 @@ class HttpEngine:
             self._updating = True
             try:
                 await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
-                await self.server.load_weights(source)
+                await self.load_weights(source)
                 self.version = version
             except EngineError as error:
                 # No row may be drawn from weights of unknown version.
@@ -123,24 +210,74 @@ class HttpEngine:
                 raise
             finally:
                 self._updating = False
-                await self._wake_waiting()
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def load_weights(self, weights: WeightFile | OfferedWeights) -> None:
+        """Change the server's weights. Raises EngineError if that fails; the version of its weights is then unknown."""
+        label = self._coming = secrets.token_hex(8)
+        held, self._held = self._held, None
+        try:
+            if isinstance(weights, OfferedWeights):
+                path, field = self.spec.dialect.label
+                # A server that was restarted meanwhile holds other weights.
+                same = held is not None and (await self.ask("GET", path)).get(field) == self.weights
+                await self._receive(weights, label, held if same else None)
+            elif (sending := self.spec.sending) is not None:
+                host = urlsplit(self.url).hostname
+                assert host is not None
+                offer = WeightOffer(Ranks(), address_towards(host), self.spec.limit_s, sending.device, sending.check)
+                with closing(offer):
+                    await self._receive(offer.keep(0, weights.parts()), label)
+            else:
+                for path, body in self.spec.dialect.load_weights(str(weights.folder), label):
+                    await self.ask("POST", path, body)
+        except UserError as error:
+            raise EngineError(f"the weights of {self.url} could not be changed: {error}") from error
+        self.weights, self._given = label, True
+        self._held = weights if isinstance(weights, OfferedWeights) else None
+
+    async def _receive(self, offered: OfferedWeights, label: str, held: OfferedWeights | None = None) -> None:
+        """Make the server's workers receive the offered weights."""
+        network = self.spec.dialect.network
+        assert network is not None, "checked when the server was reached"
+        path, field = network.workers
+        workers = int((await self.ask("GET", path))[field])
+        with offered.asked(workers, held) as notice:
+            for call in network.receive(asdict(notice), label):
+                answer = await self.ask("POST", *call)
+                for failure in filter(None, answer.get("results") or ()):
+                    raise EngineError(f"the weights of {self.url} could not be changed: {failure}")
+
+    async def check_weights(self) -> None:
+        """Raise EngineError if the server was restarted since it received its weights: its tokens may come from other weights."""
+        if not self._given:
+            return
+        before, (path, field) = self.weights, self.spec.dialect.label
+        found = (await self.ask("GET", path)).get(field)
+        if found not in (before, self.weights, self._coming):
+            raise EngineError(f"{self.url} was restarted, or given weights by another program: it has {found!r}")
 
     async def sleep(self) -> None:
         """Refuse requests; the server keeps its memory, since its devices are its own."""
         if self._flights:
             raise RuntimeError(
-                f"{self.server.url}: {len(self._flights)} rows are under way; an engine sleeps when it has none"
+                f"{self.url}: {len(self._flights)} rows are under way; an engine sleeps when it has none"
             )
         self._asleep = True
 
     async def wake(self) -> None:
         self._asleep = False
-        await self._wake_waiting()
+        async with self._changed:
+            self._changed.notify_all()
 
     async def recover(self) -> int:
-        """Wait for a server that its owner restarts; it then has its initial weights."""
-        await self.server.check_alive()
-        self._failure = None
+        """Wait for a server that its owner restarts; it then has its initial weights. Raises EngineError if it does not answer."""
+        try:
+            await self.ask("GET", self.spec.dialect.settings)
+        except UserError as error:
+            raise EngineError(str(error)) from error
+        self._given, self._failure = False, None
         return NOTHING_YET
 
     def load(self) -> Load:
@@ -148,55 +285,18 @@ class HttpEngine:
         running = min(asked, self.spec.slots)
         return Load(self.spec.slots, running, len(self._flights) - running)
 
-    async def _generate(self, flight: HttpRow) -> Response:
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(
-                    lambda: flight.aborted or self._failure or not (self._asleep or self._updating)
-                )
-            if self._failure is not None:
-                raise self._failure
-            rest = remaining_request(flight.row.request, flight.finished(aborted=True)) if not flight.aborted else None
-            if rest is None:
-                return flight.finished(aborted=True)
-            answer = await self._generate_part(flight, rest)
-            row = flight.row
-            for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
-                flight.tokens.append(token)
-                flight.log_probs.append(log_prob)
-                if row.record_token(token) or token in row.stop_token_ids or len(flight.tokens) == row.limit:
-                    return flight.finished()
-            if not answer.tokens and not flight.interrupted:
-                raise EngineError(f"{self.server.url} ended row {flight.row.request.uid} without a token")
-
-    async def _generate_part(self, flight: HttpRow, rest: Request) -> ServerAnswer:
-        """Generate tokens until the row ends or is interrupted."""
-        flight.name, flight.interrupted = uuid4().hex, False
-        flight.row.versions.append((len(flight.tokens), self.version))
-        limit = min(rest.sampling.max_tokens, flight.row.limit - len(flight.tokens))
-        asked = replace(rest, sampling=replace(rest.sampling, max_tokens=limit))
-        part = ReplyPart(
-            flight.name, asked, flight.row.stop_token_ids, self.spec.seed, self.server.weights, self.spec.needs.reproducible,
-        )  # fmt: skip
-        path, body = self.server.dialect.generate(part)
-        flight.call = asyncio.ensure_future(self.server.ask("POST", path, body))
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request. Raises UserError if the server refuses it, and EngineError if the server fails or does not answer."""
+        if self._session is None or self._session.closed:
+            raise EngineError(f"{self.url} has not been reached")
         try:
-            answer = self.server.dialect.read(await flight.call)
-        finally:
-            flight.call.cancel()
-            flight.call = None
-        if answer.problem:
-            raise UserError(f"rollout.servers: {self.server.url} {answer.problem}")
-        await self.server.check_weights()
-        return answer
-
-    async def _interrupt(self, flight: HttpRow) -> None:
-        """Make the server end the part that it draws, and wait for its answer."""
-        call, name, flight.interrupted = flight.call, flight.name, True
-        while call is not None and not call.done():
-            await self.server.ask("POST", *self.server.dialect.abort(name))
-            await asyncio.wait([call], timeout=ABORT_AGAIN_S)
-
-    async def _wake_waiting(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+            async with self._session.request(method, self.url + path, json=body) as response:
+                if response.status >= 400:
+                    text = " ".join((await response.text()).split())[:300]
+                    kind = UserError if response.status < 500 else EngineError
+                    raise kind(f"{self.url}{path} answers {response.status}: {text}")
+                return await response.json(content_type=None) or {}
+        except TimeoutError:
+            raise EngineError(f"{self.url}{path} said nothing for {self.spec.limit_s:g} s") from None
+        except ClientError as error:
+            raise EngineError(f"{self.url} does not answer: {error}") from error

@@ -57,68 +57,68 @@ class Dispatcher:
     def __init__(self, slots: Sequence[int], expected_tokens: float = 512.0) -> None:
         """Start without rows; `expected_tokens` is the assumed response length until responses have been seen."""
         self.engines = [EngineState(count) for count in slots]
-        self._waiting: OrderedDict[Uid, Job] = OrderedDict()
+        self.waiting: OrderedDict[Uid, Job] = OrderedDict()
+        """The rows without an engine."""
         self._prefixes: OrderedDict[Prefix, dict[int, int]] = OrderedDict()
         self._first_guess = expected_tokens
         self._seen: Counter[str] = Counter()
-
-    @property
-    def waiting(self) -> int:
-        """Return the number of rows without an engine."""
-        return len(self._waiting)
-
-    @property
-    def expected_tokens(self) -> float:
-        """Return the mean length of the responses seen so far."""
-        return self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else self._first_guess
 
     def engine_of(self, uid: Uid) -> int | None:
         """Return the row's engine; None while it waits. Raises KeyError if it is not in flight."""
         for number, state in enumerate(self.engines):
             if uid in state.jobs:
                 return number
-        if uid not in self._waiting:
+        if uid not in self.waiting:
             raise KeyError(f"row {uid} is not under way")
         return None
 
     def add(self, uid: Uid, prompt_tokens: int) -> None:
         """Add a row. Raises ValueError if it is already in flight."""
-        if uid in self._waiting or any(uid in state.jobs for state in self.engines):
+        if uid in self.waiting or any(uid in state.jobs for state in self.engines):
             raise ValueError(f"row {uid} is under way already")
-        self._waiting[uid] = Job(uid, prompt_tokens)
+        self.waiting[uid] = Job(uid, prompt_tokens)
 
     def assign(self) -> list[tuple[Uid, int]]:
-        """Assign waiting rows to engines with room, and return (row, engine) pairs."""
+        """Assign waiting rows to engines with room, and return (row, engine) pairs.
+
+        A row goes to the least loaded engine, or to one with its prefix that is only slightly more loaded.
+        """
         assigned = []
-        while self._waiting:
-            open_now = [n for n, s in enumerate(self.engines) if s.alive and len(s.jobs) < s.slots]
-            if not open_now:
+        expected = self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else self._first_guess
+        while self.waiting:
+            work = {n: s.work for n, s in enumerate(self.engines) if s.alive and len(s.jobs) < s.slots}
+            if not work:
                 break
-            uid, job = self._waiting.popitem(last=False)
-            engine = self._choose(job, open_now)
-            job.work = self.expected_tokens + PROMPT_WORK * (job.prompt_tokens - self._held(job, engine))
+            # Waiting rows can even out a difference in load; when none waits, only the load counts.
+            unbound = len(self.waiting) * expected / len(self.engines)
+            uid, job = self.waiting.popitem(last=False)
+            held = {
+                n: min(job.prompt_tokens, max(self._prefixes.get(p, {}).get(n, 0) for p in (uid, uid[:2])))
+                for n in work
+            }
+            least = min(work.values())
+            near = [n for n in work if work[n] <= least + min(SLACK * self.engines[n].slots * expected, unbound)]
+            _, _, engine = min((-held[n], work[n], n) for n in near)
+            if not held[engine]:
+                _, engine = min((work[n], n) for n in work)
+            job.work = expected + PROMPT_WORK * (job.prompt_tokens - held[engine])
             self.engines[engine].jobs[uid] = job
             self.engines[engine].work += job.work
             self._remember(uid[:2], engine, job.prompt_tokens)
             assigned.append((uid, engine))
         return assigned
 
-    def done(self, uid: Uid, response_tokens: int) -> None:
-        """Remove a row that is answered, also if its engine failed just afterwards and the row waits for another one."""
-        engine = self.engine_of(uid)
-        if engine is None:
-            del self._waiting[uid]
-        else:
-            job = self.engines[engine].remove(uid)
-            self._remember(uid, engine, job.prompt_tokens + response_tokens)
-        self._seen.update(rows=1, tokens=response_tokens)
+    def done(self, uid: Uid, response_tokens: int | None) -> None:
+        """Remove a row with its number of response tokens, or with None if it was not answered.
 
-    def drop(self, uid: Uid) -> None:
+        An answered row may also wait for another engine, if its engine failed just afterwards.
+        """
         engine = self.engine_of(uid)
-        if engine is None:
-            del self._waiting[uid]
-        else:
-            self.engines[engine].remove(uid)
+        job = self.waiting.pop(uid) if engine is None else self.engines[engine].remove(uid)
+        if response_tokens is not None:
+            if engine is not None:
+                self._remember(uid, engine, job.prompt_tokens + response_tokens)
+            self._seen.update(rows=1, tokens=response_tokens)
 
     def fail(self, engine: int) -> list[Uid]:
         """Mark an engine as dead, and return its rows, which go to the front of the queue."""
@@ -126,36 +126,14 @@ class Dispatcher:
         state.alive = False
         lost = [state.remove(uid) for uid in list(state.jobs)]
         for job in reversed(lost):
-            self._waiting[job.uid] = job
-            self._waiting.move_to_end(job.uid, last=False)
+            self.waiting[job.uid] = job
+            self.waiting.move_to_end(job.uid, last=False)
         for held in self._prefixes.values():
             held.pop(engine, None)
         return [job.uid for job in lost]
 
-    def recover(self, engine: int) -> None:
-        """Mark an engine as alive again."""
-        self.engines[engine].alive = True
-
-    def _choose(self, job: Job, open_now: Sequence[int]) -> int:
-        """Return the least loaded engine, or an engine with the row's prefix that is only slightly more loaded."""
-        work = {engine: self.engines[engine].work for engine in open_now}
-        least = min(work.values())
-        # Waiting rows can even out a difference in load; when none waits, only the load counts.
-        unbound = (len(self._waiting) + 1) * self.expected_tokens / len(self.engines)
-        near = [
-            engine
-            for engine in open_now
-            if work[engine] <= least + min(SLACK * self.engines[engine].slots * self.expected_tokens, unbound)
-        ]
-        best = max(near, key=lambda engine: (self._held(job, engine), -work[engine], -engine))
-        return best if self._held(job, best) else min(open_now, key=lambda engine: (work[engine], engine))
-
-    def _held(self, job: Job, engine: int) -> int:
-        """Return how many tokens of the row's prompt the engine has computed."""
-        held = max(self._prefixes.get(prefix, {}).get(engine, 0) for prefix in (job.uid, job.uid[:2]))
-        return min(held, job.prompt_tokens)
-
     def _remember(self, prefix: Prefix, engine: int, tokens: int) -> None:
+        """Remember how many tokens of a row's prompt the engine has computed."""
         held = self._prefixes.setdefault(prefix, {})
         held[engine] = tokens if len(prefix) == 3 else min(tokens, held.get(engine, tokens))
         self._prefixes.move_to_end(prefix)

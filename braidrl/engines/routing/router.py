@@ -19,7 +19,7 @@ from torch import Tensor
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import Engine, EngineError, Load, ServedEngine, T
+from braidrl.engines.engine import Engine, EngineError, Load, RoleEngine, ServedEngine, T
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.weights.collective import OfferedWeights
@@ -53,7 +53,8 @@ class Router:
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
         self._aborted: set[Uid] = set()
         self._recovering: dict[int, asyncio.Task[None]] = {}
-        self._errors: dict[int, EngineError] = {}
+        self.failures: dict[int, EngineError] = {}
+        """The error of each dead engine."""
         self._version: int | None = None
         self._source: WeightSource | None = None
         self._stored: WeightFile | None = None
@@ -61,14 +62,9 @@ class Router:
         self._asleep = False
 
     @property
-    def alive(self) -> int:
-        """Return the number of engines that accept requests."""
-        return len(self._living())
-
-    @property
-    def failures(self) -> list[EngineError]:
-        """Return the error of each dead engine."""
-        return list(self._errors.values())
+    def alive(self) -> list[int]:
+        """Return the numbers of the engines that accept requests."""
+        return [number for number, state in enumerate(self._dispatcher.engines) if state.alive]
 
     async def submit(self, request: Request) -> Response:
         uid = request.uid
@@ -94,14 +90,12 @@ class Router:
                     self._engine_failed(number, error)
                 else:
                     finished = call.result()
-            self._dispatcher.done(uid, len(finished.tokens))
             return finished
         finally:
             self._aborted.discard(uid)
             # An engine that fails just after it has answered sends the row back to the queue.
             self._places.pop(uid, None)
-            if finished is None:
-                self._dispatcher.drop(uid)
+            self._dispatcher.done(uid, None if finished is None else len(finished.tokens))
             self._send()
 
     async def abort(self, uid: Uid) -> None:
@@ -146,9 +140,9 @@ class Router:
         return self._version or 0
 
     def load(self) -> Load:
-        loads = [self.engines[number].load() for number in self._living()]
+        loads = [self.engines[number].load() for number in self.alive]
         slots, running, waiting = (sum(getattr(load, n) for load in loads) for n in ("slots", "running", "waiting"))
-        return Load(slots, running, waiting + self._dispatcher.waiting)
+        return Load(slots, running, waiting + len(self._dispatcher.waiting))
 
     async def close(self) -> None:
         """Stop trying to recover dead engines, and free the stored weights."""
@@ -169,7 +163,7 @@ class Router:
             while not place.done() and uid not in self._aborted:
                 await asyncio.wait([place], timeout=self._give_up_s)
                 if not place.done() and not self.alive:
-                    causes = "; ".join(str(error) for error in self._errors.values())
+                    causes = "; ".join(str(error) for error in self.failures.values())
                     raise EngineError(f"no engine has been alive for {self._give_up_s:g} s: {causes}")
             return uid not in self._aborted
         finally:
@@ -185,7 +179,7 @@ class Router:
     def _engine_failed(self, number: int, error: EngineError) -> None:
         if not self._dispatcher.engines[number].alive:
             return
-        self._errors[number] = error
+        self.failures[number] = error
         logger.warning("%s; its rows go to other engines, or wait until it is back", error)
         for uid in self._dispatcher.fail(number):
             if uid in self._calls:
@@ -198,7 +192,7 @@ class Router:
             try:
                 await self._recover(number)
             except EngineError as error:
-                self._errors[number] = error
+                self.failures[number] = error
 
     async def _recover(self, number: int) -> None:
         engine, asleep = self.engines[number], None
@@ -211,29 +205,25 @@ class Router:
             else:
                 asleep = self._asleep
                 await (engine.sleep() if asleep else engine.wake())
-        self._errors.pop(number, None)
-        self._dispatcher.recover(number)
+        self.failures.pop(number, None)
+        self._dispatcher.engines[number].alive = True
         self._send()
 
-    def _living(self) -> list[int]:
-        return [number for number, state in enumerate(self._dispatcher.engines) if state.alive]
-
     async def _everywhere(self, call: Callable[[Engine], Awaitable[None]]) -> None:
-        living = self._living()
-        results = await asyncio.gather(*(call(self.engines[number]) for number in living), return_exceptions=True)
-        for number, result in zip(living, results, strict=True):
+        alive = self.alive
+        results = await asyncio.gather(*(call(self.engines[number]) for number in alive), return_exceptions=True)
+        for number, result in zip(alive, results, strict=True):
             if isinstance(result, EngineError):
                 self._engine_failed(number, result)
             elif isinstance(result, BaseException):
                 raise result
 
 
-class EngineService:
-    """Engines with an event loop that runs only inside this object's methods. `close` ends the engines."""
+class EngineService(RoleEngine):
+    """Engines with an event loop that runs only inside this object's methods. `close` ends the engines.
 
-    is_collective = False
-    memory = None
-    """The engines' processes manage their own device memory."""
+    The engines' processes manage their own device memory.
+    """
 
     def __init__(
         self,
@@ -254,20 +244,30 @@ class EngineService:
         self.engines = list(engines)
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
         self._runner = Runner()
-        self._router: Router | None = None
         try:
-            run_cancelled_by_interrupts(self._runner, self._start())
-            self._router = Router(self.engines, 1.0, limit_s, store)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, ExceptionGroup):
-                raise error.exceptions[0] from None
+            run_cancelled_by_interrupts(self._runner, self._together(engine.start() for engine in self.engines))
+            self.router = Router(self.engines, 1.0, limit_s, store)
+        except BaseException:
+            run_cancelled_by_interrupts(self._runner, self._together(engine.close() for engine in self.engines))
+            self._runner.close()
             raise
 
-    @property
-    def router(self) -> Router:
-        assert self._router is not None, "the engines are running"
-        return self._router
+    async def _together(
+        self, calls: Iterable[Coroutine[Any, Any, T]], rows_to_end: Callable[[], Iterable[Uid]] | None = None
+    ) -> list[T]:
+        """Return the results of all calls, or raise the first exception. Meanwhile, end rows early."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(call) for call in calls]
+                while rows_to_end is not None and not all(task.done() for task in tasks):
+                    await asyncio.wait(tasks, timeout=ASK_EVERY_S)
+                    for uid in rows_to_end():
+                        # The row may have ended by itself, or with its engine.
+                        with contextlib.suppress(KeyError, EngineError):
+                            await self.router.abort(uid)
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     @property
     def slots(self) -> int:
@@ -289,29 +289,7 @@ class EngineService:
                 on_finished(finished)
             return finished
 
-        async def end_rows(named: Callable[[], Iterable[Uid]]) -> None:
-            while True:
-                await asyncio.sleep(ASK_EVERY_S)
-                for uid in named():
-                    # The row may have ended by itself, or with its engine.
-                    with contextlib.suppress(KeyError, EngineError):
-                        await self.router.abort(uid)
-
-        async def everything() -> list[Response]:
-            ending = asyncio.ensure_future(end_rows(rows_to_end)) if rows_to_end else None
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(request)) for request in requests]
-            finally:
-                if ending is not None:
-                    ending.cancel()
-                    await asyncio.gather(ending, return_exceptions=True)
-            return [task.result() for task in tasks]
-
-        try:
-            return run_cancelled_by_interrupts(self._runner, everything())
-        except ExceptionGroup as several:
-            raise several.exceptions[0] from None
+        return run_cancelled_by_interrupts(self._runner, self._together(map(one, requests), rows_to_end))
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         return run_cancelled_by_interrupts(self._runner, work(self.router))
@@ -320,7 +298,7 @@ class EngineService:
         """Send new weights to the engines. Raises ValueError if the source lacks a tensor."""
         run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, source))
 
-    def clear(self) -> None:
+    def clear(self, release: bool = True) -> None:
         """Do nothing: no row is in flight between two calls."""
 
     def sleep(self) -> None:
@@ -330,15 +308,6 @@ class EngineService:
         run_cancelled_by_interrupts(self._runner, self.router.wake())
 
     def close(self) -> None:
-        run_cancelled_by_interrupts(self._runner, self._stop())
+        run_cancelled_by_interrupts(self._runner, self.router.close())
+        run_cancelled_by_interrupts(self._runner, self._together(engine.close() for engine in self.engines))
         self._runner.close()
-
-    async def _start(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for engine in self.engines:
-                group.create_task(engine.start())
-
-    async def _stop(self) -> None:
-        if self._router is not None:
-            await self._router.close()
-        await asyncio.gather(*(engine.close() for engine in self.engines))

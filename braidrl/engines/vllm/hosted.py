@@ -9,7 +9,7 @@ Between generations the device is the trainer's: on CUDA vLLM sleeps, on a CPU t
 
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniP
 
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
-from braidrl.data.rows import Uid
-from braidrl.engines.divided.spmd import SpmdEngine
-from braidrl.engines.engine import Engine, EngineMemory, EngineSpec, T
-from braidrl.engines.requests import Request, Response
-from braidrl.engines.vllm.sleeping import DROPPED
+from braidrl.engines.engine import EngineMemory, EngineSpec
+from braidrl.engines.requests import Response
+from braidrl.engines.stepping import SpmdEngine
+from braidrl.engines.vllm.sleeping import DROPPED, PARTS
 from braidrl.engines.vllm.vllm_engine import VllmEngine
 from braidrl.engines.vllm.vllm_worker import WeightsNotLive, live_parts
 from braidrl.errors import UserError
@@ -52,42 +51,6 @@ class RankExecutor(ExecutorWithExternalLauncher):
         return f"file:///{self.identifier}", dist.get_rank(), device
 
 
-class RanksInOrder(TorchFunctionMode):
-    """Lets vLLM form its groups, which are neighbours, of ranks in another order."""
-
-    def __init__(self, order: Tensor) -> None:
-        super().__init__()
-        self.order = order
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.arange and args == (len(self.order),) and not kwargs:
-            return self.order.clone()
-        return func(*args, **(kwargs or {}))
-
-
-class RandomState:
-    """Random numbers for the draws of vLLM, equal on the ranks of a group and apart from those of training."""
-
-    def __init__(self, seed: int) -> None:
-        self._devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(self._devices):
-            torch.manual_seed(seed)
-            self._keep()
-
-    def _keep(self) -> None:
-        self._states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in self._devices]
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Let torch draw from these numbers, and continue after them the next time."""
-        with torch.random.fork_rng(self._devices):
-            torch.set_rng_state(self._states[0])
-            for device, state in zip(self._devices, self._states[1], strict=True):
-                torch.cuda.set_rng_state(state, device)
-            yield
-            self._keep()
-
-
 class HostedVllmEngine(SpmdEngine, VllmEngine):
     """vLLM on one of the ranks that train."""
 
@@ -106,7 +69,7 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         Raises:
             UserError: vLLM does not take the model, or keeps its weights in a form that cannot be written to.
         """
-        self._groups, self._group, self._environment = groups, group, spec.environment
+        self._groups, self.group, self._environment = groups, group, spec.environment
         self.is_collective = group is not None
         folder, shape = Path(spec.model), {"tensor_parallel_size": spec.tensor, "pipeline_parallel_size": spec.pipeline}
         super().__init__(
@@ -126,14 +89,16 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         if not torch.cuda.is_available():
             self._memory.may_leave, self._memory.caches = False, storages(runner.kv_caches)
 
-    def _start(self, arguments: Mapping[str, Any]) -> LLMEngine:
-        identifier, *_ = Ranks(self._group).all_gather("name of the shared memory", secrets.token_hex(8))
+    def _start(self, arguments: Mapping[str, Any], loggers: list[Any] | None) -> LLMEngine:
+        identifier, *_ = Ranks(self.group).all_gather("name of the shared memory", secrets.token_hex(8))
         RankExecutor.identifier = identifier
-        self._random = RandomState(int(identifier[:8], 16))
+        self._draw_seed = int(identifier[:8], 16)
+        self._draw_states: tuple[Tensor, list[Tensor]] | None = None
+        """Torch's random states for the next draws of vLLM, equal on the ranks of a group and apart from those of training."""
         own = {"distributed_executor_backend": "external_launcher", "seed": 0}
-        with undisturbed(self._environment), in_order(self._groups):
+        with starting_vllm(self._environment, self._groups):
             config = EngineArgs(**{**arguments, **own}).create_engine_config()
-            return LLMEngine(config, RankExecutor, self._share is not None, multiprocess_mode=False, **self._watching())
+            return LLMEngine(config, RankExecutor, loggers is not None, multiprocess_mode=False, stat_loggers=loggers)
 
     def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
         """Let generation and training weights take turns on the device; all ranks call this at the same time."""
@@ -154,27 +119,24 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         caches = sum(storage.nbytes() for storage in self._memory.caches)
         return EngineMemory(self.model, caches, self.phases)
 
-    def generate(
-        self,
-        requests: Iterable[Request],
-        on_finished: Callable[[Response], None] | None = None,
-        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
-    ) -> list[Response]:
-        super().wake()
-        return super().generate(requests, on_finished, rows_to_end)
-
-    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        super().wake()
-        return super().run(work)
-
     def step(self) -> list[Response]:
+        self._memory.bring(*PARTS)
         if self._reproducible:
             return super().step()
-        with self._random.used():
-            return super().step()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            if self._draw_states is None:
+                torch.manual_seed(self._draw_seed)
+            else:
+                torch.set_rng_state(self._draw_states[0])
+                for device, state in zip(devices, self._draw_states[1], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            ended = super().step()
+            self._draw_states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+        return ended
 
     def wake(self) -> None:
-        """Do nothing: weights wake when they are received, keys and values after them, so that less is there at once."""
+        """Do nothing: weights wake when they are received, keys and values with the next step, so that less is there at once."""
 
     def sleep(self) -> None:
         if self.phases is not None:
@@ -194,36 +156,35 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
 
 
 @contextmanager
-def in_order(groups: Tensor | None) -> Iterator[None]:
-    """Let vLLM form these groups, (groups, pipeline, tensor), of the ranks."""
-    form = parallel_state.initialize_model_parallel
+def starting_vllm(environment: Mapping[str, str], groups: Tensor | None) -> Iterator[None]:
+    """Keep what vLLM's start would change for the trainer in the same process: environment, random state, threads.
+
+    vLLM forms groups of neighbours. Inside, it forms these groups of ranks instead, (groups, pipeline, tensor).
+    """
+    before, set_threads, form = dict(os.environ), torch.set_num_threads, parallel_state.initialize_model_parallel
+    order = torch.empty(0) if groups is None else groups.flatten()
+
+    class RanksInOrder(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.arange and args == (len(order),) and not kwargs:
+                return order.clone()
+            return func(*args, **(kwargs or {}))
 
     def formed(*args: Any, **kwargs: Any) -> None:
-        assert groups is not None
-        with RanksInOrder(groups.flatten()):
+        with RanksInOrder():
             form(*args, **kwargs)
 
-    if groups is not None:
-        parallel_state.initialize_model_parallel = formed
-    try:
-        yield
-    finally:
-        parallel_state.initialize_model_parallel = form
-
-
-@contextmanager
-def undisturbed(environment: Mapping[str, str]) -> Iterator[None]:
-    """Keep what vLLM's start would change for the trainer in the same process: environment, random state, threads."""
-    before, set_threads = dict(os.environ), torch.set_num_threads
     os.environ.update({**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     if not torch.cuda.is_available():
         # The environment variable is read when torch is imported.
         torch._dynamo.config.disable = True
+    if groups is not None:
+        parallel_state.initialize_model_parallel = formed
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        torch.set_num_threads = set_threads
+        parallel_state.initialize_model_parallel, torch.set_num_threads = form, set_threads
         for name in os.environ.keys() - before.keys():
             if not name.startswith("VLLM_"):
                 del os.environ[name]

@@ -7,6 +7,7 @@ has no such mode, the memory pages of keys and values are freed.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import UntypedStorage
@@ -19,33 +20,35 @@ KEPT, DROPPED = 1, 2
 """vLLM's levels of sleep: weights are kept in host memory, or dropped."""
 
 
+@dataclass
 class VllmMemory:
     """The device memory of a vLLM engine: weights and caches."""
 
-    def __init__(self, engine: Any, may_leave: bool) -> None:
-        """Manage the memory of vLLM's engine; `may_leave` if `enable_sleep_mode` is set."""
-        self._engine, self.may_leave = engine, may_leave
-        self.level = KEPT
-        """DROPPED where weights are brought before each generation; else generation may resume without new ones."""
-        self.caches: Sequence[UntypedStorage] = ()
-        """Keys and values whose pages are freed here, where vLLM cannot sleep."""
-        self._away: list[str] = []
+    engine: Any
+    may_leave: bool
+    """True if `enable_sleep_mode` is set."""
+    level: int = KEPT
+    """DROPPED where weights are brought before each generation; else generation may resume without new ones."""
+    caches: Sequence[UntypedStorage] = ()
+    """Keys and values whose pages are freed here, where vLLM cannot sleep."""
+    away: list[str] = field(default_factory=list)
+    """The parts that are not on the device."""
 
     def leave(self) -> None:
         """Free the device memory of weights and caches."""
-        if self._away or not (self.may_leave or self.caches):
+        if self.away or not (self.may_leave or self.caches):
             return
         # Cached prompts are freed with the caches.
-        self._engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         for storage in self.caches:
             empty(storage)
         if self.may_leave:
-            self._engine.sleep(level=self.level)
-            self._away = list(PARTS)
+            self.engine.sleep(level=self.level)
+            self.away = list(PARTS)
 
     def bring(self, *parts: str) -> None:
         """Bring these parts back to the device, in order; parts already there stay."""
         for part in parts:
-            if part in self._away:
-                self._engine.wake_up([part])
-                self._away.remove(part)
+            if part in self.away:
+                self.engine.wake_up([part])
+                self.away.remove(part)

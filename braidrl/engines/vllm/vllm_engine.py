@@ -31,10 +31,9 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
-from braidrl.engines.concurrency import ExpectedShare, RowTokens, rows_to_begin
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
-from braidrl.engines.requests import Response, row_draws
-from braidrl.engines.row_request import EngineRow, RemoteRow
+from braidrl.engines.requests import Response, draw_arguments
+from braidrl.engines.row_request import RECENT, EngineRow, RemoteRow, RowTokens, rows_to_begin
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
@@ -74,19 +73,19 @@ class VllmEngine(SteppingEngine):
             adapts_rows: Begin only as many of `slots` rows as vLLM's keys and values have room for.
         """
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
-        self._slots, self._reproducible = slots, reproducible
+        self.slots, self._reproducible = slots, reproducible
         self._expected = shapes_of(folder)
-        self._share = ExpectedShare() if adapts_rows else None
-        """The part of their limit that rows draw, where rows begin by it."""
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        """The parts of their limits that recent rows have drawn."""
         self.preemptions = 0
-        """Rows that vLLM has preempted, counted where rows begin by their expected share."""
+        """Rows that vLLM has preempted, counted where rows begin by the room for them."""
+        self._adapts_rows = adapts_rows
         arguments = arguments_of(folder, slots, max_sequence_tokens, dtype, options or {}, reproducible)
         # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
         gc.freeze()
         with refusals_in_a_line():
-            self._engine = self._start(arguments)
+            self._engine = self._start(arguments, [partial(PreemptionLog, self)] if adapts_rows else None)
         self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
-        self._waiting: deque[EngineRow] = deque()
         self._flights: dict[str, RemoteRow] = {}
         self._names = itertools.count()
         self._ended: list[Response] = []
@@ -98,17 +97,13 @@ class VllmEngine(SteppingEngine):
         self._is_given_again = False
         """Whether the weights are given once more after a failure, as that of another engine that shared the transfer."""
 
-    @property
-    def slots(self) -> int:
-        return self._slots
+    def _start(self, arguments: Mapping[str, Any], loggers: list[Any] | None) -> LLMEngine:
+        own = {"disable_log_stats": loggers is None, **arguments}
+        return LLMEngine.from_engine_args(EngineArgs(**own), stat_loggers=loggers)
 
     @property
     def in_flight(self) -> int:
         return len(self._flights)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Publish weights; each vLLM worker loads its own part. Raises ValueError for a source that workers cannot read."""
@@ -124,12 +119,19 @@ class VllmEngine(SteppingEngine):
         elif source is not None:
             raise ValueError("vLLM's workers take weights from a file, or in a process group that they join")
         self._memory.bring("weights")
+        core = self._engine.engine_core
+        computes_ahead = load is not None and isinstance(core, SyncMPClient) and bool(self._flights)
         try:
-            if load is not None:
-                with self._core_stopped():
-                    answers = load()
-                if isinstance(answers, list) and any(answers):
-                    raise RuntimeError(next(filter(None, answers)))
+            if computes_ahead:
+                # Answered when the core has sent all of its tokens, which are those of the weights before.
+                core.call_utility("pause_scheduler", "keep", False)
+                while not core.outputs_queue.empty():
+                    self._ended += self._step_of_vllm()
+            answers = None if load is None else load()
+            if computes_ahead:
+                core.call_utility("resume_scheduler")
+            if isinstance(answers, list) and any(answers):
+                raise RuntimeError(next(filter(None, answers)))
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
@@ -139,20 +141,45 @@ class VllmEngine(SteppingEngine):
                 flight.row.versions.append((len(flight.tokens), version))
             else:
                 # Computed keys and values of its prompt belong to the earlier weights.
-                self._leave(flight)
+                del self._flights[flight.name]
+                self._engine.abort_request([flight.name])
                 self._begin(flight.row)
 
     def step(self) -> list[Response]:
         """Fill free slots, then run a step of vLLM."""
-        free = self._slots - self.in_flight
-        for _ in range(
-            min(len(self._waiting), free) if self._share is None else self._rows_with_room(self._share, free)
-        ):
+        count = min(len(self._waiting), self.slots - len(self._flights))
+        if count and self._adapts_rows:
+            cache = self._engine.vllm_config.cache_config
+            # vLLM keeps one block for itself.
+            capacity = (cache.num_gpu_blocks - 1) * cache.block_size
+            running = [RowTokens(len(f.row.request.prompt), len(f.tokens), f.row.limit) for f in self._flights.values()]
+            waiting = (RowTokens(len(r.request.prompt), 0, r.limit) for r in itertools.islice(self._waiting, count))
+            count = rows_to_begin(capacity, cache.block_size, self.recent, running, waiting)
+        for _ in range(count):
             self._begin(self._waiting.popleft())
         ended, self._ended = self._ended, []
         if self._flights:
             ended += self._step_of_vllm()
         return self._done(ended)
+
+    def _begin(self, row: EngineRow) -> None:
+        request, name = row.request, str(next(self._names))
+        row.versions = [(0, self.version)]
+        # The salt keeps prompts computed with other weights from being reused.
+        prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
+        asked = request.sampling
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if self._reproducible:
+            # `DrawByRow` draws by these; else vLLM draws.
+            drawn = {"extra_args": draw_arguments(request, self.seed)}
+        elif not asked.takes_likeliest:
+            drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        params = SamplingParams(
+            max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
+            logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
+        )  # fmt: skip
+        self._engine.add_request(name, prompt, params, lora_request=self._adapter)
+        self._flights[name] = RemoteRow(row, name)
 
     def _step_of_vllm(self) -> list[Response]:
         ended = []
@@ -172,29 +199,15 @@ class VllmEngine(SteppingEngine):
                     break
             if is_finished:
                 del self._flights[flight.name]
-                if self._share is not None:
-                    self._share.finished(tokens_of(flight))
+                self.recent.append(len(flight.tokens) / flight.row.limit)
                 ended.append(flight.finished())
         return ended
-
-    @contextmanager
-    def _core_stopped(self) -> Iterator[None]:
-        """Stop a core that computes ahead, and take the tokens that it has drawn: they are those of the weights before."""
-        core = self._engine.engine_core
-        if not isinstance(core, SyncMPClient) or not self._flights:
-            yield
-            return
-        # Answered when the core has sent all of its tokens.
-        core.call_utility("pause_scheduler", "keep", False)
-        while not core.outputs_queue.empty():
-            self._ended += self._step_of_vllm()
-        yield
-        core.call_utility("resume_scheduler")
 
     def abort(self, uid: Uid) -> Response:
         for flight in self._flights.values():
             if flight.row.request.uid == uid:
-                self._leave(flight)
+                del self._flights[flight.name]
+                self._engine.abort_request([flight.name])
                 return self._done([flight.finished(aborted=True)])[0]
         for row in self._waiting:
             if row.request.uid == uid:
@@ -217,8 +230,9 @@ class VllmEngine(SteppingEngine):
         return NOTHING_YET if self._is_given_again else self.version
 
     def clear(self, release: bool = True) -> None:
-        for flight in list(self._flights.values()):
-            self._leave(flight)
+        if self._flights:
+            self._engine.abort_request(list(self._flights))
+        self._flights.clear()
         self._waiting.clear()
         self._ended.clear()
         self._under_way.clear()
@@ -230,74 +244,20 @@ class VllmEngine(SteppingEngine):
     def wake(self) -> None:
         self._memory.bring(*PARTS)
 
-    def _rows_with_room(self, share: ExpectedShare, free: int) -> int:
-        cache = self._engine.vllm_config.cache_config
-        # vLLM keeps one block for itself.
-        capacity = (cache.num_gpu_blocks - 1) * cache.block_size
-        running = [tokens_of(flight) for flight in self._flights.values()] if self._waiting else []
-        waiting = (RowTokens(len(row.request.prompt), 0, row.limit) for row in itertools.islice(self._waiting, free))
-        return rows_to_begin(capacity, cache.block_size, share.value, running, waiting)
 
-    def _watching(self) -> dict[str, Any]:
-        """Return the arguments with which vLLM reports preemptions, where rows begin by their expected share."""
-        return {} if self._share is None else {"stat_loggers": [preemption_log(self._preempted)]}
+class PreemptionLog(StatLoggerBase):
+    """A logger of vLLM that counts the rows which it has preempted: they drew more than was expected of them."""
 
-    def _preempted(self, rows: int) -> None:
-        self.preemptions += rows
-        if rows and self._share is not None:
-            self._share.preempted()
+    def __init__(self, engine: VllmEngine, vllm_config: Any, engine_index: int = 0) -> None:
+        self._engine = engine
 
-    def _start(self, arguments: Mapping[str, Any]) -> LLMEngine:
-        own = {"disable_log_stats": self._share is None}
-        return LLMEngine.from_engine_args(EngineArgs(**{**own, **arguments}), **self._watching())
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if iteration_stats is not None and (rows := iteration_stats.num_preempted_reqs):
+            self._engine.preemptions += rows
+            self._engine.recent.append(1.0)
 
-    def _accept(self, row: EngineRow) -> None:
-        self._waiting.append(row)
-
-    def _begin(self, row: EngineRow) -> None:
-        request, name = row.request, str(next(self._names))
-        row.versions = [(0, self.version)]
-        # The salt keeps prompts computed with other weights from being reused.
-        prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
-        asked = request.sampling
-        drawn: dict[str, Any] = {"temperature": 0.0}
-        if self._reproducible:
-            # `DrawByRow` draws by these; else vLLM draws.
-            drawn = {"extra_args": row_draws(request, self.seed).arguments()}
-        elif not asked.takes_likeliest:
-            drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-        params = SamplingParams(
-            max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
-            logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
-        )  # fmt: skip
-        self._engine.add_request(name, prompt, params, lora_request=self._adapter)
-        self._flights[name] = RemoteRow(row, name)
-
-    def _leave(self, flight: RemoteRow) -> None:
-        del self._flights[flight.name]
-        self._engine.abort_request([flight.name])
-
-
-def preemption_log(report: Callable[[int], None]) -> type[StatLoggerBase]:
-    """Return a class of vLLM's loggers that reports how many rows each step has preempted."""
-
-    class PreemptionLog(StatLoggerBase):
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
-
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-            if iteration_stats is not None:
-                report(iteration_stats.num_preempted_reqs)
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return PreemptionLog
-
-
-def tokens_of(flight: RemoteRow) -> RowTokens:
-    """Return the tokens of a running row."""
-    return RowTokens(len(flight.row.request.prompt), len(flight.tokens), flight.row.limit)
+    def log_engine_initialized(self) -> None:
+        """Do nothing: vLLM requires the method."""
 
 
 @contextmanager

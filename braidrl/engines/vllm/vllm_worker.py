@@ -67,10 +67,7 @@ class TakesWeights:
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they fit the model."""
         file = WeightFile(path)
-        if live := self.live_parts():
-            self.load_in_place(lambda: file.put_into(live))
-        else:
-            self.load_as_they_come(file.tensors())
+        self.load_version(file.put_into, file.tensors)
 
     def receive_weights(self, notice: Mapping[str, Any]) -> str | None:
         """Load weights that the run sends to all workers; `notice` is plain JSON. Return the error, or None.
@@ -81,34 +78,34 @@ class TakesWeights:
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
         incoming = Incoming(TransferNotice(**notice), worker, self.device)
         try:
-            if live := self.live_parts():
-                self.load_in_place(lambda: incoming.receive(live))
-            else:
-                self.load_as_they_come(incoming.tensors())
+            self.load_version(incoming.receive, incoming.tensors)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
 
-    @property
-    def model_folder(self) -> Path:
-        """Return the model's directory. `model_config.model` becomes the folder of the last update, which may be gone."""
-        return Path(self.vllm_config.model_config.hf_config.name_or_path)
+    def load_version(
+        self,
+        put_into: Callable[[Mapping[str, WeightPart]], object],
+        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+    ) -> None:
+        """Load into the live parameters, or tensor by tensor where vLLM keeps the weights in another form.
 
-    def live_parts(self) -> Mapping[str, WeightPart]:
-        """Return this worker's parts of the live weights; empty where vLLM keeps them in another form."""
+        If the former fails, a later version must be loaded whole before a token is drawn.
+        """
+        config = self.vllm_config.model_config
         if self.live is None:
-            config = self.vllm_config.model_config
             try:
-                self.live = live_parts(self.model_runner.get_model(), shapes_of(self.model_folder), config.dtype)
+                # `model_config.model` becomes the folder of the last update, which may be gone.
+                shapes = shapes_of(Path(config.hf_config.name_or_path))
+                self.live = live_parts(self.model_runner.get_model(), shapes, config.dtype)
             except WeightsNotLive:
                 self.live = {}
-        return self.live
-
-    def load_in_place(self, load: Callable[[], object]) -> None:
-        """Load into the live parameters. If that fails, a later version must be loaded whole before a token is drawn."""
-        load()
-        self.model_runner.reset_encoder_cache()
-        self.model_runner.reset_mm_cache()
+        if self.live:
+            put_into(self.live)
+            self.model_runner.reset_encoder_cache()
+            self.model_runner.reset_mm_cache()
+        else:
+            self.load_as_they_come(tensors())
 
     def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load tensors one by one. Raises RuntimeError from then on if they end in the middle, or if vLLM leaves some as they were.
@@ -117,11 +114,12 @@ class TakesWeights:
         """
         if self.has_weights_in_part:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
+        config = self.vllm_config.model_config.hf_config
         if self.hub_names is None:
-            self.hub_names = hub_names(self.model_folder)
+            self.hub_names = hub_names(Path(config.name_or_path))
         first, sinks, model = next(tensors), dict[str, Tensor](), self.model_runner.get_model()
         come = self.hub_names.of(chain([first], tensors))
-        if self.vllm_config.model_config.hf_config.model_type == "gpt_oss":
+        if config.model_type == "gpt_oss":
             come = parts_of_gpt_oss(come, sinks)
         try:
             with unloaded_parameters(model) as unloaded:
@@ -244,46 +242,39 @@ def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
     return set(names.values())
 
 
-def repair_cpu_kernels() -> None:
-    """Compute on a CPU with the loaded weights, which vLLM would pack into memory that no transfer can write to, and rotate all heads.
+def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Rotate all heads: vLLM's kernel rotates only the first head of queries (tokens, heads, width), which latent attention gives it."""
+    rotated = self.forward_native if query.dim() > 2 else partial(ROTATE_IN_PLACE, self)
+    found: tuple[Tensor, Tensor | None] = rotated(positions, query, key)
+    return found
 
-    vLLM's kernel for rotary positions rotates only the first head of queries (tokens, heads, width), which latent attention gives it. The
-    one that gives each draft token its row's temperature writes to a copy, and temperatures are what was in memory.
-    """
-    if current_platform.is_cpu():
-        in_place = RotaryEmbedding.forward_cpu
 
-        def rotate(
-            self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
-        ) -> tuple[Tensor, Tensor | None]:
-            rotated = self.forward_native if query.dim() > 2 else partial(in_place, self)
-            found: tuple[Tensor, Tensor | None] = rotated(positions, query, key)
-            return found
+def compute_plainly(layer: Any, remove_weight: bool) -> None:
+    """Compute with the loaded weights, which vLLM would pack into memory that no transfer can write to."""
+    layer.cpu_linear = nn.functional.linear
 
-        RotaryEmbedding.forward_cpu = rotate
 
-        def compute_plainly(layer: Any, remove_weight: bool) -> None:
-            layer.cpu_linear = nn.functional.linear
-
-        utils.dispatch_cpu_unquantized_gemm = compute_plainly
-        first_set_up = UnquantizedFusedMoEMethod._setup_kernel
-
-        def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-            is_update = method.moe_kernel is not None
-            first_set_up(method, layer, w13, w2)
-            if is_update:
-                # vLLM packs experts the first time only, and would take the plain tensors of an update for packed ones.
-                method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-        UnquantizedFusedMoEMethod._setup_kernel = set_up_experts
-        rejection_sampler.expand_batch_to_tokens = of_each_draft
+def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+    """Pack experts at each update: vLLM packs them the first time only, and would take an update's plain tensors for packed ones."""
+    is_update = method.moe_kernel is not None
+    SET_UP_KERNEL(method, layer, w13, w2)
+    if is_update:
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def of_each_draft(values: Tensor, ends: Tensor, count: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    """Repeat a value (B,) of each row for all its draft tokens, (N,); `ends` are the cumulative numbers of tokens."""
+    """Repeat a value (B,) of each row for all its draft tokens, (N,); `ends` are the cumulative numbers of tokens.
+
+    vLLM's kernel, which gives each draft token its row's temperature, writes to a copy, and temperatures are what was in memory.
+    """
     replaced = torch.where(values == replace_from, replace_to, values)
     return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)
 
 
-# vLLM imports this module in each worker before it loads the model.
-repair_cpu_kernels()
+# vLLM imports this module in each worker before it loads the model. Its kernels for CPUs are repaired or replaced here.
+ROTATE_IN_PLACE, SET_UP_KERNEL = RotaryEmbedding.forward_cpu, UnquantizedFusedMoEMethod._setup_kernel
+if current_platform.is_cpu():
+    RotaryEmbedding.forward_cpu = rotate
+    utils.dispatch_cpu_unquantized_gemm = compute_plainly
+    UnquantizedFusedMoEMethod._setup_kernel = set_up_experts
+    rejection_sampler.expand_batch_to_tokens = of_each_draft

@@ -20,7 +20,6 @@ from braidrl.engines.factory import (
     engine_processes,
     generation_layout,
     hosts_vllm,
-    nodes_of,
     pools_ranks,
     training_sampling,
 )
@@ -122,7 +121,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
 
 def check_spanning_engines(config: Config) -> None:
     """Raise UserError if engines cannot span as many nodes as configured."""
-    rollout, nodes, ranks = config.rollout, nodes_of(config), generation_layout(config).ranks
+    rollout, nodes, ranks = config.rollout, config.rollout.nodes or 1, generation_layout(config).ranks
     if nodes == 1:
         return
     if rollout.engine != "vllm" or config.runtime != "streaming":

@@ -13,7 +13,7 @@ from typing import Literal
 from braidrl.cluster.pools import Pool
 from braidrl.config import Config
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import nodes_of, with_engines
+from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import older_places
@@ -109,7 +109,7 @@ def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[G
         names, role = tuple(consumer.name for consumer in reversed(consumers)), consumers[0].stages[0].role
         asked = config.streaming.workers.get(name)
         if consumers[0].kind is Kind.GENERATE:
-            nodes = nodes_of(config)
+            nodes = config.rollout.nodes or 1
             groups.append(Group(name, "generate", role, names, (asked or 1) * nodes, nodes=nodes))
             continue
         layout = settings_of(name, config).layout

@@ -263,11 +263,11 @@ def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
     """Return this generating process as one of the workers of its role, or as one of a worker's nodes."""
     number, workers = arguments["number"] // group.nodes, group.processes // group.nodes
     if group.nodes == 1:
-        return OneOf(number=number, workers=workers)
+        return OneOf(rank=number, size=workers)
     started = f"{arguments['secret']}/{group.name}.{number}.{arguments['starts']}"
     host, port = arguments["meeting"]
     store = dist.PrefixStore(started, connect_store(host, port, RANKS_LIMIT_S))
-    return OneOf(number=number, workers=workers, store=store, node=arguments["rank"], nodes=group.nodes, address=ip)
+    return OneOf(rank=number, size=workers, store=store, node=arguments["rank"], nodes=group.nodes, address=ip)
 
 
 def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.shared_prefill import PREFILL_TOKENS
+from braidrl.engines.embedded.states import PREFILL_TOKENS
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from tests.engines.tiny import CONFIGS, END, make_model, make_requests, make_tokenizer, training_log_probs
@@ -111,7 +111,7 @@ def test_a_prompt_is_computed_once_for_all_rows_that_share_it() -> None:
     engine = make_engine(slots=16)
     requests = make_requests(groups=3, samples=20, sampling=SAMPLED, shortest=5)
     assert len(engine.generate(requests)) == 60
-    assert engine._batch.prompts.computed_tokens == 4 + 7 + 10
+    assert engine._prompts.computed_tokens == 4 + 7 + 10
 
 
 def test_more_prompt_tokens_than_one_forward_takes_give_the_same_tokens() -> None:

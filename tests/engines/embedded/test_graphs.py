@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from braidrl.engines.embedded.batch import SlotBatch
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.graphs import Recorder, StepGraphs, padded_positions
+from braidrl.engines.embedded.graphs import Recorder, StepGraphs
 from braidrl.engines.requests import Response, SamplingParams
 from tests.engines.tiny import CONFIGS, make_model, make_requests, make_tokenizer
 
@@ -68,7 +67,7 @@ def recording_engine(
 ) -> tuple[EmbeddedEngine, StepGraphs]:
     model = make_model(name, dtype)
     engine, graphs = EmbeddedEngine(model, make_tokenizer(), 16, 256, shrink=False, compile=False), StepGraphs(recorder)
-    engine._batch = SlotBatch(model, 16, 0, shrink=False, graphs=graphs)
+    engine._graphs = graphs
     return engine, graphs
 
 
@@ -87,7 +86,7 @@ def test_rows_are_the_same_to_the_bit_with_recorded_steps(name: str, dtype: torc
     requests = make_requests(8, 5, SamplingParams(temperature=0.8, max_tokens=40), apart=13)
     engine, graphs = recording_engine(name, dtype)
     assert same(engine.generate(requests), plain_engine(name, dtype).generate(requests))
-    assert 1 < len(graphs) <= 5
+    assert 1 < len(graphs.graphs) <= 5
 
 
 def test_steps_are_recorded_once_for_several_generations_and_see_new_weights() -> None:
@@ -96,7 +95,7 @@ def test_steps_are_recorded_once_for_several_generations_and_see_new_weights() -
     plain, recorded = plain_engine("qwen3"), []
     for version in range(1, 5):
         assert same(engine.generate(requests), plain.generate(requests))
-        recorded.append((len(graphs), {read: id(graph) for read, graph in graphs._graphs.items()}))
+        recorded.append((len(graphs.graphs), {read: id(graph) for read, graph in graphs.graphs.items()}))
         for changed in (engine, plain):
             with torch.no_grad():
                 for parameter in changed._weights.model.parameters():
@@ -113,12 +112,12 @@ def test_steps_are_recorded_anew_where_memory_moved() -> None:
     plain = plain_engine("qwen3")
     for requests in (short, long, short):
         assert same(engine.generate(requests), plain.generate(requests))
-    kept = engine._batch._cache.capacity
+    kept = engine._cache.capacity
     assert kept >= 60
     engine.clear()
-    assert engine._batch._cache.capacity == 0
+    assert engine._cache.capacity == 0
     assert same(engine.generate(short), plain.generate(short))
-    assert len(graphs) == 1
+    assert len(graphs.graphs) == 1
 
 
 def test_steps_that_cannot_be_recorded_run_as_they_are_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,13 +126,13 @@ def test_steps_that_cannot_be_recorded_run_as_they_are_and_say_so(caplog: pytest
     plain = plain_engine("qwen3")
     for _ in range(2):
         assert same(engine.generate(requests), plain.generate(requests))
-    assert len(graphs) == 0
+    assert len(graphs.graphs) == 0
     assert [line.getMessage() for line in caplog.records if "cannot be recorded" in line.getMessage()][1:] == []
     assert "during CUDA graph capture" in caplog.text
 
 
 def test_few_lengths_are_recorded_and_little_is_read_in_vain() -> None:
-    lengths = {padded_positions(positions) for positions in range(1, 16385)}
-    assert len(lengths) < 60
-    assert all(padded_positions(n) >= n for n in range(1, 3000))
-    assert all(padded_positions(n) <= max(n + 31, n * 9 / 8 + 1) for n in range(1, 16385))
+    graphs = StepGraphs(lambda: refuse)
+    read = {n: int(graphs.logits(1, n, torch.tensor)) for n in range(1, 16385)}
+    assert len(set(read.values())) < 60
+    assert all(n <= padded <= max(n + 31, n * 9 / 8 + 1) for n, padded in read.items())

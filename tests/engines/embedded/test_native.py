@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.native_decoder import Kernels, native_decoder, side_by_side
+from braidrl.engines.embedded.native_decoder import SOURCE, Kernels, native_decoder, side_by_side
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.native import building
 from braidrl.native.building import build
@@ -24,7 +24,7 @@ def test_tokens_are_those_of_the_models_own_forward(name: str) -> None:
     tokens = []
     for compile in (True, False):
         engine = EmbeddedEngine(make_model(name), make_tokenizer(), 32, 128, compile=compile)
-        assert (engine._batch._native is not None) == compile
+        assert (engine._native is not None) == compile
         tokens.append([row.tokens.tolist() for row in engine.generate(requests)])
     assert tokens[0] == tokens[1]
 
@@ -52,8 +52,9 @@ def test_drawn_tokens_follow_the_models_distribution(dtype: torch.dtype) -> None
 
 
 def test_a_kernels_bits_do_not_depend_on_threads_or_rows() -> None:
-    kernels = Kernels.of(64, 2, torch.float32)
-    assert kernels is not None
+    functions = build(SOURCE, HEAD=64, GROUP=2)
+    assert functions is not None
+    kernels = Kernels(functions, torch.float32)
     logits = torch.randn(33, 1000) * 4
     temperatures, greedy = torch.rand(33, dtype=torch.float64) + 0.5, torch.arange(33) % 5 == 0
     uniforms = torch.rand(33, dtype=torch.float64)
@@ -68,8 +69,9 @@ def test_a_kernels_bits_do_not_depend_on_threads_or_rows() -> None:
 
 
 def test_a_uniform_at_either_end_draws_a_token_with_a_weight() -> None:
-    kernels = Kernels.of(64, 2, torch.float32)
-    assert kernels is not None
+    functions = build(SOURCE, HEAD=64, GROUP=2)
+    assert functions is not None
+    kernels = Kernels(functions, torch.float32)
     logits = torch.full((2, 300), -200.0)
     logits[:, [17, 280]] = 0.0
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)

@@ -26,8 +26,7 @@ from braidrl.engines.engine_contract import (
     weights_that_lack_a_tensor_are_refused,
 )
 from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect, ReplyPart, ServerNeeds
-from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
-from braidrl.engines.http.servers import GenerationServer, NetworkSettings
+from braidrl.engines.http.http_engine import HttpEngine, NetworkSettings, ServerSpec
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
@@ -52,7 +51,8 @@ from tests.tiny import Workshop, recorded
 pytestmark = pytest.mark.timeout(600)
 MODEL = served_model()
 TOKENIZER = make_tokenizer()
-SPEC = ServerSpec(TOKENIZER, (END,), {name: t.shape for name, t in MODEL.state_dict().items()}, 16, ServerNeeds(LIMIT))
+SHAPES = {name: tensor.shape for name, tensor in MODEL.state_dict().items()}
+SPEC = ServerSpec(VLLM, TOKENIZER, (END,), SHAPES, 16, ServerNeeds(LIMIT), limit_s=120.0)
 # A reward that a random model gets half of the time.
 EVEN = """
 def even(response: str) -> bool:
@@ -73,8 +73,11 @@ class Asked:
         if url is None:
             self.speaker = speaker_of(MODEL)
             url = self.runner.run(self.speaker.start())
-        spec = replace(SPEC, store=stored_in_memory) if sending else SPEC
-        self.engine = HttpEngine(GenerationServer(url, dialect, 120.0, sending), spec)
+        spec = replace(SPEC, dialect=dialect)
+        if sending:
+            needs = replace(SPEC.needs, receives=True)
+            spec = replace(spec, store=stored_in_memory, sending=sending, needs=needs)
+        self.engine = HttpEngine(url, spec)
         self.runner.run(self.engine.start())
 
     def close(self) -> None:
@@ -237,7 +240,7 @@ def test_an_unsuitable_server_is_refused_with_the_option_it_lacks(
     async def connect() -> None:
         speaker = speaker_of(MODEL)
         speaker.settings = settings
-        engine = HttpEngine(GenerationServer(await speaker.start(), dialect), SPEC)
+        engine = HttpEngine(await speaker.start(), replace(SPEC, dialect=dialect))
         try:
             await engine.start()
         finally:
@@ -250,7 +253,7 @@ def test_an_unsuitable_server_is_refused_with_the_option_it_lacks(
 
 def test_a_server_that_does_not_answer_is_a_user_error() -> None:
     async def connect() -> None:
-        engine = HttpEngine(GenerationServer("http://127.0.0.1:9", VLLM), SPEC)
+        engine = HttpEngine("http://127.0.0.1:9", SPEC)
         try:
             await engine.start()
         finally:
@@ -268,10 +271,11 @@ def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> d
 
 
 def test_a_vllm_server_without_the_worker_extension_is_refused_with_its_option() -> None:
-    assert VLLM.network is not None
+    settings = vllm_settings(["a:DrawByRow"], "processed_logits", 9, False)
     for extension, missing in (("", f"--worker-extension-cls {RECEIVES}"), (RECEIVES, None)):
-        settings = {"vllm_config": {"parallel_config": {"worker_extension_cls": extension}}}
-        assert VLLM.network.missing(settings) == missing
+        settings["vllm_config"]["parallel_config"] = {"worker_extension_cls": extension}
+        assert VLLM.missing(settings, ServerNeeds(9, receives=True)) == missing
+        assert VLLM.missing(settings, ServerNeeds(9)) is None
 
 
 @pytest.mark.parametrize(
@@ -342,11 +346,11 @@ def test_a_stock_vllm_server_is_asked_to_draw_as_the_run_samples() -> None:
     assert (body["temperature"], body["top_p"], body["top_k"]) == (1.0, 1.0, 0) and "braid" in body["vllm_xargs"]
 
 
-class SlowToConfirm(GenerationServer):
-    """A server whose answer to its new label comes late, after the label has changed."""
+class SlowToConfirm(HttpEngine):
+    """An engine of a server whose answer to its new label comes late, after the label has changed."""
 
     def __init__(self) -> None:
-        super().__init__("http://nowhere", VLLM)
+        super().__init__("http://nowhere", SPEC)
         self.remote, self.confirmed = "", asyncio.Event()
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -379,8 +383,7 @@ def test_a_row_answered_while_new_weights_are_confirmed_is_not_taken_for_a_resta
 @pytest.mark.soak
 def test_a_stock_vllm_server_has_the_trainers_log_probs_after_each_update(tmp_path: Path) -> None:
     server = VllmServer(write_served_model(tmp_path / "model"), arguments=STOCK)
-    spec = replace(SPEC, needs=ServerNeeds(LIMIT, reproducible=False))
-    engine = HttpEngine(GenerationServer(server.url, VLLM, 120.0), spec)
+    engine = HttpEngine(server.url, replace(SPEC, needs=ServerNeeds(LIMIT, reproducible=False)))
     wanted = requests(EngineUnderTest(lambda: engine, END, LIMIT, in_training, other_weights), 4)
     with closing(server), asyncio.Runner() as runner:
         runner.run(engine.start())

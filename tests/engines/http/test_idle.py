@@ -6,9 +6,11 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
-from braidrl.engines.http.dialects import DIALECTS
-from braidrl.engines.http.servers import GenerationServer
+from braidrl.engines.http.dialects import VLLM, ServerNeeds
+from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
+from tests.engines.tiny import make_tokenizer
 
 SERVER = """
 import asyncio
@@ -18,7 +20,9 @@ async def serve():
     app = web.Application()
     async def echo(asked):
         return web.json_response(await asked.json())
-    app.add_routes([web.post("/echo", echo)])
+    async def settings(asked):
+        return web.json_response({})
+    app.add_routes([web.post("/echo", echo), web.get("/settings", settings)])
     runner = web.AppRunner(app, keepalive_timeout=2.5)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -37,15 +41,13 @@ def test_a_connection_that_a_server_has_closed_meanwhile_is_not_used_again() -> 
     ):
         try:
             assert process.stdout is not None
-            server = GenerationServer(f"http://127.0.0.1:{process.stdout.readline().strip()}", DIALECTS["vllm"], 30.0)
-
-            async def begin() -> None:
-                server.open()
-
-            runner.run(begin())
-            assert runner.run(server.ask("POST", "/echo", {"n": 1})) == {"n": 1}
+            undemanding = replace(VLLM, settings="/settings", missing=lambda info, needs: None)
+            spec = ServerSpec(undemanding, make_tokenizer(), (), {}, 1, ServerNeeds(8), limit_s=30.0)
+            engine = HttpEngine(f"http://127.0.0.1:{process.stdout.readline().strip()}", spec)
+            runner.run(engine.start())
+            assert runner.run(engine.ask("POST", "/echo", {"n": 1})) == {"n": 1}
             time.sleep(3.5)
-            assert runner.run(server.ask("POST", "/echo", {"n": 2})) == {"n": 2}
-            runner.run(server.close())
+            assert runner.run(engine.ask("POST", "/echo", {"n": 2})) == {"n": 2}
+            runner.run(engine.close())
         finally:
             process.kill()

@@ -170,9 +170,9 @@ def test_every_row_is_done_exactly_once_however_engines_die_and_come_back(data: 
             for uid in lost:
                 del running[uid]
         elif what == "recover":
-            dispatcher.recover(engine)
+            dispatcher.engines[engine].alive = True
     assert sorted(done) == uids
-    assert dispatcher.waiting == 0 and not any(state.jobs for state in dispatcher.engines)
+    assert not dispatcher.waiting and not any(state.jobs for state in dispatcher.engines)
 
 
 def test_rows_of_a_dead_engine_go_before_those_that_wait() -> None:
@@ -195,11 +195,11 @@ def test_a_row_is_under_way_once_and_can_be_dropped() -> None:
     for uid in ((0, 0, 0), (0, 0, 1)):
         with pytest.raises(ValueError, match="under way already"):
             dispatcher.add(uid, PROMPT)
-    dispatcher.drop((0, 0, 1))
-    dispatcher.drop((0, 0, 0))
-    assert dispatcher.assign() == [] and dispatcher.waiting == 0
+    dispatcher.done((0, 0, 1), None)
+    dispatcher.done((0, 0, 0), None)
+    assert dispatcher.assign() == [] and not dispatcher.waiting
     with pytest.raises(KeyError, match="not under way"):
-        dispatcher.drop((0, 0, 0))
+        dispatcher.done((0, 0, 0), None)
 
 
 def test_remembered_prefixes_do_not_grow_without_bound() -> None:

@@ -50,12 +50,12 @@ def test_an_embedded_engine_asleep_holds_no_keys_and_values(workshop: Workshop) 
         assert isinstance(engine, EmbeddedEngine)
         engine.add(requests_of(backend.executor.flow.stages[0], backend.read(Admission(range(1))), backend.config)[0])
         engine.step()
-        assert engine._batch._cache.capacity > 0
+        assert engine._cache.capacity > 0
         with pytest.raises(RuntimeError, match="1 rows are under way"):
             engine.sleep()
         engine.clear(release=False)
         engine.sleep()
-        assert engine._batch._cache.capacity == 0
+        assert engine._cache.capacity == 0
     finally:
         backend.close()
 

@@ -37,7 +37,7 @@ def test_two_ranks_sample_the_tokens_of_one_engine(tmp_path: Path) -> None:
     cases |= {f"{name} in float64": (folders[name], "float64", False) for name in doubles}
     cases["qwen3 by torch"] = (folders["qwen3"], "float32", False)
     cases["qwen3 in bfloat16"] = (folders["qwen3"], "bfloat16", True)
-    found: dict[str, dict[str, Any]] = run_ranks("tests.engines.divided.parts:compare", {"cases": cases}, 2, WAIT_S)
+    found: dict[str, dict[str, Any]] = run_ranks("tests.engines.embedded.parts:compare", {"cases": cases}, 2, WAIT_S)
     assert all(case["equal"] for case in found.values()) and found.keys() == cases.keys()
     exact = {name: case for name, case in found.items() if "bfloat16" not in name}
     print({name: f"{case['gap']:.1e}" for name, case in exact.items()})
@@ -46,4 +46,4 @@ def test_two_ranks_sample_the_tokens_of_one_engine(tmp_path: Path) -> None:
 
 
 def test_each_rank_gets_its_own_rows_back_and_may_abort_them(tmp_path: Path) -> None:
-    assert run_ranks("tests.engines.divided.parts:together", {"path": write(tmp_path, "qwen3")}, 2, WAIT_S) == []
+    assert run_ranks("tests.engines.embedded.parts:together", {"path": write(tmp_path, "qwen3")}, 2, WAIT_S) == []

@@ -71,18 +71,52 @@ class DecodeStep(msgspec.Struct, tag=True):
 Command = AddRow | EndRow | ClearRows | TakeWeights | DecodeStep
 
 
+def fork_followers(spec: EngineSpec, inherited: int) -> list[Forked]:
+    """Fork the followers of an engine, ranks 1 and up.
+
+    Args:
+        spec: Their engine.
+        inherited: A descriptor that followers close: through it the run notices the leader's end.
+    """
+    followers: list[Forked] = []
+    for rank in range(1, spec.tensor):
+        kept = [inherited, *(process.connection.fileno() for process in followers)]
+        followers.append(fork(f"follower {rank}", partial(_run, rank, spec), kept))
+    return followers
+
+
+ENDING_S = 10.0
+"""Seconds to look for the process that caused a failure: its connections close before it ends, on a busy machine seconds before."""
+DONE = ""
+FAILED = 1
+
+
 class LeadingEngine(EmbeddedEngine):
     """The leader's engine, used like one that has the full model. After a failure of any process every call raises `EngineError`."""
 
-    def __init__(self, followers: "ForkedFollowers", **settings: Any) -> None:
-        """Make the engine with `settings` of `EmbeddedEngine`. Raises EngineError for a follower that fails to load."""
-        super().__init__(**settings)
-        self._followers = followers
+    def __init__(self, spec: EngineSpec, followers: Sequence[Forked]) -> None:
+        """Make the engine once every process has loaded its slices; processes wait for one another `limit_s` seconds.
+
+        Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
+        """
+        store = open_store(LOOPBACK, spec.limit_s)
+        for process in followers:
+            process.connection.send_bytes(pack_message(store.port))
+        super().__init__(**_parts(spec, 0, store))
+        self._followers, self._limit_s = followers, spec.limit_s
         self._pending: list[Command] = []
         self._failure: EngineError | None = None
         with self._in_lockstep():
-            # All load their slices.
-            followers.wait()
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for an acknowledgement of each follower. Raises TimeoutError without one, and RuntimeError for an error."""
+        deadline = time.monotonic() + self._limit_s
+        for pipe in (process.connection for process in self._followers):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no word in {self._limit_s:g} s")
+            if error := unpack_message(pipe.recv_bytes(), str):
+                raise RuntimeError(error)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Publish weights to all processes; each loads its own part. Raises ValueError for a source that other processes cannot read."""
@@ -96,17 +130,13 @@ class LeadingEngine(EmbeddedEngine):
             raise ValueError(
                 "an engine of several processes takes weights from a file, or in a group that all of them join"
             )
-        with self._in_lockstep():
-            self._command(TakeWeights(version, path, notice))
-            self._weights.refresh(source)
-            self._batch.version_changed(version)
-            self.version = version
+        with self._in_lockstep(TakeWeights(version, path, notice)):
+            self._load(version, source)
             # The file may be gone once this returns.
-            self._followers.wait()
+            self._wait()
 
     def step(self) -> list[Response]:
-        with self._in_lockstep():
-            self._command(DecodeStep())
+        with self._in_lockstep(DecodeStep()):
             return super().step()
 
     def abort(self, uid: Uid) -> Response:
@@ -117,8 +147,8 @@ class LeadingEngine(EmbeddedEngine):
     def clear(self, release: bool = True) -> None:
         super().clear(release)
         if self._failure is None:
-            with self._in_lockstep():
-                self._command(ClearRows(release))
+            with self._in_lockstep(ClearRows(release)):
+                pass
 
     def recover(self) -> int:
         """Raise EngineError after any failure: processes that are out of step cannot be resynchronized."""
@@ -130,73 +160,31 @@ class LeadingEngine(EmbeddedEngine):
         super()._accept(row)
         self._pending.append(AddRow(replace(row.request, on_token=None)))
 
-    def _command(self, command: Command) -> None:
-        self._followers.send([*self._pending, command])
-        self._pending.clear()
-
     @contextmanager
-    def _in_lockstep(self) -> Iterator[None]:
-        """Mark the engine as failed if anything inside fails: its processes are then out of step."""
+    def _in_lockstep(self, command: Command | None = None) -> Iterator[None]:
+        """Send pending commands and this one. Mark the engine as failed if anything inside fails: its processes are then out of step."""
         if self._failure is not None:
             raise self._failure
         try:
+            if command is not None:
+                message = pack_message([*self._pending, command])
+                for process in self._followers:
+                    process.connection.send_bytes(message)
+                self._pending.clear()
             yield
         except Exception as error:
-            self._failure = EngineError(self._followers.describe_end(error))
+            # Name the process that ended, or the processes that were waited for.
+            processes, deadline = self._followers, time.monotonic() + ENDING_S
+            while all(process.alive for process in processes) and time.monotonic() < deadline:
+                time.sleep(LOOK_EVERY_S)
+            names = [f"{process.name} (process {process.pid})" for process in processes]
+            statuses = [process.status for process in processes]
+            ended = [
+                f"{n} ended; its exit status is {s}" for n, s in zip(names, statuses, strict=True) if s is not None
+            ]
+            seen = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._failure = EngineError(f"{'; '.join(ended) or ', '.join(names) + ' was waited for'} ({seen})")
             raise self._failure from error
-
-
-ENDING_S = 10.0
-"""Seconds to look for the process that caused a failure: its connections close before it ends, on a busy machine seconds before."""
-DONE = ""
-FAILED = 1
-
-
-class ForkedFollowers:
-    """The followers of an engine, ranks 1 and up. The leader waits `wait_s` seconds for their answers."""
-
-    def __init__(self, spec: EngineSpec, inherited: int) -> None:
-        """Fork the followers.
-
-        Args:
-            spec: Their engine.
-            inherited: A descriptor that followers close: through it the run notices the leader's end.
-        """
-        self._limit_s = wait_s(spec)
-        self._processes: list[Forked] = []
-        for rank in range(1, spec.tensor):
-            kept = [inherited, *(process.connection.fileno() for process in self._processes)]
-            self._processes.append(fork(f"follower {rank}", partial(_run, rank, spec), kept))
-
-    def send(self, value: int | Sequence[Command]) -> None:
-        """Send the followers the port of the rendezvous, then commands."""
-        message = pack_message(value)
-        for process in self._processes:
-            process.connection.send_bytes(message)
-
-    def wait(self) -> None:
-        """Wait for an acknowledgement of each follower. Raises TimeoutError without one, and RuntimeError for an error."""
-        deadline = time.monotonic() + self._limit_s
-        for pipe in (process.connection for process in self._processes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"no word in {self._limit_s:g} s")
-            if error := unpack_message(pipe.recv_bytes(), str):
-                raise RuntimeError(error)
-
-    def describe_end(self, error: Exception) -> str:
-        deadline = time.monotonic() + ENDING_S
-        while all(process.alive for process in self._processes) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY_S)
-        names = [f"{process.name} (process {process.pid})" for process in self._processes]
-        statuses = [process.status for process in self._processes]
-        ended = [f"{n} ended; its exit status is {s}" for n, s in zip(names, statuses, strict=True) if s is not None]
-        seen = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"{'; '.join(ended) or ', '.join(names) + ' was waited for'} ({seen})"
-
-    def close(self) -> None:
-        """Kill the followers."""
-        for process in self._processes:
-            process.kill()
 
 
 def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
@@ -204,7 +192,7 @@ def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
     try:
         port = unpack_message(pipe.recv_bytes(), int)
         keep_freed_memory()
-        engine = EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
+        engine = EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, spec.limit_s)))
         pipe.send_bytes(pack_message(DONE))
         while True:
             asked = False
@@ -233,16 +221,6 @@ def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
         os._exit(FAILED)
 
 
-def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
-    """Make the leader's engine, once every process has loaded its slices.
-
-    Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
-    """
-    store = open_store(LOOPBACK, wait_s(spec))
-    followers.send(store.port)
-    return LeadingEngine(**_parts(spec, 0, store), followers=followers)
-
-
 def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
     """Return the arguments of a rank's engine, once it has joined the group."""
     device = torch.device(spec.device)
@@ -250,14 +228,9 @@ def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
         # Hide all devices but this rank's, before the process uses CUDA.
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = seen[rank] if seen != [""] else str(rank)
-    group = join_group(store, rank, spec.tensor, wait_s(spec), device.type == "cuda", LOOPBACK)
+    group = join_group(store, rank, spec.tensor, spec.limit_s, device.type == "cuda", LOOPBACK)
     model, slices = load_for_decoding(spec.model, getattr(torch, spec.dtype), device, TensorRanks(group))
     return {
         "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
         "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,
     }  # fmt: skip
-
-
-def wait_s(spec: EngineSpec) -> float:
-    """Return how long processes wait for one another, in seconds: less than the run waits for the leader, which names the missing one."""
-    return spec.limit_s / 2
