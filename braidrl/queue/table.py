@@ -175,16 +175,14 @@ class Table:
 
         A writer that has not written every row is left out.
         """
-        columns, wanted = dict[str, Column](), set(uids)
-        for writer in writers if wanted else ():
-            if writer not in self.parts or not self.parts[writer].keys() >= wanted:
-                continue
+        columns = dict[str, Column]()
+        for writer in writers if uids else ():
             found, order = list[Rows](), list[int]()
             for part, places in self._by_part(uids, writer).items():
                 positions = [part.rows[uids[place]] for place in places]
                 found.append(part.index if positions == list(range(len(part))) else part.index.take(positions))
                 order += places
-            columns.update(in_order(Rows.cat(found), order).items())
+            columns.update(in_order(Rows.cat(found), order).items() if found else ())
         return Rows(columns)
 
     def payload(
@@ -194,16 +192,17 @@ class Table:
 
         With `index` the locations of all index columns too. Of one name, the last writer's column is meant.
         """
-        source, wanted = dict[str, str](), set(uids)
-        for writer in writers if wanted else ():
-            if writer in self.parts and self.parts[writer].keys() >= wanted:
-                part = self.parts[writer][uids[0]]
+        source, written = dict[str, str](), dict[str, dict[StoredRows, list[int]]]()
+        for writer in writers if uids else ():
+            written[writer] = self._by_part(uids, writer)
+            # All parts of a writer have the same columns.
+            for part in list(written[writer])[:1]:
                 source.update({name: writer for name in part.stored if names is None or name in names})
                 source.update(dict.fromkeys(part.index if index else (), writer))
         pieces = []
         for writer in dict.fromkeys(source.values()):
             chosen = [name for name, last in source.items() if last == writer]
-            for part, places in self._by_part(uids, writer).items():
+            for part, places in written[writer].items():
                 own = [name for name in chosen if name in part.index]
                 pieces.append({**piece(part, chosen, places, uids), "index": own})
         return pieces
@@ -212,7 +211,9 @@ class Table:
         """Return the locations of columns stored under their own names, as `payload` does. Raises KeyError if one is missing."""
         found: dict[tuple[StoredRows, tuple[int, ...]], list[str]] = {}
         for name in names:
-            for part, places in self._by_part(rows, name).items():
+            if not (parts := self._by_part(rows, name)):
+                raise KeyError(f"a row of {list(rows)[:4]} has no column {name}")
+            for part, places in parts.items():
                 found.setdefault((part, tuple(places)), []).append(name)
         return [piece(part, columns, list(places), rows) for (part, places), columns in found.items()]
 
@@ -243,9 +244,12 @@ class Table:
         return freed
 
     def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredRows, list[int]]:
-        """Return the parts of a writer that have some rows, with the places of these among `uids`."""
-        parts = list(map(self.parts[writer].__getitem__, uids))
-        if parts and parts.count(parts[0]) == len(parts):
+        """Return a writer's parts with the places of their rows among `uids`; nothing unless it has written all of these rows."""
+        try:
+            parts = list(map(self.parts[writer].__getitem__, uids))
+        except KeyError:
+            return {}
+        if parts.count(parts[0]) == len(parts):
             return {parts[0]: list(range(len(parts)))}
         places: defaultdict[StoredRows, list[int]] = defaultdict(list)
         for place, part in enumerate(parts):
