@@ -285,6 +285,8 @@ def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Co
     )
     score = torch.tensor([e.score for e in episodes], dtype=torch.float32)
     correct = [e.score >= limits.correct_score if e.correct is None else e.correct for e in episodes]
+    # The score of a failed trajectory says nothing about its actions, nor about its group's prompt.
+    counted = [e.finish_reason is not FinishReason.ERROR for e in episodes]
     return {
         "prompt": Ragged.from_rows(prompts, torch.int64),
         "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
@@ -292,4 +294,5 @@ def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Co
         "score": score,
         "correct": torch.tensor(correct, dtype=torch.float32),
         "reward": score.clone(),
+        "statistics_mask": torch.tensor(counted, dtype=torch.float32),
     }

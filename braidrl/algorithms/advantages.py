@@ -5,7 +5,8 @@ R̄ and s are a group's mean and deviation. Rows are matched by group number, ne
 group   7 3 7 3 3      rows of unfinished or mixed batches may come in any order
 index   1 0 1 0 0      the same, counted from 0
 
-An earlier stage may write `statistics_mask` (B,): rows with 0 are excluded from their group's statistics and get the advantage 0.
+An earlier stage may write `statistics_mask` (B,): rows with 0 are excluded from their group's statistics and get the advantage 0, such
+as trajectories whose environment failed.
 """
 
 import torch
@@ -138,13 +139,14 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
         k: Size of the subsets.
 
     Raises:
-        ValueError: A group has fewer than k samples.
+        ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
     """
     groups, counted = Groups(group), counted_rows(correct, statistics_mask)
+    if bool((groups.sizes < k).any()):
+        fewest = int(groups.sizes.min())
+        raise ValueError(f"pass_at_k with k={k} needs at least {k} samples per prompt, a group has {fewest}")
     n = groups.sums(counted.double())
     wrong = groups.sums((counted & (correct <= 0)).double())
-    if bool(((n < k) & (n > 0)).any()):
-        raise ValueError(f"pass_at_k with k={k} needs at least {k} samples per prompt, a group has {int(n.min())}")
     of_right = subset_share(wrong, n, k)
     of_wrong = of_right - subset_share(wrong - 1, n - 1, k - 1)
     deviation = (of_right * (1 - of_right)).sqrt()
@@ -173,19 +175,19 @@ def floating(like: Tensor) -> torch.dtype:
 
 
 @selections.register(scope="group", needs=Needs(group_size=2))
-def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
+def informative_groups(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> dict[int, str]:
     """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
 
     Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
     """
-    groups = Groups(group)
-    right = groups.sums((correct > 0).long())
-    dropped = dict.fromkeys(groups.numbers[right == 0].tolist(), "all wrong")
-    return dropped | dict.fromkeys(groups.numbers[right == groups.sizes].tolist(), "all correct")
+    groups, counted = Groups(group), counted_rows(correct, statistics_mask)
+    right, wrong = (groups.sums((counted & rows).long()) for rows in (correct > 0, correct <= 0))
+    dropped = dict.fromkeys(groups.numbers[wrong == 0].tolist(), "all correct")
+    return dropped | dict.fromkeys(groups.numbers[right == 0].tolist(), "all wrong")
 
 
 @selections.register(scope="group", needs=Needs(group_size=2))
-def informative_rewards(reward: Tensor, group: Tensor) -> dict[int, str]:
+def informative_rewards(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> dict[int, str]:
     """Drop groups whose rewards (B,) are all equal, for graded rewards without right and wrong."""
-    groups = Groups(group)
-    return dict.fromkeys(groups.numbers[~groups.varies(reward)].tolist(), "all rewards equal")
+    groups, counted = Groups(group), counted_rows(reward, statistics_mask)
+    return dict.fromkeys(groups.numbers[~groups.varies(reward, counted)].tolist(), "all rewards equal")

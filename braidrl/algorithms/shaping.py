@@ -46,9 +46,11 @@ def overlong_filter(finish_reason: Tensor, loss_mask: Tensor | None = None) -> T
 
 
 @shapes.register(writes=["loss_mask", "statistics_mask"])
-def overlong_exclude(finish_reason: Tensor, loss_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def overlong_exclude(
+    finish_reason: Tensor, loss_mask: Tensor | None = None, statistics_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Apply `overlong_filter`, and exclude truncated rows from their group's statistics too; two masks (B,) float32."""
-    return overlong_filter(finish_reason, loss_mask), overlong_filter(finish_reason)
+    return overlong_filter(finish_reason, loss_mask), overlong_filter(finish_reason, statistics_mask)
 
 
 @shapes.register(writes=["token_rewards"], needs=KL)

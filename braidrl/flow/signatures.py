@@ -21,7 +21,7 @@ GENERATED = (
     *SEQUENCE, "rollout_log_probs", "rollout_versions", "length", "action_tokens", "finish_reason", "version",
 )  # fmt: skip
 # Columns of an episode with an environment; its prompt is the environment's first context.
-PLAYED = ("prompt", "prompt_length", *GENERATED, "score", "correct", "reward")
+PLAYED = ("prompt", "prompt_length", *GENERATED, "score", "correct", "reward", "statistics_mask")
 # Number of reflection phrases in a response.
 COUNTED = ("reflections",)
 # Columns to which each reward source adds its score: the next source reads the sum so far.

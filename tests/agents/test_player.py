@@ -149,6 +149,7 @@ def test_a_failing_environment_ends_its_own_trajectory_with_a_counted_reason() -
     assert set(columns) == set(PLAYED)
     ended = columns["finish_reason"].tolist()  # type: ignore[union-attr]
     assert ended == [FinishReason.STOP] + [FinishReason.ERROR] * 6
+    assert columns["statistics_mask"].tolist() == [1] + [0] * 6  # type: ignore[union-attr]
     assert columns["score"].tolist() == [1.5, 0.5, 0.0, 0.5, 0.5, 1.5, 0.0]  # type: ignore[union-attr]
     assert columns["correct"].tolist() == [1, 0, 0, 0, 0, 1, 0]  # type: ignore[union-attr]
     assert columns["action_tokens"].tolist() == [e.trajectory.action_tokens for e in played]  # type: ignore[union-attr]

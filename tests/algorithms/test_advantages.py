@@ -96,6 +96,14 @@ def test_pass_at_k_refuses_groups_smaller_than_k() -> None:
         adv.pass_at_k(torch.ones(3), torch.zeros(3, dtype=torch.int64), k=4)
 
 
+def test_pass_at_k_gives_0_where_fewer_than_k_samples_count() -> None:
+    # As where `overlong_exclude` leaves one of three samples.
+    group, counted = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
+    result = adv.pass_at_k(floats([1, 0, 0, 1, 0, 0]), group, counted, k=2)
+    assert result[:3].tolist() == [0, 0, 0]
+    assert result[3:].tolist() == adv.pass_at_k(floats([1, 0, 0]), group[:3], k=2).tolist() != [0, 0, 0]
+
+
 def test_remax_subtracts_the_greedy_reward_of_the_greedy_namespace() -> None:
     assert adv.remax(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 1.0])).tolist() == [0.5, -1.0]
     entry = advantages["remax"]

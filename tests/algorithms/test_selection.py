@@ -38,3 +38,10 @@ def test_dynamic_sampling_does_not_depend_on_row_order(batch, order) -> None:
 
 def test_a_score_of_minus_1_does_not_count_as_a_success() -> None:
     assert informative_groups(floats([-1.0, -1.0]), torch.tensor([4, 4])) == {4: "all wrong"}
+
+
+def test_rows_that_do_not_count_in_statistics_make_no_group_informative() -> None:
+    group, counted = torch.tensor([0, 0, 1, 1, 2, 2]), floats([1, 1, 1, 0, 0, 0])
+    correct = floats([1, 0, 1, 0, 1, 0])
+    assert informative_groups(correct, group, counted) == {1: "all correct", 2: "all wrong"}
+    assert informative_rewards(correct, group, counted) == dict.fromkeys((1, 2), "all rewards equal")

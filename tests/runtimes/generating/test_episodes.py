@@ -92,6 +92,9 @@ def test_run_trains_on_episodes_and_counts_failures(workshop: Workshop) -> None:
         gap = (rows["old_log_probs"].values - rows["rollout_log_probs"].values).abs().max()
         assert gap < 1e-5
         assert torch.equal(rows["score"], rows["reward"])
+        compared = [rows["advantage"][(rows["group"] == group) & ~failed].sum() for group in rows["group"].unique()]
+        assert torch.stack(compared).abs().max() < 1e-5, "trajectories are not compared with failed ones"
+        assert not rows["advantage"][failed].any() and rows["advantage"].any()
 
 
 def test_rows_longer_than_micro_batch_are_refused_before_loading(workshop: Workshop) -> None:
