@@ -24,7 +24,7 @@ from torch import Tensor
 from braidrl.cluster.shared_memory import machine, shared_folder
 from braidrl.cluster.world import Ranks
 from braidrl.weights.publisher import PublishedEngine, TransferVolume
-from braidrl.weights.reshard_plan import ShardIndex, TensorGroup, gather_shard_index, shared_blocks
+from braidrl.weights.reshard_plan import ShardIndex, gather_shard_index, shared_blocks
 from braidrl.weights.shards import Parts, WeightPart, check_parts, full_parts
 from braidrl.weights.transfer import WeightTransfer
 
@@ -122,14 +122,22 @@ class WeightWriter:
         self.ranks, self.check, self.adapter = ranks, check, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
         known = gather_shard_index(parts, ranks, machine())
-        self.machines = sorted(set(known.machines))
+        ranks_on: dict[str, list[int]] = {}
+        for rank, where in enumerate(known.machines):
+            ranks_on.setdefault(where, []).append(rank)
+        self.machines = sorted(ranks_on)
         """The machines that receive a file of each version."""
-        self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
+        self.here = ranks_on[known.machines[ranks.rank]]
         self.is_leader = ranks.rank == self.here[0]
         """Whether this rank creates its machine's file."""
         self.layout = FileLayout.of(known, check, repeat)
+        # The ranks of each machine write every element once.
+        groups = [
+            replace(group, wanted=[block for here in ranks_on.values() for block in shared_blocks(group, here)])
+            for group in known.groups()
+        ]
         # Readers map the file on the CPU, so blocks are exchanged there.
-        self.transfer = WeightTransfer(known, blocks_to_write(known), ranks, device=torch.device("cpu"))
+        self.transfer = WeightTransfer(known, groups, ranks, device=torch.device("cpu"))
         self.traffic = TransferVolume()
 
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
@@ -218,17 +226,6 @@ class FilePublisher:
             self._file = None
 
 
-def blocks_to_write(known: ShardIndex) -> list[TensorGroup]:
-    """Assign blocks to writers so that the ranks of each machine write every element once."""
-    machines: dict[str, list[int]] = {}
-    for rank, where in enumerate(known.machines):
-        machines.setdefault(where, []).append(rank)
-    return [
-        replace(group, wanted=[block for here in machines.values() for block in shared_blocks(group, here)])
-        for group in known.groups()
-    ]
-
-
 @dataclass(frozen=True)
 class FileLayout:
     """The position of each tensor in a safetensors file."""
@@ -267,18 +264,16 @@ class FileLayout:
         text += b" " * (-len(text) % WORD)
         return len(text).to_bytes(WORD, "little") + text
 
-    @property
-    def size(self) -> int:
-        """The bytes of the file."""
-        return len(self.header(NO_CHECKSUM)) + max((end for *_, end in self.tensors_at.values()), default=0)
-
     def make(self, path: Path, mode: int) -> None:
         """Create a file with its header and space for all tensors. Raises OSError if there is no space."""
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
+        handle, header = (
+            os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode),
+            self.header(NO_CHECKSUM),
+        )
         try:
             # Allocate all pages now: a write to a mapped page without memory would kill the process by SIGBUS.
-            os.posix_fallocate(handle, 0, self.size)
-            os.pwrite(handle, self.header(NO_CHECKSUM), 0)
+            os.posix_fallocate(handle, 0, len(header) + max((end for *_, end in self.tensors_at.values()), default=0))
+            os.pwrite(handle, header, 0)
         except OSError as error:
             os.unlink(path)
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
@@ -287,7 +282,9 @@ class FileLayout:
 
     def tensors(self, handle: int) -> dict[str, Tensor]:
         """Return the file's tensors, mapped while any of them is alive."""
-        content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=self.size, dtype=torch.uint8)
+        content = torch.from_file(
+            f"/proc/self/fd/{handle}", shared=True, size=os.fstat(handle).st_size, dtype=torch.uint8
+        )
         body = content[len(self.header(NO_CHECKSUM)) :]
         return {
             name: body[start:end].view(dtype).view(shape)
