@@ -5,23 +5,20 @@ join_group ──▶ the group of all ranks         its limit applies to all gro
 subgroup, mesh_of, background_group, group_between
 """
 
-import contextlib
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from psutil import net_if_addrs
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from braidrl.errors import LostPeers, UserError
 
-SIOCGIFADDR = 0x8915
 CONNECT_S = 5.0
 
 
@@ -84,12 +81,9 @@ def address_towards(peer: str) -> str:
 
 def interface_of(address: str) -> str:
     """Return the name of the interface with an IPv4 address of this machine, or an empty string."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # An interface without an address.
-                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
+    for name, every in net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == address for one in every):
+            return name
     return ""
 
 

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def recorded_evaluations(run: Path) -> list[str]:
 def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
     """Write all columns and one prompt and response text per row. The file appears whole or not at all.
 
-    Raises ValueError if the number of texts differs from the number of rows, or a column has the name of a text column.
+    Raises ValueError if the number of texts differs from the number of rows, or if a column has the name of a text column or a type
+    that is not supported.
     """
     for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
         if len(texts) != len(rows):
@@ -65,7 +67,23 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
             raise ValueError(f"a column may not be called {name}: the text is written under this name")
     described, arrays = dict[str, Any](), dict[str, Any]()
     for name, column in rows.items():
-        described[name], arrays[name] = to_arrow(name, column)
+        if isinstance(column, Objects):
+            described[name] = {"kind": "objects"}
+            arrays[name] = pa.array([json.dumps(value) for value in column.values], pa.large_string())
+            continue
+        kind, values = ("ragged", column.values) if isinstance(column, Ragged) else ("index", column)
+        dtype = str(values.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ValueError(f"column {name} is of type {values.dtype}, which cannot be recorded")
+        described[name] = {"kind": kind, "dtype": dtype, "shape": list(values.shape[1:])}
+        numbers = values.detach().cpu().contiguous().flatten()
+        if numbers.dtype == torch.bfloat16:
+            # Parquet has no bfloat16: its bits move into a float32, so NaN survives.
+            numbers = (numbers.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+        arrays[name], width = pa.array(numbers.numpy()), values[0].numel() if len(values) else 1
+        if isinstance(column, Ragged) or values.dim() > 1:
+            starts = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(values) + 1)
+            arrays[name] = pa.LargeListArray.from_arrays(pa.array(starts * width), arrays[name])
     for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
         # UTF-8 cannot hold halves of surrogate pairs, so they are removed; the tokens stay exact.
         printable = (text.encode("utf-8", "replace").decode() for text in texts)
@@ -144,11 +162,24 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
         if start < stop or size == 1:
             tables.append(pq.read_table(file).slice(start, stop - start))
         first += rows
-    parts = [
-        Rows({name: from_arrow(t.column(name), **about) for name, about in json.loads(described).items()})
-        for t in tables
-    ]
-    rows = Rows.cat(parts)
+    parts = [dict[str, Column]() for _ in tables]
+    for (name, about), (table, part) in product(json.loads(described).items(), zip(tables, parts, strict=True)):
+        array = table.column(name)
+        if about["kind"] == "objects":
+            part[name] = Objects(tuple(json.loads(text) for text in array.to_pylist()))
+            continue
+        array = array.combine_chunks()
+        is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+        # A copy, because parquet's buffers are read-only.
+        values = torch.from_numpy(np.array((array.flatten() if is_list else array).to_numpy(zero_copy_only=False)))
+        if DTYPES[about["dtype"]] == torch.bfloat16:
+            values = (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+        part[name] = values = values.reshape(-1, *about["shape"])
+        if about["kind"] == "ragged":
+            lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+            width = int(np.prod(about["shape"], dtype=np.int64))
+            part[name] = Ragged.from_lengths(values, torch.from_numpy(lengths // width))
+    rows = Rows.cat([Rows(part) for part in parts])
     return rows.ordered() if len(files) > 1 and size == 1 else rows
 
 
@@ -161,45 +192,3 @@ def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
     if len(files) > 1:
         found.sort(key=lambda row: [row[name] for name in IDENTITY])
     return [{name: row[name] for name in wanted if name in row} for row in found]
-
-
-def to_arrow(name: str, column: Column) -> tuple[dict[str, Any], Any]:
-    """Return a column's description (kind, data type, shape of one entry), and its values as an Arrow array.
-
-    Raises ValueError with its name if the type is not supported.
-    """
-    if isinstance(column, Objects):
-        return {"kind": "objects"}, pa.array([json.dumps(value) for value in column.values], pa.large_string())
-    kind, values = ("ragged", column.values) if isinstance(column, Ragged) else ("index", column)
-    about = {"kind": kind, "dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape[1:])}
-    if about["dtype"] not in DTYPES:
-        raise ValueError(f"column {name} is of type {values.dtype}, which cannot be recorded")
-    numbers = values.detach().cpu().contiguous().flatten()
-    if numbers.dtype == torch.bfloat16:
-        # Parquet has no bfloat16: its bits move into a float32, so NaN survives.
-        numbers = (numbers.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    flat, width = pa.array(numbers.numpy()), values[0].numel() if len(values) else 1
-    if isinstance(column, Ragged):
-        return about, pa.LargeListArray.from_arrays(pa.array((column.offsets.cpu() * width).numpy()), flat)
-    if values.dim() == 1:
-        return about, flat
-    return about, pa.LargeListArray.from_arrays(pa.array(np.arange(len(values) + 1) * width), flat)
-
-
-def from_arrow(array: Any, kind: str, dtype: str = "", shape: Sequence[int] = ()) -> Column:
-    """Invert `to_arrow`, given its description of the column."""
-    if kind == "objects":
-        return Objects(tuple(json.loads(text) for text in array.to_pylist()))
-    array = array.combine_chunks()
-    is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
-    flat = array.flatten() if is_list else array
-    # A copy, because parquet's buffers are read-only.
-    values = torch.from_numpy(np.array(flat.to_numpy(zero_copy_only=False)))
-    if DTYPES[dtype] == torch.bfloat16:
-        values = (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    values = values.reshape(-1, *shape)
-    if kind == "index":
-        return values
-    width = int(np.prod(shape, dtype=np.int64))
-    lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64) // width
-    return Ragged.from_lengths(values, torch.from_numpy(lengths))

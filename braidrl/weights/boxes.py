@@ -36,14 +36,12 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the block as a view of the global tensor."""
-        return whole[self.slices]
-
-    def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Return this block as an index into a tensor that holds only `outer`, which contains it."""
-        inside = tuple(at - start for at, start in zip(self.offsets, outer.offsets, strict=True))
-        return Box(inside, self.sizes).slices
+    def of(self, tensor: Tensor, held: "Box | None" = None) -> Tensor:
+        """Return this block as a view of the global tensor, or of a tensor that holds only the block `held`, which contains it."""
+        if held is None:
+            return tensor[self.slices]
+        inside = tuple(at - start for at, start in zip(self.offsets, held.offsets, strict=True))
+        return tensor[Box(inside, self.sizes).slices]
 
     def along(self, axis: int, start: int, end: int) -> "Box":
         """Return this block narrowed to `start:end` along one dimension."""
@@ -58,18 +56,6 @@ class Box:
         ]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
-
-    def without(self, other: "Box") -> "list[Box]":
-        """Return disjoint blocks that cover this one minus its overlap with `other`."""
-        inner = self.overlap(other)
-        if inner is None:
-            return [self]
-        found, rest = [], self
-        for axis, (at, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
-            start, end = rest.offsets[axis], rest.offsets[axis] + rest.sizes[axis]
-            found += [rest.along(axis, a, b) for a, b in ((start, at), (at + size, end)) if a < b]
-            rest = rest.along(axis, at, at + size)
-        return found
 
     def span(self, start: int, end: int, axis: int = 0) -> "list[Box]":
         """Return blocks that cover elements `start:end` of this one in memory order; axes before `axis` have size 1."""

@@ -77,23 +77,21 @@ class ParameterReader:
     def __call__(self, module: nn.Module) -> None:
         """Read the module's parameters that are on the meta device."""
         for part in module.modules():
-            for name, parameter in part.named_parameters(recurse=False):
-                if parameter in self._on_meta:
-                    loaded = self._read.get(parameter)
-                    if loaded is None:
-                        loaded = self._read[parameter] = self._loaded(self._on_meta[parameter], parameter)
-                    setattr(part, name, loaded)
-
-    def _loaded(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if name == HEAD and name not in self._files:
-            return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
-        values = self._files[name]
-        if values.shape != parameter.shape:
-            raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(parameter.shape)}")
-        if name in self._boxes:
-            values = self._boxes[name].of(values)
-        # Copy: the mapped tensor would change with the file. Only the copied part of the file is read.
-        return nn.Parameter(values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format))
+            for own, parameter in part.named_parameters(recurse=False):
+                if parameter not in self._on_meta:
+                    continue
+                loaded = self._read.get(parameter)
+                if loaded is None:
+                    name, shape = self._on_meta[parameter], parameter.shape
+                    values = torch.zeros(shape) if name == HEAD and name not in self._files else self._files[name]
+                    if values.shape != shape:
+                        raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(shape)}")
+                    if name in self._boxes:
+                        values = self._boxes[name].of(values)
+                    # Copy: the mapped tensor would change with the file. Only the copied part of the file is read.
+                    copied = values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
+                    loaded = self._read[parameter] = nn.Parameter(copied)
+                setattr(part, own, loaded)
 
 
 NAMES = (

@@ -208,7 +208,9 @@ class WeightOffer:
             groups = held.groups(gather_shard_index({}, ranks))
             check = self.senders.check
             transfer = WeightTransfer(held, groups, ranks, device=self.device, check=check, transport=transport)
-            transfer.before = before if all_hold(ranks, before is not None) else None
+            # Changed values suffice if all processes hold the version before.
+            all_hold = all(ranks.all_gather("the version before", before is not None, bool))
+            transfer.before = before if all_hold else None
             self.sent_bytes += transfer.run(parts, {}).sent
 
 
@@ -246,7 +248,7 @@ class OfferedWeights(Senders):
     def put_into(self, parts: Mapping[str, WeightPart]) -> None:
         """Receive into parts of a model. Raises as `Incoming.receive`."""
         with self.asked(1) as notice:
-            Incoming(notice, 0, next(part.device for part in parts.values())).receive(parts)
+            Incoming(notice, 0, next(part.tensor.device for part in parts.values())).receive(parts)
 
     def close(self) -> None:
         """Do nothing: the senders decide how long they keep the version."""
@@ -312,7 +314,8 @@ class Incoming:
     ) -> WeightTransfer:  # fmt: skip
         groups = held.groups(gather_shard_index(wanted, ranks))
         planned = WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check, transport=transport)
-        planned.before = {} if all_hold(ranks, changes) else None
+        # Changed values suffice if all processes hold the version before.
+        planned.before = {} if all(ranks.all_gather("the version before", changes, bool)) else None
         return planned
 
     @contextmanager
@@ -340,11 +343,6 @@ class Incoming:
         except RuntimeError as error:
             reason = transfer.get("failed").decode() if transfer.check(["failed"]) else first_line(error)
             raise TransferError(f"weights did not arrive: {reason}") from error
-
-
-def all_hold(ranks: Ranks, holds: bool) -> bool:
-    """Return whether all processes of a transfer hold the version before, so that changed values suffice."""
-    return all(ranks.all_gather("the version before", holds, bool))
 
 
 class Arriving(dict[str, WeightPart]):
@@ -398,23 +396,21 @@ def transfer_group(
         dist.all_reduce(torch.zeros(1), group=ranks.group)
 
 
+@dataclass
 class CollectivePublisher:
     """A publisher that offers the trainer's own tensors to engine workers while they are current; no intermediate copy."""
 
-    def __init__(
-        self, offer: WeightOffer, parts: Parts, engine: PublishedEngine, ranks: Ranks, state: Callable[[], object]
-    ) -> None:
-        """Prepare without publishing.
-
-        Args:
-            offer: Sends the parts to workers.
-            parts: Returns this rank's parts.
-            engine: Receives an `OfferedWeights` source.
-            ranks: The senders.
-            state: Returns a value that changes whenever the parts do.
-        """
-        self.offer, self.parts, self.engine, self.ranks, self.state = offer, parts, engine, ranks, state
-        self._version: int | None = None
+    offer: WeightOffer
+    """Sends the parts to workers."""
+    parts: Parts
+    """Returns this rank's parts."""
+    engine: PublishedEngine
+    """Receives an `OfferedWeights` source."""
+    ranks: Ranks
+    """The senders."""
+    state: Callable[[], object]
+    """Returns a value that changes whenever the parts do."""
+    _version: int | None = None
 
     def publish(self, version: int) -> None:
         if self._version is not None:

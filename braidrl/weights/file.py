@@ -24,7 +24,7 @@ from torch import Tensor
 from braidrl.cluster.shared_memory import machine, shared_folder
 from braidrl.cluster.world import Ranks
 from braidrl.weights.publisher import PublishedEngine, TransferVolume
-from braidrl.weights.reshard_plan import ShardIndex, TensorGroup, gather_shard_index, shared_blocks
+from braidrl.weights.reshard_plan import gather_shard_index, shared_blocks
 from braidrl.weights.shards import Parts, WeightPart, check_parts, full_parts
 from braidrl.weights.transfer import WeightTransfer
 
@@ -122,14 +122,34 @@ class WeightWriter:
         self.ranks, self.check, self.adapter = ranks, check, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
         known = gather_shard_index(parts, ranks, machine())
-        self.machines = sorted(set(known.machines))
+        ranks_on: dict[str, list[int]] = {}
+        for rank, where in enumerate(known.machines):
+            ranks_on.setdefault(where, []).append(rank)
+        self.machines = sorted(ranks_on)
         """The machines that receive a file of each version."""
-        self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
+        self.here = ranks_on[known.machines[ranks.rank]]
         self.is_leader = ranks.rank == self.here[0]
         """Whether this rank creates its machine's file."""
-        self.layout = FileLayout.of(known, check, repeat)
+        others = {other: first for first, names in known.names.items() for other in names if other != first}
+        self.notes = {} if repeat else others
+        """Other names of tied tensors, and the stored names."""
+        self.repeated = others if repeat else {}
+        """The same for tied tensors that are stored under every name."""
+        self.tensors_at, at = dict[str, tuple[torch.dtype, torch.Size, int, int]](), 0
+        """Dtype, shape, start and end byte (after the header) of each tensor."""
+        # By descending element size, so that each is aligned.
+        stored = {**{name: name for name in known.shapes}, **self.repeated}
+        for name, same in sorted(stored.items(), key=lambda pair: (-known.dtypes[pair[1]].itemsize, pair[0])):
+            dtype, shape = known.dtypes[same], torch.Size(known.shapes[same])
+            end = at + dtype.itemsize * shape.numel()
+            self.tensors_at[name], at = (dtype, shape, at, end), end
+        # The ranks of each machine write every element once.
+        groups = [
+            replace(group, wanted=[block for here in ranks_on.values() for block in shared_blocks(group, here)])
+            for group in known.groups()
+        ]
         # Readers map the file on the CPU, so blocks are exchanged there.
-        self.transfer = WeightTransfer(known, blocks_to_write(known), ranks, device=torch.device("cpu"))
+        self.transfer = WeightTransfer(known, groups, ranks, device=torch.device("cpu"))
         self.traffic = TransferVolume()
 
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
@@ -146,16 +166,22 @@ class WeightWriter:
             path = self._create(made, named)
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                tensors = self.layout.tensors(handle)
+                # The file's tensors are mapped while any of them is alive.
+                size = os.fstat(handle).st_size
+                content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size, dtype=torch.uint8)
+                body = content[len(self._header(NO_CHECKSUM)) :]
+                tensors = {
+                    name: body[start:end].view(dtype).view(shape)
+                    for name, (dtype, shape, start, end) in self.tensors_at.items()
+                }
                 into = {name: WeightPart([name], own) for name, own in tensors.items()}
                 self.traffic = self.transfer.run(parts, into)
                 self.ranks.all_gather("blocks of other ranks", None)
-                if self.check or self.layout.repeated:
+                if self.check or self.repeated:
                     if self.is_leader:
-                        for name, same in self.layout.repeated.items():
+                        for name, same in self.repeated.items():
                             tensors[name].copy_(tensors[same])
-                        header = self.layout.header(checksum(tensors) if self.check else NO_CHECKSUM)
-                        os.pwrite(handle, header, 0)
+                        os.pwrite(handle, self._header(checksum(tensors) if self.check else NO_CHECKSUM), 0)
                     self.ranks.all_gather("checksum of the weight file", None)
             except BaseException:
                 os.close(handle)
@@ -168,8 +194,8 @@ class WeightWriter:
         return WeightFile(path, remove if named is None else lambda: path.unlink(missing_ok=True))
 
     def _create(self, made: ExitStack, named: Path | None) -> Path:
-        """Create the file on each machine's leader; return this machine's path."""
-        said: dict[str, Any] = {}
+        """Create the file on each machine's leader, with its header and space for all tensors; return this machine's path."""
+        said, header = dict[str, Any](), self._header(NO_CHECKSUM)
         for_servers = self.in_folder and self.adapter is None
         try:
             if self.is_leader:
@@ -184,7 +210,18 @@ class WeightWriter:
                 elif self.in_folder:
                     named.parent.mkdir(mode=0o755)
                 said = {"path": str(named)}
-                self.layout.make(named, 0o644 if for_servers else 0o600)
+                mode, flags = 0o644 if for_servers else 0o600, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+                handle = os.open(named, flags, mode)
+                try:
+                    # Allocate all pages now: a write to a mapped page without memory would kill the process by SIGBUS.
+                    end = max((end for *_, end in self.tensors_at.values()), default=0)
+                    os.posix_fallocate(handle, 0, len(header) + end)
+                    os.pwrite(handle, header, 0)
+                except OSError:
+                    os.unlink(named)
+                    raise
+                finally:
+                    os.close(handle)
         except OSError as error:
             said = {"number": error.errno, "error": f"{error.filename or named or self.within}: {error.strerror}"}
         of_all = self.ranks.all_gather("creation of the weight file", said)
@@ -193,13 +230,25 @@ class WeightWriter:
                 raise OSError(failed["number"], failed["error"])
         return Path(of_all[self.here[0]]["path"])
 
+    def _header(self, check_sum: str) -> bytes:
+        """Return the file's header; its length does not depend on the checksum."""
+        notes = {**self.notes, **({CHECKSUM: check_sum} if self.check else {})}
+        about: dict[str, Any] = {"__metadata__": notes} if notes else {}
+        for name, (dtype, shape, start, end) in self.tensors_at.items():
+            about[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(about).encode()
+        text += b" " * (-len(text) % WORD)
+        return len(text).to_bytes(WORD, "little") + text
 
+
+@dataclass
 class FilePublisher:
     """A publisher that writes a file per machine for its engines and servers; ranks without an engine write too."""
 
-    def __init__(self, writer: WeightWriter, parts: Parts, engine: PublishedEngine | None) -> None:
-        self.writer, self.parts, self.engine = writer, parts, engine
-        self._file: WeightFile | None = None
+    writer: WeightWriter
+    parts: Parts
+    engine: PublishedEngine | None
+    _file: WeightFile | None = None
 
     def publish(self, version: int) -> TransferVolume:
         # An engine that restarts reads the current file, so the previous one is freed only after the next is published.
@@ -216,83 +265,6 @@ class FilePublisher:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def blocks_to_write(known: ShardIndex) -> list[TensorGroup]:
-    """Assign blocks to writers so that the ranks of each machine write every element once."""
-    machines: dict[str, list[int]] = {}
-    for rank, where in enumerate(known.machines):
-        machines.setdefault(where, []).append(rank)
-    return [
-        replace(group, wanted=[block for here in machines.values() for block in shared_blocks(group, here)])
-        for group in known.groups()
-    ]
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """The position of each tensor in a safetensors file."""
-
-    notes: Mapping[str, str]
-    """Other names of tied tensors, and the stored names."""
-    repeated: Mapping[str, str]
-    """The same for tied tensors that are stored under every name."""
-    tensors_at: Mapping[str, tuple[torch.dtype, torch.Size, int, int]]
-    """Dtype, shape, start and end byte (after the header) of each tensor."""
-    check: bool
-
-    @classmethod
-    def of(cls, known: ShardIndex, check: bool, repeat: bool = False) -> "FileLayout":
-        """Lay out the tensors by descending element size, so that each is aligned."""
-        others = {other: first for first, names in known.names.items() for other in names if other != first}
-        repeated = others if repeat else {}
-        at, places = 0, {}
-        for name, same in sorted(
-            {**{name: name for name in known.shapes}, **repeated}.items(),
-            key=lambda pair: (-known.dtypes[pair[1]].itemsize, pair[0]),
-        ):
-            dtype, shape = known.dtypes[same], torch.Size(known.shapes[same])
-            end = at + dtype.itemsize * shape.numel()
-            places[name] = (dtype, shape, at, end)
-            at = end
-        return cls({} if repeat else others, repeated, places, check)
-
-    def header(self, check_sum: str) -> bytes:
-        """Return the file's header; its length does not depend on the checksum."""
-        notes = {**self.notes, **({CHECKSUM: check_sum} if self.check else {})}
-        about: dict[str, Any] = {"__metadata__": notes} if notes else {}
-        for name, (dtype, shape, start, end) in self.tensors_at.items():
-            about[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(about).encode()
-        text += b" " * (-len(text) % WORD)
-        return len(text).to_bytes(WORD, "little") + text
-
-    @property
-    def size(self) -> int:
-        """The bytes of the file."""
-        return len(self.header(NO_CHECKSUM)) + max((end for *_, end in self.tensors_at.values()), default=0)
-
-    def make(self, path: Path, mode: int) -> None:
-        """Create a file with its header and space for all tensors. Raises OSError if there is no space."""
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
-        try:
-            # Allocate all pages now: a write to a mapped page without memory would kill the process by SIGBUS.
-            os.posix_fallocate(handle, 0, self.size)
-            os.pwrite(handle, self.header(NO_CHECKSUM), 0)
-        except OSError as error:
-            os.unlink(path)
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
-        finally:
-            os.close(handle)
-
-    def tensors(self, handle: int) -> dict[str, Tensor]:
-        """Return the file's tensors, mapped while any of them is alive."""
-        content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=self.size, dtype=torch.uint8)
-        body = content[len(self.header(NO_CHECKSUM)) :]
-        return {
-            name: body[start:end].view(dtype).view(shape)
-            for name, (dtype, shape, start, end) in self.tensors_at.items()
-        }
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

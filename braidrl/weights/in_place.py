@@ -11,7 +11,7 @@ Memory that only generation needs is freed while ranks train.
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,20 +29,16 @@ from braidrl.weights.shards import Parts, WeightPart, empty, occupy, storages, w
 from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy, WeightTransfer
 
 
+@dataclass
 class InPlacePublisher:
     """A publisher for an engine of this process: the engine shares the trainer's weights, or they are copied into its own."""
 
-    def __init__(
-        self, engine: PublishedEngine | None, copy: LayoutCopy | None = None, source: WeightSource | None = None
-    ) -> None:
-        """Share the weights with the engine, or copy them.
-
-        Args:
-            engine: The engine; None on a rank that only sends to others.
-            copy: Copies this rank's slices into the engine's model.
-            source: Provides every full tensor by name, for an engine without slices.
-        """
-        self.engine, self.copy, self.source = engine, copy, source
+    engine: PublishedEngine | None
+    """None on a rank that only sends to others."""
+    copy: LayoutCopy | None = None
+    """Copies this rank's slices into the engine's model."""
+    source: WeightSource | None = None
+    """Provides every full tensor by name, for an engine without slices."""
 
     def publish(self, version: int) -> TransferVolume | None:
         moved = self.copy.refresh() if self.copy is not None else None
@@ -218,7 +214,7 @@ class GenerationWeights:
     def _gather(self) -> TransferVolume:
         """Gather every tensor, then cut the slices out."""
         generated = self._generated()
-        device = next(iter(generated.values())).device
+        device = next(iter(generated.values())).tensor.device
         whole = {
             name: torch.empty(shape, dtype=self._known.dtypes[name], device=device)
             for name, shape in self._known.shapes.items()

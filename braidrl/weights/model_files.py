@@ -10,7 +10,7 @@ it for checkpoints. Weights in FP8 with block scales
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -78,17 +78,23 @@ class ModelFiles(WeightFiles):
         return self._shapes[name] if name in self._shapes else self._stored_shape(name)
 
     def _read(self, name: str) -> Tensor:
-        """Read one stored tensor, dequantised."""
-
-        def stored(own: str) -> Tensor:
-            tensor: Tensor = self._stored[own].get_tensor(own)
-            return tensor
-
-        if name + BLOCKS in self._stored:
-            return convert_moe_packed_tensors(stored(name + BLOCKS), stored(name + SCALES), dtype=torch.bfloat16)
-        if name + SCALE not in self._stored:
-            return stored(name)
-        return dequantised(stored(name), stored(name + SCALE), self._block)
+        """Read one stored tensor, dequantised: FP8 in float32, with a scale per block of (N, K) or one for all; MXFP4 in bfloat16."""
+        stored = {
+            own: self._stored[own].get_tensor(own)
+            for own in (name, name + SCALE, name + BLOCKS, name + SCALES)
+            if own in self._stored
+        }
+        if name + BLOCKS in stored:
+            return convert_moe_packed_tensors(stored[name + BLOCKS], stored[name + SCALES], dtype=torch.bfloat16)
+        values: Tensor = stored[name]
+        if name + SCALE not in stored:
+            return values
+        scales, wide = stored[name + SCALE], values.to(torch.float32)
+        if scales.numel() == 1:
+            return wide * scales.to(torch.float32)
+        for dimension, size in zip((-2, -1), self._block, strict=True):
+            scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, values.shape[dimension])
+        return wide * scales.to(torch.float32)
 
     def _stored_shape(self, name: str) -> torch.Size:
         if name + BLOCKS in self._stored:
@@ -136,14 +142,11 @@ class HubNames:
         reverse = [conversion.reverse_transform() for conversion in reversed(known)]
         self._model, self._made_by = model, planned(model.state_dict(), reverse, reverse=True)
         self._targets = {source: target for target, (_, parts) in self._made_by.items() for _, source, _ in parts}
-
-    @property
-    def differ(self) -> bool:
-        """Return whether any name or shape differs from the model's own."""
-        return any(
+        self.differ = any(
             not isinstance(self._made_by[target][0], WeightRenaming) or target != source
             for source, target in self._targets.items()
         )
+        """Whether any name or shape differs from the model's own."""
 
     def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the hub's tensors, each as soon as all tensors that it is made of have come."""
@@ -160,13 +163,3 @@ def hub_names(folder: Path) -> HubNames:
     """Return the conversion for the model of a Hugging Face directory, without reading weights."""
     with torch.device("meta"):
         return HubNames(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True)))
-
-
-def dequantised(values: Tensor, scales: Tensor, block: Sequence[int]) -> Tensor:
-    """Return FP8 values (..., N, K) times their block scales (..., N / block, K / block) or one scale, in float32."""
-    wide = values.to(torch.float32)
-    if scales.numel() == 1:
-        return wide * scales.to(torch.float32)
-    for dimension, size in zip((-2, -1), block, strict=True):
-        scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, values.shape[dimension])
-    return wide * scales.to(torch.float32)

@@ -40,14 +40,14 @@ class WeightSource(Protocol):
         """Yield every tensor of the model by its name, a tied one under each of its names."""
 
 
+@dataclass(frozen=True)
 class ModelWeights:
     """The weights of a module in this process."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    model: nn.Module
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return self._model.state_dict().items()
+        return self.model.state_dict().items()
 
 
 class PublishedEngine(Protocol):

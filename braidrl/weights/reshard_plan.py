@@ -148,23 +148,16 @@ def named(pattern: str, numbers: Iterable[str]) -> str:
 
 def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
     """Gather the shard index of all ranks; each passes its own parts at the same time."""
-    message = bytearray(pack_message((machine, described(parts))))
+    about = ((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
+    message = bytearray(pack_message((machine, describe(about))))
     of_all: list[Any] = [message]
     if ranks.group is not None:
         with ranks.meeting("shard index of the weights"):
             of_all = all_gather_bytes(message, ranks.group)
-    return read_index([bytes(one) for one in of_all])
-
-
-def read_index(messages: Sequence[bytes]) -> ShardIndex:
-    """Parse the messages of all ranks; replicas send equal ones, which are parsed once."""
-    read = {message: unpack_message(message, tuple[str, list[Tensors]]) for message in dict.fromkeys(messages)}
-    return ShardIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
-
-
-def described(parts: Mapping[str, WeightPart]) -> list[Tensors]:
-    """Describe parts (see `describe`)."""
-    return describe((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
+    # Replicas send equal messages, which are parsed once.
+    messages = [bytes(one) for one in of_all]
+    read = {one: unpack_message(one, tuple[str, list[Tensors]]) for one in dict.fromkeys(messages)}
+    return ShardIndex([read[one][1] for one in messages], [read[one][0] for one in messages])
 
 
 def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[Tensors]:
@@ -257,11 +250,6 @@ class RankPlan:
         """Return the moves of tensors of one element size."""
         relayed = {relay: moves.of_item(item_bytes) for relay, moves in self.relayed.items()}
         return RankPlan({}, self.sends.of_item(item_bytes), self.receives.of_item(item_bytes), relayed)
-
-    @property
-    def has_relays(self) -> bool:
-        """Return whether this rank passes blocks on, or receives blocks that are passed on."""
-        return bool(self.relayed) or any(self.receives.onward)
 
 
 def plan_moves(

@@ -129,10 +129,6 @@ class WeightPart:
         return box_of(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.box
 
     @property
-    def device(self) -> torch.device:
-        return self.tensor.device
-
-    @property
     def shape(self) -> torch.Size:
         """The global shape."""
         return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
@@ -150,7 +146,7 @@ class WeightPart:
 
     def block(self, box: Box) -> Tensor:
         """Return a block of the global tensor as a view of this part, which contains it."""
-        return self.local[box.within(self.box)]
+        return box.of(self.local, self.box)
 
     def values(self) -> Tensor:
         """Return the local values with adapters merged; all ranks of a sharded tensor call this at the same time."""

@@ -56,23 +56,15 @@ class Schedule:
         # The byte offset of each move in its stream.
         self._starts = done - moves.sizes - np.repeat(np.append(0, done)[begins], np.diff(self._begins))
 
-    def first_rounds(self, tensors: int) -> Ints:
-        """Return the first round that needs each tensor; `count` if none does."""
-        found = np.full(tensors, self.count, dtype=np.int64)
-        np.minimum.at(found, self.moves.tensors, self._rounds_of(self._starts))
-        return found
-
-    def last_rounds(self, tensors: int) -> Ints:
-        """Return the last round that needs each tensor; -1 if none does."""
-        found = np.full(tensors, -1, dtype=np.int64)
-        last_elements = self._starts + self.moves.sizes - self.moves.item_bytes
-        np.maximum.at(found, self.moves.tensors, self._rounds_of(last_elements))
-        return found
-
-    def _rounds_of(self, starts: Ints) -> Ints:
-        """Return the rounds of the elements at these byte offsets, one per move."""
+    def first_and_last(self, tensors: int) -> tuple[Ints, Ints]:
+        """Return the first and the last round that needs each tensor; `count` and -1 if none does."""
+        first, last = np.full(tensors, self.count, dtype=np.int64), np.full(tensors, -1, dtype=np.int64)
         totals = np.repeat(self._totals, np.diff(self._begins))
-        return ((starts + 1) * self.count - 1) // totals
+        last_elements = self._starts + self.moves.sizes - self.moves.item_bytes
+        # The round of the element at a byte offset of its stream.
+        np.minimum.at(first, self.moves.tensors, ((self._starts + 1) * self.count - 1) // totals)
+        np.maximum.at(last, self.moves.tensors, ((last_elements + 1) * self.count - 1) // totals)
+        return first, last
 
     def pieces(self, number: int) -> Iterator[Piece]:
         """Yield the pieces of a round, by peer and in an order that both ends derive."""
@@ -160,7 +152,9 @@ class WeightTransfer:
         # One schedule per element size, so that blocks are aligned in a buffer.
         plans = [self.plan.of_item(item) for item in sorted({group.item_bytes for group in groups})]
         counts = [rounds_needed(plan, limit_bytes) for plan in plans]
-        agreed = self._agreed(torch.tensor([int(self.plan.has_relays), *counts]), dist.ReduceOp.MAX).tolist()
+        # Whether a rank passes blocks on, or receives blocks that are passed on.
+        relays = bool(self.plan.relayed) or any(self.plan.receives.onward)
+        agreed = self._agreed(torch.tensor([int(relays), *counts]), dist.ReduceOp.MAX).tolist()
         self.has_relays = bool(agreed.pop(0))
         self.rounds_of = [Rounds.of(plan, count) for plan, count in zip(plans, agreed, strict=True)]
         # `rounds` is one without an exchange if all blocks are copied locally.
@@ -183,12 +177,12 @@ class WeightTransfer:
         first, last = torch.full((count,), self.rounds), torch.full((count,), -1)
         arrives = torch.zeros(count, dtype=torch.int64)
         for rounds in self.rounds_of:
-            own = torch.from_numpy(rounds.sends.first_rounds(count))
-            first = torch.where(own < rounds.sends.count, own + begun, first)
-            last = torch.maximum(last, torch.from_numpy(rounds.sends.last_rounds(count)) + begun)
+            opens, closes = map(torch.from_numpy, rounds.sends.first_and_last(count))
+            first = torch.where(opens < rounds.sends.count, opens + begun, first)
+            last = torch.maximum(last, closes + begun)
             for arriving in (rounds.receives, *rounds.relayed.values()):
-                own = torch.from_numpy(arriving.last_rounds(count))
-                arrives = torch.where(own >= 0, torch.maximum(arrives, own + begun), arrives)
+                _, closes = map(torch.from_numpy, arriving.first_and_last(count))
+                arrives = torch.where(closes >= 0, torch.maximum(arrives, closes + begun), arrives)
             begun += rounds.sends.count
         for tensor in self.plan.stays:
             first[tensor] = min(int(first[tensor]), tensor * self.rounds // count)
@@ -227,7 +221,7 @@ class WeightTransfer:
         """Move the weights as `run` does; yield the number of each finished round."""
         begun, traffic.rounds = time.perf_counter(), self.exchanges
         # A rank with nothing to send in a round still takes part, on its own device.
-        device = self.device or next(part.device for part in (*parts.values(), *into.values()))
+        device = self.device or next(part.tensor.device for part in (*parts.values(), *into.values()))
         rounds = [(own, number) for own in self.rounds_of for number in range(own.sends.count)]
         values = dict[str, Tensor]()
         for number in range(self.rounds):
@@ -241,8 +235,8 @@ class WeightTransfer:
                         size = box.elements * source.itemsize
                         traffic.stayed += size
                         for piece in box.divided(-(-size // LIMIT_BYTES)) if source.is_cuda else [box]:
-                            block = source[piece.within(parts[name].box)]
-                            if source.is_cuda and into[name].device.type == "cpu":
+                            block = piece.of(source, parts[name].box)
+                            if source.is_cuda and into[name].tensor.device.type == "cpu":
                                 # Copy by way of pinned memory, whose pages torch keeps for the next block.
                                 block = torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block)
                             into[name].put(block, piece)
@@ -284,7 +278,7 @@ class WeightTransfer:
         for piece, start, end in places:
             name = self.names[piece.tensor]
             block = sent[start:end].view(self.dtypes[piece.tensor]).view(piece.box.sizes)
-            block.copy_(values[name][piece.box.within(parts[name].box)])
+            block.copy_(piece.box.of(values[name], parts[name].box))
         if self.check_bytes:
             for message in filter(len, sent.split(sizes_out)):
                 message[-CHECK_BYTES:].copy_(torch.tensor([checksum(message[:-CHECK_BYTES])]).view(torch.uint8))
@@ -298,8 +292,8 @@ class WeightTransfer:
         messages: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
         for piece in rounds.sends.pieces(number):
             name = self.names[piece.tensor]
-            inside = piece.box.within(parts[name].box)
-            messages[piece.peer] += changes(values[name][inside], (self.before or parts)[name].values()[inside])
+            held, before = parts[name].box, (self.before or parts)[name].values()
+            messages[piece.peer] += changes(piece.box.of(values[name], held), piece.box.of(before, held))
         return self._swap(messages, traffic, device, "changes")
 
     def _swap(

@@ -63,16 +63,6 @@ class LoadingSchedule:
         self.engines = {name: HeldVersion(UNKNOWN) for name in self.engines}
 
     @property
-    def is_forgotten(self) -> bool:
-        """Return whether an engine holds no valid version."""
-        return any(held.version == UNKNOWN for held in self.engines.values())
-
-    @property
-    def out(self) -> int:
-        """Return the number of draining engines."""
-        return sum(held.draining_from is not None for held in self.engines.values())
-
-    @property
     def wanted(self) -> set[int]:
         """Return the versions that engines may still request."""
         return {self.target, *(held.loading for held in self.engines.values() if held.loading is not None)}
@@ -102,10 +92,6 @@ class LoadingSchedule:
         """Return the version of an engine; None for other workers."""
         return self.engines[name].version if name in self.engines else None
 
-    def lags(self, name: str) -> bool:
-        """Return whether an engine's version differs from the target."""
-        return name in self.engines and self.engines[name].version != self.target
-
     def takes_rows(self, name: str) -> bool:
         """Return whether a worker may be given rows; only draining engines may not."""
         return name not in self.engines or self.engines[name].draining_from is None
@@ -125,18 +111,20 @@ class LoadingSchedule:
 
     def load(self, name: str, rows: int) -> LoadOrder | None:
         """Return the version that an engine with `rows` rows must load now, and record that it loads; None if it continues."""
-        if not self.lags(name):
+        held = self.engines.get(name)
+        if held is None or held.version == self.target:
             return None
-        held = self.engines[name]
         if rows and (self.way in ("end", "delayed") or held.received < self.target):
             return None
-        if rows and self.way == "rolling":
-            if held.draining_from is None and not self._start_draining(held, rows):
+        if self.way == "rolling":
+            if held.draining_from is None:
+                # It drains if it is its turn.
+                out = sum(one.draining_from is not None for one in self.engines.values())
+                if out >= self.most_out:
+                    return None
+                held.draining_from, self.most_out_seen = rows, max(self.most_out_seen, out + 1)
+            if rows > held.draining_from * (1 - FINISHED):
                 return None
-            if rows > (held.draining_from or 0) * (1 - FINISHED):
-                return None
-        if self.way == "rolling" and held.draining_from is None and not self._start_draining(held, rows):
-            return None
         held.loading, held.notified = self.target, max(held.notified, self.target)
         return LoadOrder(self.target, rows > 0)
 
@@ -145,11 +133,3 @@ class LoadingSchedule:
         if name in self.engines:
             held = self.engines[name]
             held.version, held.loading, held.draining_from = version, None, None
-
-    def _start_draining(self, held: HeldVersion, rows: int) -> bool:
-        """Let an engine drain if it is its turn; return whether it drains."""
-        if self.out >= self.most_out:
-            return False
-        held.draining_from = rows
-        self.most_out_seen = max(self.most_out_seen, self.out)
-        return True

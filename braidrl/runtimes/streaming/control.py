@@ -25,7 +25,7 @@ from braidrl.queue.transport import Answer, Holder, QueueController
 from braidrl.runtimes.streaming.groups import ROWS, Activity
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copy, Place, Versions, free
-from braidrl.weights.versions import LoadingSchedule
+from braidrl.weights.versions import UNKNOWN, LoadingSchedule
 
 OF_LEADERS = {"stepped", "given", "weights", "ordered"}
 
@@ -140,7 +140,7 @@ class ControlPlane(QueueController):
             return {"kind": "load", **load._asdict(), "weights": weights, **lost}, ()
         if (step := self._step(request)) is not None:
             return {**step, **lost}, ()
-        lags = self.loading.lags(holder.name)
+        lags = version not in (None, self.loading.target)
         takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.unloaded
         for name in request["consumers"] if takes_rows else ():
             for stream in self.streams:
@@ -213,7 +213,7 @@ class ControlPlane(QueueController):
             self.activity.updates.add(f"weights/{update['role']}/update_seconds", update["seconds"])
         # A restarted engine may need the target version; older ones are needed only by engines that are loading them.
         self._free(self.weights.outdated(self.loading.wanted))
-        if self.forgotten and not self.loading.is_forgotten:
+        if self.forgotten and all(held.version != UNKNOWN for held in self.loading.engines.values()):
             self._free(self.forgotten)
             self.forgotten = []
         return {}, ()

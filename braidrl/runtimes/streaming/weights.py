@@ -73,7 +73,7 @@ class VersionWriter:
         # A separate group, because a thread uses it beside other collectives.
         ranks = Ranks(background_group()) if world.size > 1 else Ranks()
         rollout, own = config.rollout, parts()
-        device = next(part.device for part in own.values())
+        device = next(part.tensor.device for part in own.values())
         self.folder = rollout.servers.folder if rollout.engine == "http" else None
         self.in_folder = rollout.engine == "http" and rollout.servers.weights == "folder"
         self.is_collective = is_collective(config)
@@ -98,7 +98,7 @@ class VersionWriter:
         parts = self.parts()
         if any(part.is_merged_together for part in parts.values()):
             parts = snapshot(parts)
-        beside = beside_computing(next((part.device for part in parts.values()), torch.device("cpu")))
+        beside = beside_computing(next((part.tensor.device for part in parts.values()), torch.device("cpu")))
 
         def publish() -> Place:
             place: Place = {"path": "", "machines": [], "offer": None, "number": number, "bytes": self.bytes}

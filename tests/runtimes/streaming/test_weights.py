@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, parse_config
-from braidrl.data.messages import pack_message
 from braidrl.queue.owner import Owner, remove_run
 from braidrl.runtimes.streaming.weights import (
     Place,
@@ -28,9 +27,9 @@ from braidrl.runtimes.streaming.weights import (
 )
 from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, OfferedWeights
-from braidrl.weights.file import FileLayout, WeightFile, WeightWriter, blocks_to_write
+from braidrl.weights.file import WeightFile, WeightWriter
 from braidrl.weights.in_place import EngineWeights
-from braidrl.weights.reshard_plan import described, plan_moves, read_index
+from braidrl.weights.reshard_plan import ShardIndex, describe, plan_moves, shared_blocks
 from braidrl.weights.shards import WeightPart, weight_parts
 from tests.tiny import MODELS
 
@@ -104,7 +103,7 @@ def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
     found = {}
     for name, part in weight_parts(of).items():
         box = upper(part)
-        (box,) = [box] if own else Box.whole(part.shape).without(box)
+        box = box if own else box.along(0, box.sizes[0], part.shape[0])
         slices = Slices({name: part.shape}, {name: box})
         found[name] = replace(part, tensor=box.of(part.local), slices=slices)
     return found
@@ -113,13 +112,14 @@ def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
 def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: Owner, tmp_path: Path) -> None:
     trainer, lower = model("qwen3", 1), model("qwen3", 3)
     halves = [half(trainer, True), half(trainer, False)]
-    known = read_index([pack_message(("", described(parts))) for parts in halves])
+    parts_of = [[(p.names, p.shape, "float32", p.box) for p in parts.values()] for parts in halves]
+    known = ShardIndex([describe(parts) for parts in parts_of], ["", ""])
+    groups = [replace(group, wanted=shared_blocks(group, [0, 1])) for group in known.groups()]
     for rank in range(2):
-        plan = plan_moves(blocks_to_write(known), rank, 2, known.machines)
+        plan = plan_moves(groups, rank, 2, known.machines)
         written = sum(box.elements for boxes in plan.stays.values() for box in boxes)
         assert plan.sends.total == plan.receives.total == 0
         assert written == sum(part.local.numel() for part in halves[rank].values())
-    assert FileLayout.of(known, False).tensors_at.keys() == weight_parts(trainer).keys()
     before, place = deepcopy(lower), writer(trainer, owner, weights="collective").begin()()
     source = source_of(place)
     assert isinstance(source, OfferedWeights)
@@ -128,7 +128,7 @@ def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: Owner, tmp_p
     for name, part in weight_parts(lower).items():
         kept = upper(part)
         assert torch.equal(kept.of(part.local), kept.of(weight_parts(before)[name].local))
-        (new,) = Box.whole(part.shape).without(kept)
+        new = kept.along(0, kept.sizes[0], part.shape[0])
         assert torch.equal(new.of(part.local), new.of(weight_parts(trainer)[name].local))
     assert moved.received == sum(part.local.nbytes for part in half(lower, False).values())
 
