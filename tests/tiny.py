@@ -29,7 +29,7 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.spmd.eager import EagerBackend
+from braidrl.runtimes.spmd.rank_backend import EagerBackend
 from braidrl.runtimes.start import RunContext, start_backend
 from tests.commands import Command
 

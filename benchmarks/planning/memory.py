@@ -20,8 +20,7 @@ from benchmarks.planning.machine import RESULTS, SHAPES, Case, configuration, wr
 from braidrl.cluster.device_kinds import read_cluster
 from braidrl.config import load_config
 from braidrl.plan.configured import predicted
-from braidrl.plan.lengths import batch_lengths
-from braidrl.plan.problem import Problem
+from braidrl.plan.problem import Problem, batch_lengths
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import sums, write_jsonl

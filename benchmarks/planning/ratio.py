@@ -20,8 +20,7 @@ from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Stage, actor, reward
 from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Scope
-from braidrl.plan.simulation import SimulatedWorker, Streaming
-from braidrl.plan.workload import Simulation, Workload
+from braidrl.plan.simulation import SimulatedWorker, Simulation, Streaming, Workload
 from tests.plan.durations import long_tailed
 
 WORKERS = 12

@@ -21,7 +21,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, import_ray
 from braidrl.config import ClusterConfig
-from braidrl.data.codec import decode, encode, unpack_rows
+from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Stage
 from braidrl.observe.metrics import Sums
@@ -30,7 +30,6 @@ from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output
 from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker
 from braidrl.runtimes.hybrid.pool_worker import WorkerSpec
 from braidrl.runtimes.hybrid.protocols import PROTOCOLS
-from braidrl.runtimes.hybrid.start_workers import start_groups
 
 ECHO = Stage("echo", "echo", None, kind=Kind.COMPUTE, reads=COLUMNS, writes=(*COLUMNS, "score"))
 
@@ -67,7 +66,8 @@ class EchoWorker(HybridWorker):
 
     def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
         """Make rows `first` to `end` of the table, and keep them."""
-        return self._keep(key, table(tokens).take(range(first, end)))
+        rows = self.kept[key] = table(tokens).take(range(first, end))
+        return CallResult(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,11 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
     cluster = Cluster(ClusterConfig(cpus=sum(case["workers"])), "cpu")
     try:
         pools = [Pool((f"echo{size}",), size) for size in case["workers"]]
-        groups = dict(zip(case["workers"], start_groups(cluster, pools), strict=True))
+        groups, first = dict[int, WorkerGroup](), 0
+        for pool, places in zip(pools, cluster.reserve(pools), strict=True):
+            group = WorkerGroup(pool, places, first, cluster, cluster.config.start_limit_s, cluster.names)
+            groups[pool.workers], first = group, first + pool.workers
+            group.start()
         for group in groups.values():
             ranks = enumerate(group.numbers)
             group.wait([group.send(rank, "take_place", (number, pools, cluster.family)) for rank, number in ranks])

@@ -12,7 +12,7 @@ from braidrl.config import parse_config
 from braidrl.engines.requests import Request
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.spmd.eager import EagerBackend
+from braidrl.runtimes.spmd.rank_backend import EagerBackend
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

@@ -27,8 +27,7 @@ from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import Span, read_trace
-from braidrl.plan.simulation import Streaming
-from braidrl.plan.workload import SimulatedSpan, Workload
+from braidrl.plan.simulation import SimulatedSpan, Streaming, Workload
 from braidrl.runtimes.run import TrainingRun
 from braidrl.weights.versions import Way
 from tests.plan.durations import long_tailed

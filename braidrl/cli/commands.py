@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -119,7 +119,6 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from braidrl.config import load_config
     from braidrl.config.reading import given_keys
     from braidrl.runtimes.evaluation import evaluate_model
-    from braidrl.runtimes.spmd.launch import is_reporting_rank
     from braidrl.runtimes.start import start_fork_server
     from braidrl.training.loading import has_score_head
 
@@ -130,7 +129,8 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
         settings = load_config(file, changed, flow="reward_model")
     start_fork_server(settings)
     metrics = evaluate_model(settings)
-    for name, value in metrics.items() if is_reporting_rank() else ():
+    # Under torchrun only the first rank prints.
+    for name, value in metrics.items() if os.environ.get("RANK", "0") == "0" else ():
         typer.echo(f"{name}\t{value:.4f}")
 
 
@@ -143,11 +143,21 @@ def flow(
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the flow as a Mermaid flowchart.")] = False,
 ) -> None:
     """Show a flow: its stages, the columns that each reads and writes, and stages that may run at the same time."""
+    from braidrl.config import apply_override, load_config
     from braidrl.flow import drawing
+    from braidrl.flow.recipes import load_flow
     from braidrl.flow.yaml_form import to_yaml
-    from braidrl.runtimes.prepare.run_flow import flow_by_name
+    from braidrl.parsing import read_yaml
+    from braidrl.runtimes.prepare.run_flow import build_flow
 
-    shown = flow_by_name(config, overrides or [])
+    # Overrides change the configuration of a file, whose flow is resolved, or else the recipe's parameters.
+    path, params = Path(config), dict[str, Any]()
+    if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (read_yaml(path) or {}):
+        shown = build_flow(load_config(path, overrides or []))
+    else:
+        for override in overrides or []:
+            apply_override(params, override)
+        shown = load_flow(config, params, {"max_response_tokens": 512, "samples_per_prompt": 8})
     typer.echo(to_yaml(shown) if yaml else drawing.mermaid(shown) if mermaid else drawing.text(shown))
     if svg is not None:
         svg.write_text(drawing.svg(shown), encoding="utf-8")

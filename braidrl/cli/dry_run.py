@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from braidrl.cluster.devices import device_lines, device_memory
+from braidrl.cluster.devices import assign_devices, device_count, device_lines, device_memory
 from braidrl.config import Config
 from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import Problems, UserError
@@ -20,7 +20,7 @@ from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.prepare.setup import Prepared, check_files, lacking, prepare, vocabulary_lines
 from braidrl.runtimes.saving.folders import check_output
-from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, device_table, with_fitting_sizes
+from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, pools_of_run, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.role_settings import USUAL_TOKENS
@@ -155,5 +155,10 @@ def show(
         f"{-(-rows // (trainer.rows_per_update or rows)) * trainer.epochs} updates",
         f"a micro-batch: at most {tokens:,} tokens per device, {tokens // longest_row} rows of the longest ({longest_row:,} tokens)",
     ]
-    for line in [*device_lines(device_table(prepared)), *chosen, *without_effect(config), *batch, *here]:
+    pools, available, devices = pools_of_run(prepared), device_count(config.device), list[str]()
+    if available is not None:
+        # On a machine without devices as many as needed are assumed.
+        needed = sum(pool.workers * (1 + pool.engines * pool.engine_devices) for pool in pools)
+        devices = device_lines(assign_devices(pools, available or needed))
+    for line in [*devices, *chosen, *without_effect(config), *batch, *here]:
         console.print(line, soft_wrap=True)

@@ -24,9 +24,8 @@ from braidrl.observe.timeline import timeline_page
 from braidrl.observe.trace import read_trace
 from braidrl.plan.calibration import WARM_UP, Observed, calibrate
 from braidrl.plan.configured import overlay_of, predicted
-from braidrl.plan.lengths import batch_lengths, step_lengths
 from braidrl.plan.plan_report import show, spans_of
-from braidrl.plan.problem import Problem
+from braidrl.plan.problem import Problem, batch_lengths, step_lengths
 from braidrl.plan.rates import Rates, read_rates
 from braidrl.plan.search import Plan, Search, like
 from braidrl.plan.streaming import StreamingSearch

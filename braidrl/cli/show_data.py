@@ -3,8 +3,7 @@
 configuration ──with_data──▶ sources ──▶ a table of lengths, a picture of them, examples as the model will see them
 """
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import numpy as np
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from braidrl.config import Config
-from braidrl.data.prompts import RESPONSES, LoadedSource
+from braidrl.data.prompts import RESPONSES
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
@@ -56,18 +55,14 @@ def show_data(config: Config, console: Console | None = None) -> None:
             histogram = "".join(BARS[top] for top in tops)
             table.add_row(name, *(f"{number:.0f}" for number in np.percentile(tokens, PERCENTILES)), histogram)
         console.print(table)
-        for line in samples(source, tokenizer):
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def samples(source: LoadedSource, tokenizer: Any) -> Iterator[str]:
-    """Yield examples, evenly spread over the source, decoded from their token ids."""
-    for place in sorted({round(i * (len(source) - 1) / max(1, SAMPLES - 1)) for i in range(SAMPLES)}):
-        example = source[place]
-        yield f"── example {place}, record {example.line}"
-        yield tokenizer.decode(source.prompt(place).tolist())
-        for name in RESPONSES:
-            if (given := source.response(place, name)) is not None:
-                yield f"── {name}: {tokenizer.decode(given[0].tolist())}"
-        if example.answer is not None:
-            yield f"── answer: {example.answer}"
+        # Examples, evenly spread over the source, decoded from their token ids.
+        write = partial(console.print, soft_wrap=True, highlight=False, markup=False)
+        for place in sorted({round(i * (len(source) - 1) / max(1, SAMPLES - 1)) for i in range(SAMPLES)}):
+            example = source[place]
+            write(f"── example {place}, record {example.line}")
+            write(tokenizer.decode(source.prompt(place).tolist()))
+            for name in RESPONSES:
+                if (given := source.response(place, name)) is not None:
+                    write(f"── {name}: {tokenizer.decode(given[0].tolist())}")
+            if example.answer is not None:
+                write(f"── answer: {example.answer}")

@@ -20,7 +20,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.observe.trace import Span
 from braidrl.plan.configured import deployment, predicted
 from braidrl.plan.problem import Problem
-from braidrl.plan.rates import VLLM, EngineRates, Phase, PhaseRates, Rates, RuntimeRates, Work, rates_for
+from braidrl.plan.rates import VLLM, EngineRates, Phase, PhaseRates, Rates, RuntimeRates, Work, default_rates
 from braidrl.plan.work import Lengths
 
 WARM_UP = 2
@@ -58,7 +58,7 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
     """
     cluster, models = runs[0].problem.cluster, runs[0].problem.models
     kind = cluster.groups[0].kind
-    rates = rates_for(kind, before)
+    rates = before.get(kind) or default_rates().get(kind) or Rates()
     samples: list[tuple[dict[str, float], float]] = []
     compute: dict[str, list[float]] = defaultdict(list)
     # Streaming stages run concurrently and slow each other on shared cores: prefer runs of other runtimes.
@@ -86,7 +86,15 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
     stages = {**rates.stages, **{name: median(values) for name, values in compute.items()}}
     fitted = fitted_rates(costs, rates, cluster.kinds[kind], next(iter(models.values())).dtype)
     fitted = fitted.model_copy(update={"stages": stages, "runtimes": {}})
-    return fitted.model_copy(update={"runtimes": {**rates.runtimes, **runtime_rates(runs, {kind: fitted})}})
+    # A runtime's overhead: the step seconds that stages at the fitted rates do not explain.
+    steps: dict[str, list[tuple[dict[str, float], float, float]]] = defaultdict(list)
+    for run in runs:
+        for step, problem in run.steps():
+            explained = predicted(replace(problem, rates={kind: fitted})).seconds
+            sample = {"iteration_s": 1.0, "row_s": float(problem.rows), "slower": explained}
+            steps[problem.config.runtime].append((sample, run.step_seconds[step], explained))
+    overheads = {name: RuntimeRates(**least_squares(*zip(*own, strict=True))) for name, own in steps.items()}
+    return fitted.model_copy(update={"runtimes": {**rates.runtimes, **overheads}})
 
 
 def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, float]:
@@ -171,14 +179,3 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
     if "collectives" in costs:
         found["collective_s"] = costs["collectives"]
     return rates.model_copy(update=found)
-
-
-def runtime_rates(runs: Sequence[Observed], rates: Mapping[str, Rates]) -> dict[str, RuntimeRates]:
-    """Fit the overhead of each runtime: the step seconds that stages at the fitted rates do not explain."""
-    steps: dict[str, list[tuple[dict[str, float], float, float]]] = defaultdict(list)
-    for run in runs:
-        for step, problem in run.steps():
-            explained = predicted(replace(problem, rates=rates)).seconds
-            sample = {"iteration_s": 1.0, "row_s": float(problem.rows), "slower": explained}
-            steps[problem.config.runtime].append((sample, run.step_seconds[step], explained))
-    return {runtime: RuntimeRates(**least_squares(*zip(*own, strict=True))) for runtime, own in steps.items()}

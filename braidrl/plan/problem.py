@@ -4,20 +4,27 @@ configuration + flow + Lengths + Cluster + Rates ──▶ Problem ──stage_c
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from statistics import NormalDist
 from typing import Any
+
+import numpy as np
 
 from braidrl.cluster.device_kinds import Cluster, NodeGroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
+from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.engines.factory import generation_layout
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
-from braidrl.plan.work import Lengths, generate_work, infer_work, share_received, train_work
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
+from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, default_rates, price
+from braidrl.plan.work import IntArray, Lengths, generate_work, infer_work, share_received, train_work
 from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
 from braidrl.runtimes.prepare.checks import check_plan
 from braidrl.training.memory.footprint import Shape, model_shape
@@ -68,7 +75,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.config = self.config.model_copy(update={"device": self.cluster.device})
-        self.rates = {kind: rates_for(kind, self.rates) for kind in self.cluster.kinds}
+        usual = default_rates()
+        self.rates = {kind: self.rates.get(kind) or usual.get(kind) or Rates() for kind in self.cluster.kinds}
         trainer = self.config.trainer
         self.rows = trainer.prompts_per_step * self.config.rollout.samples_per_prompt
         """The number of rows in a batch."""
@@ -215,3 +223,62 @@ class Problem:
             model.shape, model.plain, layout, model.trained, model.scalar, computes, tokens, checkpointing,
             moment_bytes=moment_bytes(self.config.trainer),
         )  # fmt: skip
+
+
+def batch_lengths(config: Config, given: str | None = None, sources: Sequence[LoadedSource] = ()) -> Lengths:
+    """Return the lengths of one batch's rows. Raises UserError if they cannot be parsed, or the run recorded none.
+
+    `given` is a run's folder, whose recorded lengths are taken; TOKENS for every response; or MEDIAN:LONGEST of a log-normal
+    distribution. By default prompts have the lengths of the data, and responses the longest.
+    """
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    if given is not None and Path(given).is_dir():
+        run = Path(given)
+        steps = recorded_steps(run)
+        if not steps:
+            raise UserError(f"--lengths {run}: the run recorded no rollouts")
+        # Use the last half: response lengths change during training.
+        parts = [step_lengths(run, step) for step in steps[len(steps) // 2 :]]
+        prompts, responses = (np.concatenate(one) for one in zip(*parts, strict=True))
+        picked = spread(responses, rows)
+        lines, trained = read_metrics(run), len(parts[0][0])
+        generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
+        return Lengths(prompts[picked], responses[picked], max(1.0, float(generated)))
+    names = ("prompt", *RESPONSES)
+    known = {name: [one.numpy() for s in sources if (one := s.lengths(name)) is not None] for name in names}
+    prompts = np.concatenate(known["prompt"] or [np.array([config.data.max_prompt_tokens])]).astype(np.int64)
+    if given is not None:
+        median, _, longest = given.partition(":")
+        if not median.isdigit() or (longest and (not longest.isdigit() or int(longest) < int(median))):
+            raise UserError(
+                f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in --lengths 300:2000"
+            )
+        responses = np.array([int(median)])
+        if longest and longest != median:
+            sigma = math.log(int(longest) / int(median)) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))
+            quantiles = [NormalDist().inv_cdf((i + 0.5) / rows) for i in range(rows)]
+            drawn = [min(int(longest), int(int(median) * math.exp(sigma * q))) for q in quantiles]
+            responses = np.array([max(1, tokens) for tokens in drawn])
+    else:
+        said = [lengths for name in RESPONSES for lengths in known[name]]
+        responses = np.concatenate(said or [np.array([config.rollout.max_response_tokens])]).astype(np.int64)
+    # Shuffle: lengths of prompts and responses are taken as independent.
+    shuffled = np.random.default_rng(0).permutation(prompts[spread(prompts, rows)])
+    return Lengths(shuffled, responses[spread(responses, rows)], config.trainer.over_sampling)
+
+
+def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:
+    """Return the lengths of a recorded step's prompts and responses."""
+    rows = read_rollouts(rollout_path(run, step))
+    prompts = np.asarray(rows["prompt_length"]).astype(np.int64)
+    return prompts, np.asarray(rows["length"]).astype(np.int64) - prompts
+
+
+def spread(lengths: IntArray, rows: int) -> IntArray:
+    """Return the places of `rows` lengths with the same distribution, in ascending order of length.
+
+    These are midpoints of equal parts, as not every batch has the longest row.
+    """
+    midpoints = ((np.arange(rows) + 0.5) * len(lengths) / rows).astype(np.int64)
+    places: IntArray = np.argsort(lengths, kind="stable")[midpoints]
+    return places

@@ -4,7 +4,6 @@ Work ──price(kind, rates)──▶ Cost        compute = operations / (peak 
                                          communication = exposed transfers + overlapped transfers that exceed the overlap
 """
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -167,11 +166,6 @@ def read_rates(path: Path) -> dict[str, Rates]:
         return {kind: Rates.model_validate(value) for kind, value in tree.items()}
     except ValidationError as error:
         raise UserError(f"{path}: {explain(error)}") from None
-
-
-def rates_for(kind: str, known: Mapping[str, Rates]) -> Rates:
-    """Return the rates of a device kind: known, built-in, or typical."""
-    return known.get(kind) or default_rates().get(kind) or Rates()
 
 
 def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str, engine: str = "embedded") -> Cost:

@@ -27,8 +27,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.plan.choices import Choice, Choices, RolePart, SetChoice
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
-from braidrl.plan.simulation import Runtime, call_times
-from braidrl.plan.workload import Simulation
+from braidrl.plan.simulation import Runtime, Simulation, call_times
 
 FINEST = 32
 """Most units that allocations split the devices into, so that a search over a thousand devices takes seconds."""

@@ -6,8 +6,6 @@ devices of each group ──lower bound: its busiest group──▶ in order of 
 import math
 from collections.abc import Mapping, Sequence
 
-from braidrl.cluster.device_kinds import NodeGroup
-from braidrl.data.rows import Uid
 from braidrl.flow import Kind
 from braidrl.flow.batches import Sizes
 from braidrl.flow.selecting import older_places
@@ -15,10 +13,9 @@ from braidrl.plan.choices import Choices, RolePart, SetChoice
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan, allocations, costs_of, unit_of
-from braidrl.plan.simulation import Streaming
-from braidrl.plan.workload import Workload
+from braidrl.plan.simulation import Streaming, Workload
 from braidrl.runtimes.streaming.consumers import Consumers
-from braidrl.runtimes.streaming.groups import Group, worker_groups
+from braidrl.runtimes.streaming.groups import worker_groups
 
 ITERATIONS = 6
 SKIPPED = 2
@@ -41,12 +38,24 @@ class StreamingSearch:
     def best(self, staleness: int) -> Plan | None:
         """Return the fastest plan with this maximum staleness; None if a group does not fit."""
         found: list[tuple[float, list[SetChoice]]] = []
+        rolling = self.problem.config.streaming.weights == "rolling"
         for group in self.problem.cluster.groups:
+            room = self.problem.cluster.kinds[group.kind].memory * USABLE
             for sizes in allocations(group.size, len(self.groups), unit_of(group)):
-                chosen = [self.group_set(one, group, n) for one, n in zip(self.groups, sizes, strict=True)]
-                fitting = [one for one in chosen if one is not None]
-                if len(fitting) == len(chosen):
-                    found.append((max(one.busy for one in fitting), fitting))
+                sets: list[SetChoice] = []
+                # The fastest choice of each worker group that fits its devices.
+                for member, devices in zip(self.groups, sizes, strict=True):
+                    part: RolePart = "generate" if member.kind == "generate" else "model"
+                    options = self.choices.of_role(str(member.role), group, devices, part)
+                    fitting = [one for one in options if one.peak <= room]
+                    if part == "generate" and rolling:
+                        # One engine generates while another loads.
+                        fitting = [one for one in fitting if one.use.engine is None or devices > one.use.engine.divisor]
+                    if fitting:
+                        choice = min(fitting, key=lambda one: one.busy)
+                        sets.append(SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak))
+                if len(sets) == len(self.groups):
+                    found.append((max(one.busy for one in sets), sets))
         quickest: Plan | None = None
         for bound, sets in sorted(found, key=lambda pair: pair[0])[:MOST_SIMULATED]:
             # Lower bound: an iteration takes at least as long as each group's work.
@@ -56,19 +65,6 @@ class StreamingSearch:
             if quickest is None or plan.seconds < quickest.seconds:
                 quickest = plan
         return quickest
-
-    def group_set(self, member: Group, group: NodeGroup, devices: int) -> SetChoice | None:
-        """Return the fastest choice of a worker group that fits the devices; None if none fits."""
-        part: RolePart = "generate" if member.kind == "generate" else "model"
-        room = self.problem.cluster.kinds[group.kind].memory * USABLE
-        fitting = [one for one in self.choices.of_role(str(member.role), group, devices, part) if one.peak <= room]
-        if part == "generate" and self.problem.config.streaming.weights == "rolling":
-            # One engine generates while another loads.
-            fitting = [one for one in fitting if one.use.engine is None or devices > one.use.engine.divisor]
-        if not fitting:
-            return None
-        choice = min(fitting, key=lambda one: one.busy)
-        return SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak)
 
     def plan(self, sets: Sequence[SetChoice], staleness: int) -> Plan:
         """Return the plan of these groups, timed by simulation."""
@@ -110,14 +106,11 @@ class StreamingSearch:
         responses = lengths.ordered[picks] / lengths.ordered[picks].mean()
         order = [(i * 7919) % rows for i in range(rows)] if math.gcd(rows, 7919) == 1 else list(range(rows))
 
-        def row_seconds(stage: str, uid: Uid) -> float:
-            share = float(responses[order[(uid[1] * samples + uid[2]) % rows]])
-            return seconds[stage] * share
-
         update = max((costs[stage.name].weights for stage in flow.stages if stage.kind is Kind.GENERATE), default=0.0)
         dispatch = max(1, round(config.streaming.dispatch_rows / scale))
         return Workload(
-            flow, sizes, row_seconds, workers=workers,
+            flow, sizes,
+            lambda stage, uid: seconds[stage] * float(responses[order[(uid[1] * samples + uid[2]) % rows]]), workers=workers,
             dispatch_rows=dispatch, loading=config.streaming.weights, receive_seconds=update,
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import traced
 from braidrl.runtimes.generating.early_stop import segment_of
-from braidrl.runtimes.generating.partial import to_the_end
+from braidrl.runtimes.generating.generation import TO_THE_END
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, SerialBackend, TableT, needed
 from braidrl.runtimes.row_store import Admission
 
@@ -120,7 +120,18 @@ class SerialController(Generic[TableT]):
             ends = not count and not self.sampling.pending
             if ends and not self.sampling.finish_now():
                 break
-            table, verdicts = self.wave(count, ends, iteration, version, sums)
+            # The rows of pending groups whose responses resume, and of the next `count` groups.
+            awaited, begun, left = set(self.sampling.pending), list[TableT](), list[TableT]()
+            for rows in self.unfinished:
+                groups = set(self.backend.index(rows)["group"].tolist())
+                begun += [self.of_groups(rows, groups & awaited)] if groups & awaited else []
+                left += [self.of_groups(rows, groups - awaited)] if groups - awaited else []
+            self.unfinished = left
+            if count:
+                begun.append(self.backend.read(Admission(self.loader.advance(count))))
+                self.sampling.admit(sorted(set(self.backend.index(begun[-1])["group"].tolist())))
+            started = begun[0].cat(begun) if len(begun) > 1 else begun[0]
+            table, verdicts = self.wave(started, ends, iteration, version, sums)
             if table is not None:
                 tables.append(table)
                 generated.append(self.backend.index(table))
@@ -134,14 +145,15 @@ class SerialController(Generic[TableT]):
         return IterationResult(counted, index, batch, batch, sums, dropped=outcome.dropped)
 
     def wave(
-        self, count: int, ends: bool, iteration: int, version: int, sums: Sums
+        self, started: TableT, ends: bool, iteration: int, version: int, sums: Sums
     ) -> tuple[TableT | None, dict[int, Verdict]]:
-        """Start `count` groups, resume pending ones, run the sampling segment on them, and return which are kept.
+        """Run the sampling segment on rows, and return which groups are kept.
 
-        Groups with a suspended response are not in the table. It is None if there are no others.
+        Groups with a suspended response are kept for later and are not in the table. It is None if there are no others.
         """
-        table: TableT | None = self.begun(count)
-        segment = segment_of(self.flow, iteration) if self.config.trainer.surplus == "drop" else None
+        table: TableT | None = started
+        early, needless = self.config.trainer.surplus == "drop", self.sampling.needless
+        segment = segment_of(self.flow, iteration, needless) if early else None
         gone: set[int] = set()
         reasons: dict[int, str | None] = {}
         for stage in self.flow.stages[: self.flow.recorded_stages]:
@@ -149,14 +161,23 @@ class SerialController(Generic[TableT]):
                 continue
             with self.timed(stage):
                 if segment is not None and stage is segment.generate:
-                    done = self.backend.generate_needed(segment, table, iteration, sums, self.sampling.needless)
+                    done = self.backend.run(stage, table, iteration, sums, segment)
                     index = self.backend.index(done)
                     gone = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
                     table = self.of_groups(done, set(index["group"].tolist()) - gone) if gone else done
                 elif stage.kind is Kind.SELECT:
                     reasons |= self.select(stage, table, iteration)
                 elif stage.kind is Kind.GENERATE and self.config.rollout.tokens_per_iteration is not None:
-                    table = self.suspend(self.backend.run(to_the_end(stage) if ends else stage, table, iteration, sums))
+                    stage = replace(stage, params={**stage.params, TO_THE_END: True}) if ends else stage
+                    done = self.backend.run(stage, table, iteration, sums)
+                    index = self.backend.index(done)
+                    aside = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
+                    table = done
+                    if aside:
+                        self.unfinished.append(self.of_groups(done, aside))
+                        self.sampling.decide({group: Verdict(UNFINISHED) for group in aside})
+                        others = set(index["group"].tolist()) - aside
+                        table = self.of_groups(done, others) if others else None
                 else:
                     table = self.backend.run(stage, table, iteration, sums)
         verdicts = dict[int, Verdict]()
@@ -172,37 +193,11 @@ class SerialController(Generic[TableT]):
                 verdicts[group] = Verdict(reasons.get(group), made, scores.get(group))
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
 
-    def begun(self, count: int) -> TableT:
-        """Return the rows of the next `count` groups, and of pending groups with responses to resume."""
-        awaited = set(self.sampling.pending)
-        tables, left = [], list[TableT]()
-        for table in self.unfinished:
-            groups = set(self.backend.index(table)["group"].tolist())
-            tables += [self.of_groups(table, groups & awaited)] if groups & awaited else []
-            left += [self.of_groups(table, groups - awaited)] if groups - awaited else []
-        self.unfinished = left
-        if count:
-            table = self.backend.read(Admission(self.loader.advance(count)))
-            self.sampling.admit(sorted(set(self.backend.index(table)["group"].tolist())))
-            tables.append(table)
-        return tables[0].cat(tables) if len(tables) > 1 else tables[0]
-
     def select(self, stage: Stage, table: TableT, iteration: int) -> dict[int, str]:
         """Return the groups that a select stage drops, with its reason."""
         index = self.backend.index(table)
         with traced(self.backend.trace, "compute", stage.name, iteration, rows=len(index)):
             return dropped(stage, index)
-
-    def suspend(self, table: TableT) -> TableT | None:
-        """Keep groups with a suspended response for later, and return the rows of the others; None if there are none."""
-        index = self.backend.index(table)
-        aside = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
-        if not aside:
-            return table
-        self.unfinished.append(self.of_groups(table, aside))
-        self.sampling.decide({group: Verdict(UNFINISHED) for group in aside})
-        others = set(index["group"].tolist()) - aside
-        return self.of_groups(table, others) if others else None
 
     def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
         chosen, numbers = set(groups), self.backend.index(table)["group"].tolist()

@@ -8,7 +8,6 @@ from typing import Any
 from braidrl.algorithms.policy_metrics import avg_at_k, pass_at_k
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
-from braidrl.data.rows import Rows
 from braidrl.errors import FailedStep, UserError
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
@@ -27,26 +26,6 @@ from braidrl.runtimes.step_metrics import failures_beyond
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 
 
-def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
-    """Return avg@k for k = `samples`, pass@k for powers of two up to k, mean length and score; for pairs the ranking accuracy."""
-    if "correct" not in index:
-        scores = index["score" if "score" in index else "cost"].double()
-        margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
-        return {
-            f"eval/{name}/pair_accuracy": float((margin > 0).double().mean()),
-            f"eval/{name}/margin": float(margin.mean()),
-        }
-    correct, group = index["correct"], index["group"]
-    metrics = {f"eval/{name}/avg@{samples}": float(avg_at_k(correct, group))}
-    k = 1
-    while k <= samples:
-        metrics[f"eval/{name}/pass@{k}"] = float(pass_at_k(correct, group, k=k))
-        k *= 2
-    metrics[f"eval/{name}/length_mean"] = float(index["action_tokens"].double().mean())
-    metrics[f"eval/{name}/score_mean"] = float(index["score"].double().mean())
-    return metrics
-
-
 def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None) -> bool:
     """Return True if the metrics contain an evaluation and the accuracy of every set is at least `stop_at`."""
     shares = [value for key, value in metrics.items() if SHARE_RIGHT.fullmatch(key) and value is not None]
@@ -59,6 +38,7 @@ def evaluate_sets(
 ) -> dict[str, float]:  # fmt: skip
     """Evaluate every set of `data.eval` under the current weights, record its rows in a run's folder, and return the metrics.
 
+    These are avg@k for k samples, pass@k for powers of two up to k, mean length and score; for pairs the ranking accuracy and margin.
     At most `prompts` of each set are used. `step` is the seed of the stages' random numbers, and `sums` collects their counts.
     """
     metrics = dict[str, float]()
@@ -66,7 +46,19 @@ def evaluate_sets(
         table = backend.read(HeldOut(name, prompts=prompts))
         for stage in flow.stages:
             table = backend.run(stage, table, step, Sums() if sums is None else sums)
-        metrics |= evaluation_metrics(name, backend.index(table), config.evaluation.samples)
+        index, samples, k = backend.index(table), config.evaluation.samples, 1
+        if "correct" in index:
+            metrics[f"eval/{name}/avg@{samples}"] = float(avg_at_k(index["correct"], index["group"]))
+            while k <= samples:
+                metrics[f"eval/{name}/pass@{k}"] = float(pass_at_k(index["correct"], index["group"], k=k))
+                k *= 2
+            metrics[f"eval/{name}/length_mean"] = float(index["action_tokens"].double().mean())
+            metrics[f"eval/{name}/score_mean"] = float(index["score"].double().mean())
+        else:
+            scores = index["score" if "score" in index else "cost"].double()
+            margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
+            metrics[f"eval/{name}/pair_accuracy"] = float((margin > 0).double().mean())
+            metrics[f"eval/{name}/margin"] = float(margin.mean())
         backend.record(rollout_path(folder, step, name), table, table)
     return metrics
 

@@ -29,7 +29,7 @@ from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.verification import added_scores, verified
-from braidrl.runtimes.memory.residency import Residency
+from braidrl.runtimes.memory.residency import PUBLISH, Residency, needed_assets
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.parallel.replicated import DataParallel
@@ -222,7 +222,8 @@ class StageExecutor:
 
     def publish(self, version: int) -> None:
         """Load the trained weights into the engines under a new version."""
-        self.residency.before_publishing()
+        if sent := needed_assets(self.flow, self.residency.shared)[PUBLISH]:
+            self.residency.move(sent)
         self.generation.publish(version)
 
     def save(self, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
@@ -250,11 +251,6 @@ class StageExecutor:
         """Return the local roles that change; on a rank without `write` only the sharded ones."""
         changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
         return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
-
-    def forget(self) -> None:
-        """Forget unfinished work on rows, and the state of user methods, before a checkpoint is loaded."""
-        self.generation.checks.pending.clear()
-        self.methods.clear()
 
     def close(self) -> None:
         """End the processes of engines and checks."""

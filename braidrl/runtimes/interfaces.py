@@ -1,4 +1,4 @@
-"""The protocols between a run, its controller and its backend.
+"""The protocols between a run, its controller and its backend, and the interrupts that they share.
 
 run ──iterate, position, restore──▶ Controller: SerialController, StreamingProgram
 run ──read, run, record, save──▶ Backend: all four
@@ -7,10 +7,13 @@ run ──read, run, record, save──▶ Backend: all four
 T is the backend's table: the rows themselves, a rank's shard of them, or handles to their locations.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from braidrl.data.loader import Admissions
@@ -20,13 +23,19 @@ from braidrl.flow.compute import State
 from braidrl.flow.selecting import Selection
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import TraceWriter
-from braidrl.runtimes.generating.early_stop import Needless, Segment
+from braidrl.runtimes.generating.early_stop import Segment
 from braidrl.runtimes.row_store import Origin, RowText
 from braidrl.training.roles.checkpoint import Write
 
 
 class RowTable(Protocol):
     """The operations on rows that a controller needs; on handles and shards none of them moves a row."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the rows' columns; on a rank without rows there are none."""
 
     def take(self, positions: Sequence[int]) -> Self:
         """Return the rows at these positions, in the order given."""
@@ -77,19 +86,14 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
     def loader(self) -> Admissions | None:
         """Return the prompt loader; None if the backend only evaluates."""
 
-    def generate_needed(
-        self, segment: Segment, table: TableT, iteration: int, sums: Sums, needless: Needless
-    ) -> TableT:
-        """Run a generate segment; rows of groups that turn out not to be needed end early."""
+    def run(self, stage: Stage, table: TableT, iteration: int, sums: Sums, segment: Segment | None = None) -> TableT:
+        """Run a stage; when it generates a sampling `segment`, rows of groups that turn out not to be needed end early."""
 
     def totals(self, stage: Stage, table: TableT) -> dict[str, float]:
         """Return the totals over all rows that the stage's state depends on."""
 
     def train(self, stage: Stage, table: TableT, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Make one optimizer step for each list of row positions, or copy a role's weights if the stage has no loss."""
-
-    def columns(self, table: TableT) -> Collection[str] | None:
-        """Return the names of the rows' columns; None on a rank without rows."""
 
     def texts(self, table: TableT) -> list[RowText]:
         """Return the prompt and response of each row, in the order of rows; under distributed of the rank's own rows."""
@@ -196,3 +200,68 @@ class Controller(Protocol[T]):
 
     def restore(self, position: Position) -> None:
         """Resume from a checkpoint's position; the backend loads its weights afterwards."""
+
+
+REPEATED_S = 1.0
+"""A second signal within this many seconds is a duplicate: the terminal and the launcher of ranks both send one."""
+
+
+class Interrupts:
+    """Turns SIGINT and SIGTERM into KeyboardInterrupt; inside `hold()` only when the hold ends.
+
+    Ranks that must stop together are not `alone`: a signal takes effect when they agree, and at once only in local work.
+    """
+
+    def __init__(self, alone: bool = True) -> None:
+        self.alone = alone
+        self._holds = 0
+        self._first: float | None = None
+        self._local = False
+        self.asked = False
+        """True from a stop request until the stop."""
+        self.torn = False
+        """True after a second signal broke a hold: weights may be inconsistent and must not be saved."""
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Delay an interrupt until the outermost hold ends, or until several ranks agree after it; a second Ctrl-C is not delayed."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+        if self.alone:
+            self.agree(self.asked)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Mark work in which no other rank takes part. Inside a hold this has no effect."""
+        self._local = not self._holds
+        try:
+            yield
+        finally:
+            self._local = False
+
+    def agree(self, asked: bool) -> None:
+        """Raise KeyboardInterrupt on every calling rank if any rank was asked to stop and no hold is active."""
+        if asked and not self._holds:
+            self.asked = False
+            raise KeyboardInterrupt
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal, as the handler that `interrupts_handled` sets."""
+        if self.alone:
+            if self._holds and not self.asked:
+                self.asked = True
+                return
+            self.torn = self._holds > 0
+            raise KeyboardInterrupt
+        now = time.monotonic()
+        if self._first is not None and now - self._first > REPEATED_S:
+            # Ranks that leave one by one are at different places, and their joint state cannot be resumed.
+            self.torn = True
+            raise KeyboardInterrupt
+        if self._first is None:
+            self._first, self.asked = now, True
+            if self._local:
+                raise KeyboardInterrupt

@@ -10,18 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.agents.trajectory import response_columns
 from braidrl.config import Config
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.endings import end_ids_of
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.packing import equal_share
 from braidrl.data.prompts import LoadedSource
-from braidrl.data.rows import Rows
+from braidrl.data.rows import FinishReason, Rows
+from braidrl.engines.requests import Response
 from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import decoded, responses
-from braidrl.runtimes.generating.partial import admitted
 
 RankShare = tuple[int, int]
 """One of several ranks that read equal shares, and their number."""
@@ -124,7 +126,12 @@ class RowStore:
                 samples = self.config.rollout.samples_per_prompt
                 rows = as_rows(self.loader.peek(numbers), samples)
                 if self.config.rollout.tokens_per_iteration is not None:
-                    rows = admitted(rows, self.config.rollout.dtype or self.config.dtype)
+                    # Partial rollout resumes from the columns of empty responses; log-probs have the engine's data type.
+                    nothing, dtype = torch.empty(0, dtype=torch.int64), self.config.rollout.dtype or self.config.dtype
+                    log_probs = nothing.to(torch.float64 if dtype == "float64" else torch.float32)
+                    empty = [Response(uid, nothing, log_probs, FinishReason.ABORT, nothing) for uid in rows.uids()]
+                    reflections = torch.zeros(len(rows), dtype=torch.int64)
+                    rows = rows.with_columns({**response_columns(rows, empty), "reflections": reflections})
                 return join_texts(rows, self.texts, samples) if self.texts else rows
             case HeldOut(name, share, prompts):
                 settings = self.config.evaluation
@@ -150,8 +157,10 @@ class RowStore:
         said = responses(rows, self.tokenizer, self.ends, skips) if "tokens" in rows else [""] * len(rows)
         return [RowText(*texts) for texts in zip(prompts, said, strict=True)]
 
-    def record(self, path: Path, rows: Rows) -> None:
-        """Write rows with their texts, for people and for a replay."""
+    def record(self, path: Path, rows: Rows, later: Rows | None = None) -> None:
+        """Write rows with their texts and the new columns of later stages, for people and for a replay, which starts without them."""
+        added = {} if later is None else {name: column for name, column in later.items() if name not in rows}
+        rows = rows.with_columns(added)
         prompts, responses = zip(*self.row_texts(rows), strict=True) if len(rows) else ((), ())
         write_rollouts(path, rows, list(prompts), list(responses))
 
@@ -159,8 +168,3 @@ class RowStore:
         """Write rows for a checkpoint."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pack_rows(rows))
-
-
-def with_added(rows: Rows, later: Rows) -> Rows:
-    """Return the rows with the new columns of later stages; a replay starts without them."""
-    return rows.with_columns({name: column for name, column in later.items() if name not in rows})

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.devices import device_memory
+from braidrl.cluster.process import interrupts_handled
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
@@ -22,19 +24,18 @@ from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluate_sets, good_enough
-from braidrl.runtimes.interfaces import Position, Restart
-from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
+from braidrl.runtimes.interfaces import Interrupts, Position, Restart
+from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch, vocabulary_lines
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
-from braidrl.runtimes.saving.fingerprints import check_unchanged, fingerprints
+from braidrl.runtimes.saving.fingerprints import fingerprints
 from braidrl.runtimes.saving.folders import held_alone, identity, new_run_folder, unused_folder, write_config
-from braidrl.runtimes.sizing import check_engine_memory, memory_to_take, with_fitting_sizes
+from braidrl.runtimes.sizing import check_engine_memory, with_fitting_sizes
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import RunContext, check_runtime, start_controller
-from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, only_skipped, step_metrics, summary
+from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, summary
 from braidrl.training.objective import NAMES_A_TOKEN
 from braidrl.training.role_settings import unusual_rates
 
@@ -64,7 +65,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if replay is not None:
             check_recorded(replay, config.trainer.steps, rollout_only)
         self.world = world or World()
-        self.prepared, self.chosen = with_fitting_sizes(prepare_together(config, self.world), memory_to_take(config))
+        memory = device_memory(config.device, free=config.runtime in ("eager", "distributed"))
+        self.prepared, chosen = with_fitting_sizes(prepare_together(config, self.world), memory)
         config, flow = self.prepared.config, self.prepared.flow
         self.config, self.flow = config, flow
         check_runtime(config, flow, generates=replay is None, trains=not rollout_only)
@@ -76,9 +78,14 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         )
         self.folder_identity = identity(self.folder)
         self.fingerprints = fingerprints(self.prepared) if self.world.first else {}
-        self.progress = self._opened_progress()
+        self.progress = Progress(config.trainer.steps, shown=self.world.first)
+        said = [*chosen, *without_effect(config), *unusual_rates(config, flow)]
+        said += [source.report() for source in self.prepared.sources]
+        for line in [str(self.folder), *said, *vocabulary_lines(self.prepared)]:
+            self.progress.print(line)
         set_up_torch(config)
         self.interrupts = Interrupts(alone=world is None)
+        self.records = any("tokens" in stage.writes for stage in flow.stages[: flow.recorded_stages])
         self.gaps, reward = GapWatch(config.rollout.max_log_prob_gap), config.reward
         self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
@@ -111,19 +118,19 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if not found:
             return None
         state = load_checkpoint(Path(found))
-        if self.world.first:
-            check_unchanged(state.fingerprints, self.fingerprints, self.config.trainer.accept_changes, state.step)
+        accepted, refused = self.config.trainer.accept_changes, dict[str, list[str]]()
+        for kind, digests in self.fingerprints.items():
+            before = state.fingerprints.get(kind, {})
+            changed = [key for key, digest in digests.items() if before.get(key, digest) != digest]
+            if changed and kind not in accepted:
+                refused[kind] = changed
+        if refused:
+            named = "; ".join(f"the {kind} of {', '.join(keys)}" for kind, keys in refused.items())
+            raise UserError(
+                f"since the checkpoint of step {state.step} something has changed that the run reads: {named}. Put it back, or go on "
+                f"regardless with trainer.accept_changes=[{', '.join([*accepted, *refused])}]"
+            )
         return Path(found), state
-
-    def _opened_progress(self) -> Progress:
-        """Return the progress display, which first prints the run's folder, settings without effect, and the data."""
-        progress = Progress(self.config.trainer.steps, shown=self.world.first)
-        reports = [source.report() for source in self.prepared.sources]
-        said = [*self.chosen, *without_effect(self.config), *unusual_rates(self.config, self.flow), *reports]
-        said += vocabulary_lines(self.prepared)
-        for line in [str(self.folder), *said]:
-            progress.print(line)
-        return progress
 
     def __exit__(self, *_: object) -> None:
         self.resources.close()
@@ -147,7 +154,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def train(self) -> None:
         """Run to `trainer.steps`. On Ctrl-C save the last complete step and raise KeyboardInterrupt again."""
         gc.freeze()  # A collection over all imported objects takes a fifth of a second, and finds nothing.
-        with self.interrupts.active():
+        with interrupts_handled(self.interrupts.handle):
             snapshot = self._snapshot()
             try:
                 self._begin()
@@ -155,7 +162,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     snapshot = self._snapshot()
                     try:
                         if self.step < self.config.trainer.steps and not self.good_enough:
-                            self.checkpoints.check()
+                            self.checkpoints.wait(block=False)
                             self._one_step()
                             continue
                         self._save(self._snapshot())
@@ -259,19 +266,23 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         step, start = self.step + 1, time.perf_counter()
         self.progress.step = step
         with ExitStack() as held:
-            # Once weights have changed, an interrupt waits until the step is written.
-            def hold() -> None:
-                held.enter_context(self.interrupts.hold())
-
             try:
-                result = self.controller.iterate(step, self.version, self._recorded(step), not self.rollout_only, hold)
+                # Once weights have changed, an interrupt waits until the step is written.
+                result = self.controller.iterate(
+                    step, self.version, self._recorded(step), not self.rollout_only,
+                    before_training=lambda: held.enter_context(self.interrupts.hold()),
+                )  # fmt: skip
             except BadUpdate as error:
                 raise UserError(self._kept_for_replay(step, error)) from error
-            hold()
+            held.enter_context(self.interrupts.hold())
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
-            self.checkpoints.learning = not only_skipped(result.sums)
-            self._record(rollout_path(self.folder, step), result.table, result.final)
+            counted = result.sums.pairs()
+            skipped = [n.removesuffix("/skipped_updates") for n in counted if n.endswith("/skipped_updates")]
+            # A role that skipped every optimizer step has learned nothing.
+            self.checkpoints.learning = all(f"{role}/grad_norm" in counted for role in skipped)
+            if self.records:
+                self.backend.record(rollout_path(self.folder, step), result.table, result.final)
             self.step = step
             self.version += 0 if self.rollout_only else 1
             every = self.config.evaluation.every
@@ -284,7 +295,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         try:
             self.failed.check(step, result.sums)
             # Rows of a replay, and stale rows, come from other weights than those that they train.
-            if self.replay is None and not rows_may_be_stale(self.config):
+            trainer = self.config.trainer
+            keeps = self.config.runtime == "streaming" or trainer.surplus == "keep"
+            if self.replay is None and not (keeps and trainer.max_staleness):
                 self.gaps.check(metrics)
         except UserError:
             # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's line.
@@ -304,17 +317,14 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         added = {name for stage in later for name in stage.writes} - kept
         return self.backend.read(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
 
-    def _record(self, path: Path, table: Any, final: Any) -> None:
-        if any("tokens" in stage.writes for stage in self.flow.stages[: self.flow.recorded_stages]):
-            self.backend.record(path, table, final)
-
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
         """Record the batch of a failed update; return a message about it."""
         words = [bytes(word).decode() for word in self.world.gather("failure", str(error).encode())]
         # If several ranks failed, the message names those with non-finite numbers.
         said = max(words, key=lambda word: NAMES_A_TOKEN in word)
         if error.batch is not None:
-            self._record(rollout_path(self.folder, step), *error.batch)
+            if self.records:
+                self.backend.record(rollout_path(self.folder, step), *error.batch)
             # The first rank that fails ends the others, which must have written their parts.
             self.world.gather("the batch that is kept", b"")
         again = f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay {self.folder}"

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from braidrl.cluster.devices import device_memory
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.rows import Rows
@@ -35,7 +36,7 @@ from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import resolve
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.row_store import Admission, RowText
-from braidrl.runtimes.sizing import memory_to_take, with_fitting_sizes
+from braidrl.runtimes.sizing import with_fitting_sizes
 from braidrl.runtimes.spmd.launch import joined_world
 from braidrl.runtimes.start import RunContext, start_backend
 
@@ -55,7 +56,9 @@ class Session(AbstractContextManager["Session"]):
         self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
         self.world = world or self.joined or World()
         config = with_fetched(config)
-        self.prepared, chosen = with_fitting_sizes(prepare_together(config, self.world), memory_to_take(config))
+        # The memory that a process which computes on the device may use is free; others start later.
+        memory = device_memory(config.device, free=config.runtime in ("eager", "distributed"))
+        self.prepared, chosen = with_fitting_sizes(prepare_together(config, self.world), memory)
         self.config = config = self.prepared.config
         set_up_torch(config)
         self.progress = Progress(shown=self.world.first)
@@ -92,12 +95,19 @@ class Session(AbstractContextManager["Session"]):
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
         """Run one stage, which need not be in the session's flow; return the rows with the new columns.
 
-        After `select` these are the kept rows, after an update the same rows. Raises UserError if no row is left, a column is
-        missing, the role has no model, or the session is closed.
+        After `select` these are the kept rows, after an update the same rows. An update computes old log-probs that it needs and the
+        loop has not. Raises UserError if no row is left, a column is missing, the role has no model, or the session is closed.
         """
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
-            table = self._with_old(stage, rows)
+            table = rows
+            if "old_log_probs" in stage.reads and not self.closed and len(rows):
+                # A batch of several updates, or of stale rows, is compared with the weights before its first update.
+                columns = set(rows)
+                lacking = b"lacking" if "tokens" in columns and "old_log_probs" not in columns else b""
+                # A rank without rows has no columns to check, and takes part all the same.
+                if b"lacking" in map(bytes, self.world.gather("columns", lacking)):
+                    table = self.run(Role(str(stage.role)).log_probs(), rows)
             self._check(stage, table)
             table = self.controller.ordered(table)
             self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
@@ -112,20 +122,6 @@ class Session(AbstractContextManager["Session"]):
         dropped = self.controller.select(stage, rows, self.iteration)
         groups = self.index(rows)["group"].tolist()
         return rows.take([i for i, group in enumerate(groups) if group not in dropped])
-
-    def _with_old(self, stage: Stage, rows: SessionTable) -> SessionTable:
-        """Return the rows with old log-probs, computed here if an update needs them and the loop has not done so.
-
-        A batch of several updates, or of stale rows, is compared with the weights before its first update.
-        """
-        if "old_log_probs" not in stage.reads or self.closed or not len(rows):
-            return rows
-        columns = self.backend.columns(rows) or ()
-        lacking = b"lacking" if "tokens" in columns and "old_log_probs" not in columns else b""
-        # A rank without rows has no columns to check, and takes part all the same.
-        if b"lacking" not in map(bytes, self.world.gather("columns", lacking)):
-            return rows
-        return self.run(Role(str(stage.role)).log_probs(), rows)
 
     def _check(self, stage: Stage, rows: SessionTable) -> None:
         """Raise UserError for a stage that cannot run on these rows."""
@@ -144,8 +140,7 @@ class Session(AbstractContextManager["Session"]):
                 f"{stage.role} has no optimizer: the flow {flow.name} does not train it; "
                 f"it trains {', '.join(flow.trained_roles) or 'nothing'}"
             )
-        columns = self.backend.columns(rows)
-        if columns is not None:
+        if columns := list(rows):
             read_names(stage, dict.fromkeys(columns, "session"), ())
 
     def _check_open(self) -> None:

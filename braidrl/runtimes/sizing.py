@@ -14,7 +14,7 @@ from math import floor
 
 import psutil
 
-from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory
+from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.pools import Pool, place
 from braidrl.config import Config
 from braidrl.engines.factory import (
@@ -82,15 +82,12 @@ def fitting_sizes(free: int, demand: Demand) -> tuple[int | None, int | None]:
     return slots, tokens
 
 
-def adapts_rows(config: Config) -> bool:
-    """Return True if the engine itself begins as many rows as it has room for."""
-    return config.rollout.slots == "auto" and config.rollout.engine in ("vllm", "http")
-
-
 def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:
     """Return the configuration with these sizes, except where it sets its own."""
     rollout, trainer = config.rollout, config.trainer
-    if rollout.slots in (None, "auto") and slots is not None and not adapts_rows(config):
+    # vLLM and servers with slots=auto begin as many rows as they have room for.
+    adapts = rollout.slots == "auto" and rollout.engine in ("vllm", "http")
+    if rollout.slots in (None, "auto") and slots is not None and not adapts:
         rollout = rollout.model_copy(update={"slots": slots})
     if trainer.max_tokens_per_device is None and tokens is not None:
         trainer = trainer.model_copy(update={"max_tokens_per_device": tokens})
@@ -108,12 +105,6 @@ class DeviceGroup:
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return the run's processes with devices, and the roles whose models they hold."""
     config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
-
-    def uses_of(pool: Pool) -> tuple[RoleUse, ...]:
-        models = [RoleUse(role, role in trained, role in pool.generating) for role in pool.models]
-        apart = [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
-        return (*models, *apart)
-
     if config.runtime == "streaming":
         groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
         each = max(1, own_engines(config) * ranks_per_node(config))
@@ -125,11 +116,16 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
                 use = RoleUse(str(group.role), group.trained, generates, apart=generates)
                 found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
         return found
+    workers = config.workers if config.runtime == "distributed" else 1
+    pools: tuple[Pool, ...] = (Pool(roles, workers, generating=prepared.generating),)
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
-        return [DeviceGroup(pool.workers, uses_of(pool)) for pool in pools]
-    workers = config.workers if config.runtime == "distributed" else 1
-    return [DeviceGroup(workers, uses_of(Pool(roles, workers, generating=prepared.generating)))]
+    found = []
+    for pool in pools:
+        uses = [RoleUse(role, role in trained, role in pool.generating) for role in pool.models]
+        uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
+        found.append(DeviceGroup(pool.workers, tuple(uses)))
+    return found
 
 
 def pools_of_run(prepared: Prepared) -> list[Pool]:
@@ -145,18 +141,6 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
     return list(with_engines([Pool((name,), workers, generating=(name,))], config))
 
 
-def device_table(prepared: Prepared) -> dict[str, Devices]:
-    """Return the CUDA devices of each process; empty if the run uses none. Raises UserError if there are too few.
-
-    On a machine without devices, where a run is only planned, as many as needed are assumed.
-    """
-    available = device_count(prepared.config.device)
-    if available is None:
-        return {}
-    pools = pools_of_run(prepared)
-    return assign_devices(pools, available or sum(p.workers * (1 + p.engines * p.engine_devices) for p in pools))
-
-
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
     """Return a run with sizes that fit its devices' memory, except where configured, and a line about them.
 
@@ -165,7 +149,7 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     given = prepared.config
     on_cpu = memory is None
     if memory is None:
-        if given.rollout.slots != "auto" or adapts_rows(given):
+        if given.rollout.slots != "auto" or given.rollout.engine in ("vllm", "http"):
             return prepared, []
         # The same on all ranks of a machine, unlike its free memory.
         memory = psutil.virtual_memory().total // 2
@@ -190,11 +174,6 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     if given.rollout.vllm != sized.config.rollout.vllm:
         chosen.append(f"rollout.vllm.gpu_memory_utilization={sized.config.rollout.vllm['gpu_memory_utilization']:g}")
     return sized, [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
-
-
-def memory_to_take(config: Config) -> int | None:
-    """Return the usable bytes of a CUDA device, or None without one: the free bytes if this process computes on it."""
-    return device_memory(config.device, free=config.runtime in ("eager", "distributed"))
 
 
 def demands(prepared: Prepared) -> list[Demand]:

@@ -19,12 +19,9 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.interfaces import Controller, SerialBackend
-from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.prepare.setup import Prepared, lacking
-from braidrl.runtimes.spmd.eager import EagerBackend
-from braidrl.runtimes.spmd.launch import generating_ranks
-from braidrl.runtimes.spmd.rank_backend import DistributedBackend
+from braidrl.runtimes.interfaces import Controller, Interrupts, SerialBackend
+from braidrl.runtimes.prepare.setup import Prepared, lacking, rule_rewards
+from braidrl.runtimes.spmd.rank_backend import DistributedBackend, EagerBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
 from braidrl.training.parallel.replicated import DataParallel
@@ -43,26 +40,6 @@ class RunContext:
     folder: Path | None = None
     world: World = field(default_factory=World)
     interrupts: Interrupts = field(default_factory=Interrupts)
-
-    @property
-    def flow(self) -> Flow:
-        """Return the flow whose models are needed."""
-        return self.prepared.flow if self.train else self.prepared.evaluation
-
-    @property
-    def loader(self) -> PromptLoader | None:
-        """Return this process's prompt loader at its start; None without training."""
-        config = self.prepared.config
-        return PromptLoader(self.prepared.sources, config.seed, config.data.shuffle) if self.train else None
-
-    def executor(self, generating: list[str]) -> StageExecutor:
-        """Return an executor of every role in this process, with engines for the roles `generating`."""
-        prepared = self.prepared
-        ranks = DataParallel(self.world.group, self.world) if self.world.group is not None else None
-        return StageExecutor(
-            prepared.config, self.flow, prepared.roles(self.train), prepared.tokenizer,
-            prepared.rewards(), self.progress, generating, ranks,
-        )  # fmt: skip
 
 
 def start_fork_server(config: Config) -> None:
@@ -84,54 +61,36 @@ def start_backend(context: RunContext) -> SerialBackend[Any]:
         from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
 
         return start_hybrid_backend(prepared, context.progress, folder, context.train)
-    if prepared.config.runtime == "distributed":
-        # One rank: it holds every role, and an engine if it generates.
-        ranks = {role: generating_ranks(prepared.config, role, world.size) for role in prepared.generating}
-        executor = context.executor([role for role, count in ranks.items() if world.rank < count])
-        at_end.append(executor.close)
-        trace = executor.generation.moves.trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
-        return DistributedBackend(
-            prepared.config, context.flow, context.loader, executor, prepared.store(), world, ranks, context.interrupts, trace
-        )  # fmt: skip
-    executor = context.executor(list(prepared.generating))
+    config, flow = prepared.config, prepared.flow if context.train else prepared.evaluation
+    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if context.train else None
+    # The first ranks generate for a role, by default all of them.
+    given = {role: own.generate_workers for role, own in config.roles.items()}
+    ranks = {role: given.get(role) or world.size for role in prepared.generating}
+    executor = StageExecutor(
+        config, flow, prepared.roles(context.train), prepared.tokenizer,
+        rule_rewards(config, prepared.stages, prepared.tokenizer), context.progress,
+        [role for role, count in ranks.items() if world.rank < count],
+        DataParallel(world.group, world) if world.group is not None else None,
+    )  # fmt: skip
     # Only now: a refused run leaves nothing in its folder but its configuration.
-    trace = TraceWriter(folder, "eager") if folder else None
-    return EagerBackend(prepared.config, context.loader, executor, prepared.store(), world, trace)
+    if config.runtime != "distributed":
+        trace = TraceWriter(folder, "eager") if folder else None
+        return EagerBackend(config, loader, executor, prepared.store(), world, trace)
+    at_end.append(executor.close)
+    trace = executor.generation.moves.trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
+    return DistributedBackend(
+        config, flow, loader, executor, prepared.store(), world, ranks, context.interrupts, trace
+    )  # fmt: skip
 
 
 def start_controller(context: RunContext) -> Controller[Any]:
     """Return the controller of `config.runtime`, with its backend and workers started."""
-    if context.prepared.config.runtime != "streaming":
-        return SerialController(context.prepared.config, context.flow, start_backend(context))
-    loader = context.loader
-    assert loader is not None and context.folder is not None, "it trains, and workers write into its folder"
-    return StreamingProgram(context.prepared, loader, context.folder, context.progress)
-
-
-def check_partial_responses(config: Config, flow: Flow) -> None:
-    """Raise UserError if suspended responses are not supported, or not needed."""
-    rollout, trainer = config.rollout, config.trainer
-    if rollout.tokens_per_iteration is None:
-        if rollout.repeated_tokens is not None:
-            raise UserError(
-                "rollout.repeated_tokens ends responses where they would be suspended; write rollout.tokens_per_iteration too"
-            )
-        return
-    given = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"
-    generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]
-    if not generating:
-        raise UserError(f"{given} sets responses aside, and flow {flow.name} generates none; remove it")
-    if len(generating) > 1 or "into" in generating[0].params:
-        raise UserError(
-            f"{given} sets one response of a row aside, and flow {flow.name} generates more than one or gives it a name (`into`); remove it"
-        )
-    if any("environment" in stage.params for stage in generating):
-        raise UserError(f"{given} sets responses aside, and an environment cannot pause; remove one of the two")
-    if trainer.max_staleness < 1 or trainer.surplus != "keep":
-        raise UserError(
-            f"{given} goes on with responses one version later, and keeps groups that end meanwhile; "
-            "write trainer.max_staleness=1, or more, and trainer.surplus=keep"
-        )
+    prepared, config = context.prepared, context.prepared.config
+    if config.runtime != "streaming":
+        return SerialController(config, prepared.flow, start_backend(context))
+    assert context.train and context.folder is not None, "workers write into its folder"
+    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
+    return StreamingProgram(prepared, loader, context.folder, context.progress)
 
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, planned: bool = False) -> None:
@@ -139,14 +98,34 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
 
     A run that is only `planned` may target another machine's devices.
     """
-    trainer = config.trainer
+    trainer, rollout = config.trainer, config.rollout
     GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
     if trainer.over_sampling > 1 and not flow.sampling_segment:
         raise UserError(
             f"trainer.over_sampling={trainer.over_sampling:g} begins groups in place of those that selection drops, and flow "
             f"{flow.name} selects none; remove it"
         )
-    check_partial_responses(config, flow)
+    if rollout.tokens_per_iteration is None and rollout.repeated_tokens is not None:
+        raise UserError(
+            "rollout.repeated_tokens ends responses where they would be suspended; write rollout.tokens_per_iteration too"
+        )
+    if rollout.tokens_per_iteration is not None:
+        given = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"
+        generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]
+        if not generating:
+            raise UserError(f"{given} sets responses aside, and flow {flow.name} generates none; remove it")
+        if len(generating) > 1 or "into" in generating[0].params:
+            raise UserError(
+                f"{given} sets one response of a row aside, and flow {flow.name} generates more than one or gives it a name (`into`); "
+                "remove it"
+            )
+        if any("environment" in stage.params for stage in generating):
+            raise UserError(f"{given} sets responses aside, and an environment cannot pause; remove one of the two")
+        if trainer.max_staleness < 1 or trainer.surplus != "keep":
+            raise UserError(
+                f"{given} goes on with responses one version later, and keeps groups that end meanwhile; "
+                "write trainer.max_staleness=1, or more, and trainer.surplus=keep"
+            )
     if not planned and (lines := lacking(config)):
         raise UserError(lines[0])
     devices = device_count(config.device)

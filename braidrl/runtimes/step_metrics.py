@@ -102,9 +102,9 @@ def sampled_metrics(generated: Rows, batch: Rows) -> dict[str, float | int | Non
         metrics = {
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
-            "response/truncated_fraction": share(reasons == FinishReason.LENGTH),
-            "response/repeated_fraction": share(reasons == FinishReason.REPEAT),
-            "response/failed_fraction": share(reasons == FinishReason.ERROR),
+            "response/truncated_fraction": float((reasons == FinishReason.LENGTH).double().mean()),
+            "response/repeated_fraction": float((reasons == FinishReason.REPEAT).double().mean()),
+            "response/failed_fraction": float((reasons == FinishReason.ERROR).double().mean()),
             "tokens/generated": int(lengths.sum()),
             "rows/generated": len(generated),
             "response/reflections": mean_of(generated, "reflections"),
@@ -120,10 +120,6 @@ def sampled_metrics(generated: Rows, batch: Rows) -> dict[str, float | int | Non
 
 def mean_of(index: Rows, name: str) -> float | None:
     return float(index[name].double().mean()) if name in index and len(index) else None
-
-
-def share(mask: Tensor) -> float:
-    return float(mask.double().mean()) if len(mask) else 0.0
 
 
 def summary(metrics: Mapping[str, float | int | None]) -> str:
@@ -150,12 +146,6 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
     shown = [name for name in metrics if "/avg@" in name or name.endswith(("/pair_accuracy", "/multiplier"))]
     parts += [f"{name} {value:.3f}" for name in shown if (value := metrics[name]) is not None]
     return "  ".join(parts)
-
-
-def only_skipped(sums: Sums) -> bool:
-    """Return True if a role skipped every optimizer step of an iteration."""
-    skipped = [name.removesuffix("/skipped_updates") for name in sums.pairs() if name.endswith("/skipped_updates")]
-    return any(f"{role}/grad_norm" not in sums.pairs() for role in skipped)
 
 
 class GapWatch:

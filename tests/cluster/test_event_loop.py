@@ -9,7 +9,8 @@ import signal
 import pytest
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
-from braidrl.runtimes.interrupts import Interrupts
+from braidrl.cluster.process import interrupts_handled
+from braidrl.runtimes.interfaces import Interrupts
 
 
 async def interrupted_rows(ended: list[int]) -> None:
@@ -29,7 +30,7 @@ async def interrupted_rows(ended: list[int]) -> None:
 
 def test_tasks_end_silently_before_the_interrupt_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     ended, before = list[int](), signal.getsignal(signal.SIGINT)
-    with Runner() as runner, Interrupts().active():
+    with Runner() as runner, interrupts_handled(Interrupts().handle):
         own = signal.getsignal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             run_cancelled_by_interrupts(runner, interrupted_rows(ended))
@@ -46,7 +47,7 @@ def test_a_held_interrupt_lets_the_loop_go_on() -> None:
         return "done"
 
     interrupts = Interrupts()
-    with Runner() as runner, interrupts.active(), pytest.raises(KeyboardInterrupt), interrupts.hold():
+    with Runner() as runner, interrupts_handled(interrupts.handle), pytest.raises(KeyboardInterrupt), interrupts.hold():
         assert run_cancelled_by_interrupts(runner, work()) == "done"
 
 
@@ -62,5 +63,5 @@ def test_a_second_interrupt_does_not_wait() -> None:
         asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
         await stubborn()
 
-    with Runner() as runner, Interrupts().active(), pytest.raises(KeyboardInterrupt):
+    with Runner() as runner, interrupts_handled(Interrupts().handle), pytest.raises(KeyboardInterrupt):
         run_cancelled_by_interrupts(runner, twice())

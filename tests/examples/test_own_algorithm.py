@@ -10,8 +10,9 @@ import torch
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
+from braidrl.flow.recipes import load_flow
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.prepare.run_flow import build_flow, flow_by_name
+from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import train
 from tests.examples.test_documentation import section
 from tests.tiny import ROOT, Workshop, weights_of
@@ -45,9 +46,9 @@ def test_a_users_recipe_trains_in_python_and_in_yaml_to_the_same_weights(own: Wo
 
 def test_its_setting_is_checked(own: Workshop) -> None:
     function = f"{own.folder}/median.py:median"
-    assert flow_by_name(function, ["scale=3.0"])["median_centered"].params == {"scale": 3.0}
+    assert load_flow(function, {"scale": 3.0}, {})["median_centered"].params == {"scale": 3.0}
     with pytest.raises(UserError, match="scale: Input should be greater than 0"):
-        flow_by_name(function, ["scale=-1"])
+        load_flow(function, {"scale": -1}, {})
 
 
 def test_a_users_loss_is_trained_and_its_metric_reported(own: Workshop) -> None:

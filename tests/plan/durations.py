@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 from braidrl.algorithms.random import uniform
 from braidrl.data.rows import Uid
-from braidrl.plan.workload import Simulation
+from braidrl.plan.simulation import Simulation
 
 
 def busy_shares(result: Simulation) -> dict[str, float]:

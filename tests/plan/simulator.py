@@ -1,7 +1,6 @@
 """All four runtimes in virtual time, on the scheduling functions that they use: how long a flow would take, and is each row done once."""
 
-from braidrl.plan.simulation import Runtime, Streaming
-from braidrl.plan.workload import Simulation, Workload
+from braidrl.plan.simulation import Runtime, Simulation, Streaming, Workload
 from tests.plan.synchronous import Distributed, Eager, Hybrid
 
 

@@ -16,7 +16,7 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import is_optimized, touched_weights
 from braidrl.flow.selecting import Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
-from braidrl.plan.workload import SimulatedSpan, Simulation, Workload
+from braidrl.plan.simulation import SimulatedSpan, Simulation, Workload
 
 
 @dataclass

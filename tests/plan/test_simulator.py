@@ -14,8 +14,7 @@ from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, rew
 from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.stage import When
-from braidrl.plan.simulation import Deadlock, Runtime
-from braidrl.plan.workload import Fate, Simulation, Workload
+from braidrl.plan.simulation import Deadlock, Fate, Runtime, Simulation, Workload
 from tests.plan.durations import busy_shares, long_tailed
 from tests.plan.simulator import simulate
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from braidrl.cluster.device_kinds import known_kinds
 from braidrl.config.layout import ParallelLayout
 from braidrl.plan.choices import activations
-from braidrl.plan.lengths import batch_lengths, spread
+from braidrl.plan.problem import batch_lengths, spread
 from braidrl.plan.rates import Rates, Work, price
 from braidrl.plan.work import (
     Lengths,

@@ -15,8 +15,7 @@ from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind
 from braidrl.flow.batches import Sizes
-from braidrl.plan.simulation import Streaming
-from braidrl.plan.workload import Workload
+from braidrl.plan.simulation import Streaming, Workload
 from braidrl.queue.client import Client, WorkItem
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane

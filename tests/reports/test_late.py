@@ -127,7 +127,7 @@ def test_an_evaluation_set_that_cannot_be_evaluated_ends_the_run_before_its_firs
     data = {"train": str(workshop.data), "eval": {"test": str(held_out)}}
     run = workshop.run("whole", data=data, evaluation=LATER, trainer={"steps": 1})
     assert recorded_steps(run, "test") == [1]
-    monkeypatch.setattr("braidrl.runtimes.evaluation.evaluation_metrics", lambda *_: 1 / 0)
+    monkeypatch.setattr("braidrl.runtimes.evaluation.avg_at_k", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         workshop.run("broken", data=data, evaluation=LATER, trainer={"steps": 1})
     assert read_metrics(workshop.folder / "broken") == []

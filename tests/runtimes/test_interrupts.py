@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from braidrl.runtimes.interrupts import Interrupts
+from braidrl.cluster.process import interrupts_handled
+from braidrl.runtimes.interfaces import Interrupts
 
 
 def signals_in_a_hold(interrupts: Interrupts, number: signal.Signals, times: int) -> None:
@@ -21,28 +22,28 @@ def signals_in_a_hold(interrupts: Interrupts, number: signal.Signals, times: int
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_waits_for_the_end_of_a_hold(number: signal.Signals) -> None:
     interrupts = Interrupts()
-    with interrupts.active(), pytest.raises(KeyboardInterrupt):
+    with interrupts_handled(interrupts.handle), pytest.raises(KeyboardInterrupt):
         signals_in_a_hold(interrupts, number, 1)
     assert interrupts.reached_the_end and not interrupts.torn
 
 
 def test_interrupt_without_hold_is_immediate_and_restores_handlers() -> None:
     before, interrupts = signal.getsignal(signal.SIGINT), Interrupts()
-    with interrupts.active(), pytest.raises(KeyboardInterrupt):
+    with interrupts_handled(interrupts.handle), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before and not interrupts.torn
 
 
 def test_second_interrupt_breaks_hold_and_marks_state_torn() -> None:
     interrupts = Interrupts()
-    with interrupts.active(), pytest.raises(KeyboardInterrupt):
+    with interrupts_handled(interrupts.handle), pytest.raises(KeyboardInterrupt):
         signals_in_a_hold(interrupts, signal.SIGINT, 2)
     assert interrupts.torn and not hasattr(interrupts, "reached_the_end")
 
 
 def test_ranks_stop_when_they_meet_and_not_before() -> None:
     interrupts = Interrupts(alone=False)
-    with interrupts.active():
+    with interrupts_handled(interrupts.handle):
         signal.raise_signal(signal.SIGINT)
         assert interrupts.asked
         with interrupts.hold():
@@ -54,20 +55,20 @@ def test_ranks_stop_when_they_meet_and_not_before() -> None:
 
 def test_local_work_is_interrupted_at_once_unless_held() -> None:
     interrupts = Interrupts(alone=False)
-    with interrupts.active(), pytest.raises(KeyboardInterrupt), interrupts.local():
+    with interrupts_handled(interrupts.handle), pytest.raises(KeyboardInterrupt), interrupts.local():
         signal.raise_signal(signal.SIGINT)
     held = Interrupts(alone=False)
-    with held.active(), held.hold(), held.local():
+    with interrupts_handled(held.handle), held.hold(), held.local():
         signal.raise_signal(signal.SIGINT)
     assert interrupts.asked and held.asked
 
 
 def test_duplicate_interrupt_still_waits_for_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts = Interrupts(alone=False)
-    with interrupts.active():
+    with interrupts_handled(interrupts.handle):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        monkeypatch.setattr("braidrl.runtimes.interrupts.REPEATED_S", 0.0)
+        monkeypatch.setattr("braidrl.runtimes.interfaces.REPEATED_S", 0.0)
         assert not interrupts.torn
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -30,9 +30,10 @@ class Segment:
     generate: Stage
     verify: tuple[Stage, ...]
     select: tuple[Stage, ...]
+    needless: Needless
 
 
-def segment_of(flow: Flow, iteration: int) -> Segment | None:
+def segment_of(flow: Flow, iteration: int, needless: Needless) -> Segment | None:
     """Return the flow's sampling segment, or None if selection needs more than rules see, or if stages are skipped."""
     if not flow.sampling_segment:
         return None
@@ -42,17 +43,15 @@ def segment_of(flow: Flow, iteration: int) -> Segment | None:
     plain = generate.kind is Kind.GENERATE and not {"into", "environment", "greedy"} & generate.params.keys()
     simple = len(verify) + len(select) == len(rest) and set(verify) <= set(early_verify_stages(flow, generate))
     due = all(stage.when.includes(iteration) for stage in flow.sampling_segment)
-    return Segment(generate, verify, select) if plain and simple and due else None
+    return Segment(generate, verify, select, needless) if plain and simple and due else None
 
 
 class EarlyStop:
     """The state of one wave during generation; each rank that shares it has one, with all of the wave's groups."""
 
-    def __init__(
-        self, segment: Segment, needless: Needless, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None
-    ) -> None:
+    def __init__(self, segment: Segment, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None) -> None:
         """Start a wave with the rows `uids` on all ranks, which exchange `notices`; None if this rank generates them all."""
-        self.segment, self.needless, self.flow, self.notices = segment, needless, flow, notices
+        self.segment, self.flow, self.notices = segment, flow, notices
         self.left: dict[int, set[Uid]] = {}
         """Unfinished rows by group."""
         for uid in uids:
@@ -77,7 +76,8 @@ class EarlyStop:
                 if not self.left[group]:
                     whole = Rows.cat(self.known.pop(group))
                     self.decided[group] = not any(dropped(stage, whole) for stage in self.segment.select)
-        return [uid for group in self.needless(self.decided) for uid in sorted(self.left[group])] if news else []
+        needless = self.segment.needless(self.decided) if news else ()
+        return [uid for group in needless for uid in sorted(self.left[group])]
 
     def close(self) -> None:
         """Send the remaining results to the other ranks, after all rows of this rank have ended; waits for their checks."""

@@ -3,12 +3,19 @@
 rows ──requests_of──▶ engine ──finished rows──▶ EarlyChecks, EarlyStop ──▶ columns
      ──play────────▶ episodes on the same engine ─────────────────────▶
 trained weights ──publish──▶ engines
+
+Partial rollout: a response draws at most its token budget, is suspended, and resumes in a later iteration.
+
+admitted, nothing drawn ──▶ generate ──over its budget──▶ suspended: tokens, log-probs, versions ──▶ generate, one version later
+                                     ──ended──▶ verify, select, train
+
+Suspended and newly admitted rows are ordinary rows whose `finish_reason` is ABORT.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,14 +27,14 @@ from braidrl.agents.player import Agents, Episode, Episodes, Limits, episode_col
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import response_columns
 from braidrl.agents.turns import TurnTemplate
-from braidrl.algorithms.policy_metrics import reflection_counts
+from braidrl.algorithms.policy_metrics import reflection_counts, repeats_itself
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
-from braidrl.data.rows import Column, Rows, Uid
+from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.templates import PromptTemplate
 from braidrl.engines.engine import Engine, RoleEngine
 from braidrl.engines.factory import Remote, exchange_publisher, publisher_of, start_engine
-from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
 from braidrl.observe.metrics import FAILURE, Sums
@@ -35,13 +42,14 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
 from braidrl.rewards.verify import RuleRewards, decoded
 from braidrl.runtimes.generating.early_stop import EarlyStop
-from braidrl.runtimes.generating.partial import PartialResponses
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.weights.publisher import Publisher, TransferVolume
 
+TO_THE_END = "to_the_end"
+"""Parameter of a generate stage whose rows have no budget."""
 SHOW_EVERY_S = 1.0
 """Seconds between progress updates of episodes, also while none ends."""
 
@@ -69,6 +77,46 @@ class WeightMoves:
         """Add the numbers of the transfers since the last report."""
         sums.merge(self.sums)
         self.sums = Sums()
+
+
+class PartialResponses:
+    """The earlier tokens of a generate stage's rows, and their present budgets."""
+
+    def __init__(self, stage: Stage, rows: Rows, config: Config, version: int) -> None:
+        """Collect the earlier tokens of rows, which weights of `version` continue; a row that would be too stale for the next batch
+        has no budget.
+        """
+        self.config, self.asked = config, dict[Uid, Request]()
+        self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
+        starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
+        for i, uid in enumerate(rows.uids()):
+            tokens, versions = rows["tokens"][i][starts[i] :], rows["rollout_versions"][i]
+            self.before[uid] = Response(uid, tokens, rows["rollout_log_probs"][i], FinishReason(reasons[i]), versions)
+            age = version - int(versions.min()) if len(versions) else 0
+            ends = TO_THE_END in stage.params or age >= config.trainer.max_staleness
+            self.budgets[uid] = None if ends else config.rollout.tokens_per_iteration
+        self.complete = {uid: r for uid, r in self.before.items() if r.finish_reason is not FinishReason.ABORT}
+        """The responses that had ended before."""
+
+    def rest(self, requests: Iterable[Request]) -> list[Request]:
+        """Return the remaining requests of unfinished rows, within their budgets."""
+        for request in requests:
+            rest, budget = remaining_request(request, self.before[request.uid]), self.budgets[request.uid]
+            if rest is not None:
+                most = min(rest.sampling.max_tokens, budget or rest.sampling.max_tokens)
+                self.asked[request.uid] = replace(rest, sampling=replace(rest.sampling, max_tokens=most))
+        return list(self.asked.values())
+
+    def joined(self, drawn: Response, max_sequence_tokens: int) -> Response:
+        """Return the whole response; if its budget is spent it is suspended, unless it is complete or repeats itself."""
+        request, whole = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
+        spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
+        room = max_sequence_tokens - len(request.prompt) - len(drawn.tokens)
+        if not spent or room < 1 or len(whole.tokens) >= self.config.rollout.max_response_tokens:
+            return whole
+        window = self.config.rollout.repeated_tokens
+        repeats = window is not None and repeats_itself(whole.tokens, window)
+        return replace(whole, finish_reason=FinishReason.REPEAT if repeats else FinishReason.ABORT)
 
 
 class Generation:
@@ -147,7 +195,7 @@ class Generation:
             early.flush()
             if stop is not None:
                 stop.close()
-        return self.columns(stage, rows, finished)
+        return self.named(stage, response_columns(rows, finished))
 
     def partial(self, stage: Stage, rows: Rows, version: int) -> PartialResponses | None:
         """Return the earlier tokens of rows if responses may be suspended; `version` of the weights continues them."""
@@ -163,9 +211,6 @@ class Generation:
         limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)
         with self.progress.stage(stage.name, len(rows)) as bar:
 
-            def finished(episode: Episode) -> None:
-                bar.update(1, episode.trajectory.action_tokens, engine.in_flight)
-
             async def played_and_shown(running: Engine) -> list[Episode]:
                 async def show() -> None:
                     while True:
@@ -174,7 +219,10 @@ class Generation:
 
                 showing = asyncio.ensure_future(show())
                 try:
-                    return await self.played(running, stage, rows, limits, finished)
+                    return await self.played(
+                        running, stage, rows, limits,
+                        lambda episode: bar.update(1, episode.trajectory.action_tokens, engine.in_flight),
+                    )  # fmt: skip
                 finally:
                     showing.cancel()
 
@@ -222,13 +270,9 @@ class Generation:
             sums.add(f"environment/failures/{reason}", count)
             sums.add(FAILURE + words, 0.0, count)
             self.progress.print(words)
-        return self._named(stage, episode_columns(played, limits))
+        return self.named(stage, episode_columns(played, limits))
 
-    def columns(self, stage: Stage, rows: Rows, finished: Sequence[Response]) -> Mapping[str, Column]:
-        """Return the columns that a generate stage writes, in the order of `rows`, from the engine's responses."""
-        return self._named(stage, response_columns(rows, finished))
-
-    def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+    def named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
         """Return the generated columns under the stage's names, and each row's count of reconsiderations."""
         into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
         assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)

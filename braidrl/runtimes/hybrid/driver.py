@@ -12,7 +12,7 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from torch import Tensor
 from braidrl.cluster.pools import GENERATE
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
-from braidrl.data.packing import in_turn
+from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import UserError, WorkerError, first_line
@@ -40,12 +40,11 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.early_stop import Needless, Segment
+from braidrl.runtimes.generating.early_stop import Segment
 from braidrl.runtimes.hybrid.group import (
     Partition,
     WorkerGroup,
     by_length,
-    place,
     rows_of_ranks,
     together,
     where_computed,
@@ -53,7 +52,7 @@ from braidrl.runtimes.hybrid.group import (
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText, divided
-from braidrl.runtimes.saving.background import check_written
+from braidrl.runtimes.saving.checkpoints import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
 from braidrl.training.role_settings import settings_of
 from braidrl.training.roles.checkpoint import Write
@@ -88,33 +87,28 @@ class HybridBackend:
         futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
         answers = self.home.wait(futures)
         output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
-        self._note(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
+        self._running(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
 
-    def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
-        """Start a stage; a stage without a role is deferred until its output is needed."""
+    def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None) -> Handle:
+        """Start a stage; a stage without a role is deferred until its output is needed.
+
+        Ranks that generate a `segment` exchange results, and each aborts its rows that are no longer needed.
+        """
         if stage.role is not None and ":" in stage.type:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
         output = Output(stage, table, iteration, sums)
-        if stage.role is not None:
-            self._begin(output, *self._place(stage, table), "execute")
-        return table.with_output(output)
-
-    def generate_needed(
-        self, segment: Segment, table: Handle, iteration: int, sums: Sums, needless: Needless
-    ) -> Handle:
-        """Generate while ranks exchange results; each aborts its rows that are no longer needed."""
-        stage = segment.generate
-        if pools_ranks(self.executor.config):
-            # A rank without rows could not take part in the exchange, so all rows are drawn to their ends.
-            return self.run(stage, table, iteration, sums)
-        role, index = str(stage.role), self.index(table)
-        output, group = Output(stage, table, iteration, sums), self.groups.get(role + GENERATE, self.groups[role])
-        # Groups may turn out not to be needed: every rank starts with the first ones.
-        parts = rows_of_ranks(in_turn(index["group"].tolist(), group.mesh.size), group.mesh.size)
-        self._begin(output, group, parts, "generate_needed", segment, needless, ray.put(index.uids()))
+        # Ranks that decode together cannot abort rows: one without rows could not take part in the exchange.
+        if segment is not None and not pools_ranks(self.executor.config):
+            role, index = str(stage.role), self.index(table)
+            group = self.groups.get(role + GENERATE, self.groups[role])
+            # Groups may turn out not to be needed: every rank starts with the first ones.
+            parts = rows_of_ranks(in_turn(index["group"].tolist(), group.mesh.size), group.mesh.size)
+            self._begin(output, group, parts, None, segment, ray.put(index.uids()))
+        elif stage.role is not None:
+            self._begin(output, *self._place(stage, table))
         return table.with_output(output)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
@@ -195,7 +189,7 @@ class HybridBackend:
         results = []
         for future, (rows, *_) in zip(futures, [call for call in calls if call is not None], strict=True):
             output = Output(stage, None, iteration, sums)
-            self._note(output, key, group, [future], [range(len(rows))])
+            self._running(output, key, group, [future], [range(len(rows))])
             results.append(rows.with_output(output))
         return own.protocol.collect(mesh, calls, results)
 
@@ -203,9 +197,6 @@ class HybridBackend:
         """Wait for all started stages, and compute deferred ones."""
         self._wait(table.outputs)
         return table.index
-
-    def columns(self, table: Handle) -> Collection[str]:
-        return table.columns
 
     def texts(self, table: Handle) -> list[RowText]:
         """Get the texts from the ranks that generated the rows."""
@@ -261,23 +252,47 @@ class HybridBackend:
         return where_computed(table, [*made, *(output for output in table.outputs if output.stage is READ)])
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
-        """Start, or for a compute stage wait for, the inputs of a stage; then return the result of `place`."""
-        writers = table.writers(columns_read(stage))
+        """Start, or for a compute stage wait for, the inputs of a stage; then return its group, and the rows of each of its ranks.
+
+        A compute stage runs at `home`, where its payload is, with the rows of a group on one rank. If it reads only index columns the
+        group is None, and the rows are those of `home`. Answers are verified where they were generated.
+        """
+        home, reads = self.home, columns_read(stage)
+        writers = table.writers(reads)
         self._begin_deferred(writers)
         if stage.role is None:
             self._wait(writers)
-        return place(stage, table, self.groups, self.home)
+            holders = [output for output in table.outputs if output.holds(reads)]
+            if stage.scope is Scope.GROUP:
+                whole = table.index["group"].tolist()
+                return home if holders else None, balanced_partition([1.0] * len(table), home.mesh.size, groups=whole)
+            return where_computed(table, holders) if holders else (None, by_length(table.index, home.mesh.size))
+        if stage.type == "verify":
+            tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
+            generated = [o for o in table.outputs if o.stage.type == "generate" and tokens in o.stage.writes]
+            return where_computed(table, generated) if generated else (home, by_length(table.index, home.mesh.size))
+        group = self.groups[stage.role]
+        if stage.kind is Kind.GENERATE:
+            group = self.groups.get(stage.role + GENERATE, group)
+        if stage.type != "generate":
+            return group, by_length(table.index, group.mesh.size)
+        # All rows of a prompt are generated on one rank, unless ranks would have no work.
+        costs, prompts = table.index["prompt_length"].tolist(), table.index["group"].tolist()
+        enough = len(set(prompts)) >= group.mesh.size
+        return group, balanced_partition(costs, group.mesh.size, groups=prompts if enough else None, equal_size=True)
 
-    def _begin(self, output: Output, group: WorkerGroup | None, parts: Partition, method: str, *more: Any) -> None:
+    def _begin(self, output: Output, group: WorkerGroup | None, parts: Partition, *more: Any) -> None:
         """Send a stage that writes columns to a group, to `home` for None."""
         assert output.table is not None
         group = group or self.home
         key, rows = next(self.keys), replace(output.table, parts=parts)
         reads = columns_read(output.stage)
-        futures = group.call(method, rows, output.stage, output.iteration, key, *more, reads=reads)
-        self._note(output, key, group, futures, parts)
+        futures = group.call("execute", rows, output.stage, output.iteration, key, *more, reads=reads)
+        self._running(output, key, group, futures, parts)
 
-    def _note(self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition) -> None:
+    def _running(
+        self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition
+    ) -> None:
         """Record a started call; its workers free the rows when the futures have no more references here."""
         output.begin(key, group, futures, parts)
         for one in futures:
@@ -299,7 +314,7 @@ class HybridBackend:
                 output.index, output.table = Rows(columns), None
             else:
                 totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
-                self._begin(output, group, parts, "execute", totals)
+                self._begin(output, group, parts, totals)
 
     def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
         """Return a stage's sums over all rows, computed where each part is."""

@@ -3,7 +3,7 @@
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,16 +11,15 @@ import ray
 import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from braidrl.cluster.pools import GENERATE, Pool
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
-from braidrl.flow import Kind, Scope, Stage
+from braidrl.flow import Stage
 from braidrl.flow.signatures import registration_of
-from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part, columns_read
+from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part
 from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, StageFailure
-from braidrl.runtimes.hybrid.pool_worker import actor_name
 from braidrl.runtimes.hybrid.protocols import Mesh, RankCalls, TransferProtocol
 
 DEATH_S = 2.0
@@ -63,7 +62,7 @@ class WorkerGroup:
         self.actors = []
         self.forgotten.clear()
         for rank, place in enumerate(self.places):
-            actor = self.cluster.start(HybridWorker, place, name=actor_name(self.cluster.family, self.first + rank))
+            actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
             self.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
             self.actors.append(actor)
 
@@ -72,7 +71,7 @@ class WorkerGroup:
         for actor, process in zip(self.actors, self.processes, strict=True):
             self.cluster.end(actor, process)
         for number in self.numbers:
-            self.cluster.await_end(actor_name(self.cluster.family, number))
+            self.cluster.await_end(f"{self.cluster.family}-{number}")
 
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
@@ -196,35 +195,6 @@ class WorkerGroup:
 def together(begun: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
     """Start calls of several groups, then wait for all; return the answers of each."""
     return [group.wait(futures) for group, futures in list(begun)]
-
-
-def place(
-    stage: Stage, table: Handle, groups: Mapping[str, WorkerGroup], home: WorkerGroup
-) -> tuple[WorkerGroup | None, Partition]:
-    """Return the group that runs a stage that writes columns, and the rows of each of its ranks.
-
-    A compute stage, whose inputs are complete, runs at `home`, where its payload is, with the rows of a group on one rank. If it
-    reads only index columns the group is None, and the rows are those of `home`. Answers are verified where they were generated.
-    """
-    if stage.role is None:
-        holders = [output for output in table.outputs if output.holds(columns_read(stage))]
-        if stage.scope is Scope.GROUP:
-            whole = table.index["group"].tolist()
-            return home if holders else None, balanced_partition([1.0] * len(table), home.mesh.size, groups=whole)
-        return where_computed(table, holders) if holders else (None, by_length(table.index, home.mesh.size))
-    if stage.type == "verify":
-        tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
-        generated = [o for o in table.outputs if o.stage.type == "generate" and tokens in o.stage.writes]
-        return where_computed(table, generated) if generated else (home, by_length(table.index, home.mesh.size))
-    group = groups[stage.role]
-    if stage.kind is Kind.GENERATE:
-        group = groups.get(stage.role + GENERATE, group)
-    if stage.type != "generate":
-        return group, by_length(table.index, group.mesh.size)
-    # All rows of a prompt are generated on one rank, unless ranks would have no work.
-    costs, prompts = table.index["prompt_length"].tolist(), table.index["group"].tolist()
-    enough = len(set(prompts)) >= group.mesh.size
-    return group, balanced_partition(costs, group.mesh.size, groups=prompts if enough else None, equal_size=True)
 
 
 def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:

@@ -7,7 +7,7 @@ Part      rows for a worker: index columns by value, payload by its location, fo
 CallResult    a worker's reply: index columns by value, and the names of the payload columns that it keeps
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,11 +159,10 @@ class Handle:
                 segments.append((places, output.index.take(rows[places])))
         return merged_rows(len(self), segments)
 
-    @property
-    def columns(self) -> set[str]:
-        """Return the names of the rows' columns, including those of running calls."""
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the rows' columns, including those of running calls."""
         found = {name for output in self.outputs for name in (*output.stage.writes, *output.payload)}
-        return found | {name for output in self.outputs if output.index is not None for name in output.index}
+        return iter(found | {name for output in self.outputs if output.index is not None for name in output.index})
 
     def take(self, positions: Sequence[int]) -> "Handle":
         """Return the rows at these positions, in the order given."""

@@ -5,7 +5,6 @@ worker of the same pool    ◀──all-to-all of the process group──▶ row
 worker of another pool     ──fetch──▶ rows in chunks, by Ray's object store, also while a call runs
 """
 
-import gc
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from braidrl.cluster.process_groups import all_gather_bytes
+from braidrl.cluster.process_groups import address_towards, all_gather_bytes, group_between
 from braidrl.cluster.world import World
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.messages import join, pack_message, split, unpack_message
@@ -28,16 +28,15 @@ from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
-from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import part_path
 from braidrl.observe.trace import traced
 from braidrl.runtimes.executor import checked
-from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
+from braidrl.runtimes.generating.early_stop import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
-from braidrl.runtimes.hybrid.pool_worker import PoolWorker, actor_name
+from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, with_added
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin
 from braidrl.training.objective import UpdateCounts
 
 FETCHED_ROWS = 256
@@ -52,11 +51,6 @@ class StageFailure(Exception):
 
 class HybridWorker(PoolWorker):
     """Runs the stages of its roles. Calls come through `perform`, in the driver's order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        gc.freeze()  # Imported objects are not garbage.
-        gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
         """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
@@ -93,28 +87,27 @@ class HybridWorker(PoolWorker):
     def make(self, origin: Origin, key: int) -> CallResult:
         """Read rows from data or a file, and keep them."""
         self.call.doing = (self.spec.pool.name, f"reading {type(origin).__name__}", Part())
-        return self._keep(key, self.rows.make(origin))
+        rows = self.kept[key] = self.rows.make(origin)
+        return CallResult(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
 
     @register(protocol="DP")
     def execute(
-        self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor] | None = None
-    ) -> CallResult:
-        """Keep the columns that a stage writes; for a batch-scope stage `totals` are its sums over all rows."""
-        if totals is None:
-            return self._write(part, stage, iteration, key, partial(self.executor.run, stage))
-        return self._write(
-            part, stage, iteration, key, lambda rows, _: computed(stage, rows, totals) if len(rows) else {}
-        )
+        self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor] | None = None,
+        segment: Segment | None = None, uids: Sequence[Uid] = (),
+    ) -> CallResult:  # fmt: skip
+        """Keep the columns that a stage writes; for a batch-scope stage `totals` are its sums over all rows.
 
-    @register(protocol="DP")
-    def generate_needed(
-        self, part: Part, stage: Stage, iteration: int, key: int, segment: Segment, needless: Needless, uids: list[Uid]
-    ) -> CallResult:
-        """Do as `execute` for a wave with the rows `uids`; rows of groups that are not needed end early."""
-        if self.notices is not None:
-            self.notices.begin(str(key))
-        stop = EarlyStop(segment, needless, self.flow, uids, self.notices)
-        return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums, stop))
+        In a wave of a `segment` with the rows `uids`, rows of groups that are not needed end early.
+        """
+        if totals is not None:
+            run = lambda rows, _: computed(stage, rows, totals) if len(rows) else {}  # noqa: E731
+            return self._write(part, stage, iteration, key, run)
+        stop = None
+        if segment is not None:
+            if self.notices is not None:
+                self.notices.begin(str(key))
+            stop = EarlyStop(segment, self.flow, uids, self.notices)
+        return self._write(part, stage, iteration, key, partial(self.executor.run, stage, stop=stop))
 
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> CallResult:
@@ -141,17 +134,16 @@ class HybridWorker(PoolWorker):
     @register(protocol="DP")
     def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
         """Make one optimizer step with the other ranks, each on its own rows; rank 0 returns the global counts."""
-
-        def train(rows: Rows, sums: Sums) -> None:
-            update = nullcontext((counts, rows))
-            self.executor.train(stage, [update], iteration, sums, len(rows), counted=self.spec.rank == 0)
-
-        answer = self._compute(part, stage, iteration, train)
+        train, first = self.executor.train, self.spec.rank == 0
+        answer = self._compute(
+            part, stage, iteration,
+            lambda rows, sums: train(stage, [nullcontext((counts, rows))], iteration, sums, len(rows), counted=first),
+        )  # fmt: skip
         if self.world.group is None:
             return answer
         every = all_gather_bytes(pack_message(Sums(answer.sums).pairs()), self.world.group)
         together = Sums().merge(*(Sums(unpack_message(own)) for own in every))
-        return replace(answer, sums=together.pairs() if self.spec.rank == 0 else {})
+        return replace(answer, sums=together.pairs() if first else {})
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
@@ -166,9 +158,9 @@ class HybridWorker(PoolWorker):
     @register(protocol="ALL_TO_ALL")
     def record(self, path: Path, part: Part, added: Part) -> None:
         """Write rows, with the columns of `added` that they lack, as this rank's part of a recording."""
-        rows = with_added(self._rows_of(part, None), self._rows_of(added, None))
+        rows, later = self._rows_of(part, None), self._rows_of(added, None)
         if len(rows):
-            self.rows.record(part_path(path, self.spec.rank), rows)
+            self.rows.record(part_path(path, self.spec.rank), rows, later)
 
     @register(protocol="ALL_TO_ALL")
     def texts(self, part: Part) -> CallResult:
@@ -188,12 +180,9 @@ class HybridWorker(PoolWorker):
             self._gather(part, stage, iteration)
             return CallResult()
         answer = self._compute(part, stage, iteration, run)
-        return replace(self._keep(key, Rows(answer.result)), sums=answer.sums, seconds=answer.seconds)
-
-    def _keep(self, key: int, rows: Rows) -> CallResult:
-        """Keep rows, and answer with the index columns."""
-        self.kept[key] = rows
-        return CallResult(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
+        rows = self.kept[key] = Rows(answer.result)
+        index, names = pack_rows(rows.index), tuple(rows.payload)
+        return CallResult(index, names, self.spec.number, key, answer.sums, answer.seconds)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> CallResult:
         """Return the result of `run` for the rows of a part, its metric sums, and its seconds."""
@@ -242,9 +231,14 @@ class HybridWorker(PoolWorker):
         """Return kept rows: from here, or by the pool's process group if its ranks exchange rows `together` (`beside` others by a
         second group), else by Ray in chunks.
         """
-        world = None
-        if together and self.world.size > 1:
-            world = self.world if not beside else self.world_beside()
+        world = self.world if together and self.world.size > 1 else None
+        if world and beside and self.beside is None:
+            assert self.store is not None and self.meeting is not None
+            store, address = dist.PrefixStore("beside", self.store), address_towards(self.meeting.host)
+            group = group_between(store, world.rank, world.size, self.spec.limit_s, False, address)
+            self.beside = World(world.rank, world.size, group, dist.PrefixStore("places", store))
+            self.beside.at("a call beside others")
+        world = self.beside if world and beside else world
         first = self.spec.number - self.spec.rank
         asked: list[list[Wanted]] = [[] for _ in range(world.size if world else 0)]
         begun: dict[int, list[Any]] = {}
@@ -256,7 +250,7 @@ class HybridWorker(PoolWorker):
                 asked[worker - first].append(wanted[n])
                 continue
             if worker not in self.peers:
-                self.peers[worker] = ray.get_actor(actor_name(self.spec.family, worker))
+                self.peers[worker] = ray.get_actor(f"{self.spec.family}-{worker}")
             fetch = self.peers[worker].fetch.options(concurrency_group="rows")
             edges = range(0, len(rows), FETCHED_ROWS)
             begun[n] = [fetch.remote(key, rows[edge : edge + FETCHED_ROWS], columns) for edge in edges]

@@ -1,5 +1,6 @@
 """The model part of a pool's process: joins the run, loads the models of its roles, and saves and loads their weights."""
 
+import gc
 import os
 import secrets
 import threading
@@ -22,13 +23,14 @@ from braidrl.data.prompts import Readers
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError
+from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.handles import Part
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.prepare.setup import Prepared, set_up_torch, with_data, without_data
-from braidrl.runtimes.saving.background import BackgroundWriter
+from braidrl.runtimes.prepare.setup import Prepared, rule_rewards, set_up_torch, with_data, without_data
+from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.parallel.replicated import DataParallel
 
 Meeting = tuple[str, int, str]
@@ -46,7 +48,7 @@ class RunOrder:
     folder: Path | None
     """The run's folder, for files of workers."""
     family: str
-    """Prefix of the names of the run's actors."""
+    """Prefix of the names of the run's actors; their numbers follow it."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,6 @@ class WorkerSpec:
 
 UNJOINED = WorkerSpec(-1, Pool(("worker",), 1), 0)
 """The state of a worker before it has joined a run."""
-
-
-def actor_name(family: str, number: int) -> str:
-    """Return the actor name of the worker with this number."""
-    return f"{family}-{number}"
 
 
 def hybrid_pools(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
@@ -102,6 +99,8 @@ class PoolWorker:
     """One rank of all roles of a pool."""
 
     def __init__(self) -> None:
+        gc.freeze()  # Imported objects are not garbage.
+        gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
         self.spec = UNJOINED
         self.kept: dict[int, Rows] = {}
         self.world = World()
@@ -114,6 +113,7 @@ class PoolWorker:
         self.meeting: dist.TCPStore | None = None
         self.store: dist.Store | None = None
         self.beside: World | None = None
+        """The ranks of the pool for calls beside others: a separate group, formed on first use."""
         self.peers: dict[int, Any] = {}
         """Other workers of the run, found by name on first use."""
         self.exchanges: dict[str, dist.ProcessGroup] = {}
@@ -130,9 +130,10 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def forget_rows(self) -> None:
-        """Wait for the running checkpoint; forget all rows, and references to workers that may have been replaced."""
+        """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to workers."""
         self.kept, self.peers = {}, {}
-        self.executor.forget()
+        self.executor.generation.checks.pending.clear()
+        self.executor.methods.clear()
         self.writing.trouble()
 
     @register(protocol="ALL_TO_ALL")
@@ -171,16 +172,6 @@ class PoolWorker:
         self.resources.callback(self.world.close)
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 
-    def world_beside(self) -> World:
-        """Return the ranks of the pool for calls beside others: a separate group, formed on first use."""
-        if self.beside is None:
-            assert self.store is not None and self.meeting is not None
-            store, address = dist.PrefixStore("beside", self.store), address_towards(self.meeting.host)
-            group = group_between(store, self.world.rank, self.world.size, self.spec.limit_s, False, address)
-            self.beside = World(self.world.rank, self.world.size, group, dist.PrefixStore("places", store))
-            self.beside.at("a call beside others")
-        return self.beside
-
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
         """Read the run's data with the other ranks of the pool; return the number of prompts and a message per source.
@@ -207,8 +198,9 @@ class PoolWorker:
         # The driver shows progress; a worker's own would go to a log file.
         silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
         self.executor = StageExecutor(
-            prepared.config, flow, pool.models, prepared.tokenizer, prepared.rewards(), Progress(stream=silent),
-            pool.generating, DataParallel(self.world.group),
+            prepared.config, flow, pool.models, prepared.tokenizer,
+            rule_rewards(prepared.config, prepared.stages, prepared.tokenizer), Progress(stream=silent), pool.generating,
+            DataParallel(self.world.group),
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace

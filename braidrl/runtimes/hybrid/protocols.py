@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braidrl.importing import PluginRegistry
+from braidrl.runtimes.interfaces import RowTable
 
 Arguments = tuple[Any, ...]
 RankCalls = list[Arguments | None]
@@ -44,21 +45,11 @@ class Mesh:
 
 
 @runtime_checkable
-class DivisibleTable(Protocol):
+class DivisibleTable(RowTable, Protocol):
     """The operations on rows that a protocol may use; under hybrid rows are a handle, and none of these moves them."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
 
     def divide(self, parts: int) -> Sequence[Any]:
         """Return one table per rank, of neighbouring rows in their order; some may be empty."""
-
-    def take(self, positions: Sequence[int]) -> Any:
-        """Return the rows at these positions, in the order given."""
-
-    @staticmethod
-    def cat(tables: Sequence[Any]) -> Any:
-        """Return the rows of all tables, one table after the other."""
 
 
 @dataclass(frozen=True)

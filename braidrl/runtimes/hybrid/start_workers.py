@@ -10,7 +10,6 @@ from pathlib import Path
 
 import ray
 
-from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.loader import Admissions
 from braidrl.errors import UserError, WorkerError
@@ -41,19 +40,23 @@ def start_hybrid_backend(
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
-        groups = start_groups(cluster, pools)
+        # An actor for each rank of each pool: they know each other by name, and nothing of the run yet.
+        groups, number = list[WorkerGroup](), 0
+        for pool, places in zip(pools, cluster.reserve(pools), strict=True):
+            groups.append(WorkerGroup(pool, places, number, cluster, cluster.config.start_limit_s, cluster.names))
+            groups[-1].start()
+            number += len(places)
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
         order = RunOrder(settings, train, folder.resolve() if folder else None, cluster.family)
         workers = RunWorkers(groups, home, prepared, order)
-        counts = workers.begin(groups)
+        counts, admissions = workers.begin(groups), None
         for _, report in counts:
             progress.print(report)
-        weights = [source.weight for source in config.data.train]
-        admissions = (
-            Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle) if counts else None
-        )
+        if counts:
+            weights = [source.weight for source in config.data.train]
+            admissions = Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle)
         flow = prepared.flow if train else prepared.evaluation
         executor = StageExecutor(config, flow, (), prepared.tokenizer, None, progress)
         roles = {role: group for group in groups for role in group.pool.roles}
@@ -61,17 +64,6 @@ def start_hybrid_backend(
         if trace is not None:
             resources.callback(trace.close)
         return HybridBackend(admissions, roles, home, executor, resources.pop_all(), workers.replace_lost, trace)
-
-
-def start_groups(cluster: RayCluster, pools: Sequence[Pool]) -> list[WorkerGroup]:
-    """Start an actor for each rank of each pool. They know each other by name, and nothing of the run yet."""
-    groups, number = list[WorkerGroup](), 0
-    for pool, places in zip(pools, cluster.reserve(pools), strict=True):
-        group = WorkerGroup(pool, places, number, cluster, cluster.config.start_limit_s, cluster.names)
-        group.start()
-        groups.append(group)
-        number += len(places)
-    return groups
 
 
 @dataclass(frozen=True)

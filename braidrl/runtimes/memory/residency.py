@@ -200,14 +200,14 @@ class Residency:
             self.copied |= {worker.role}
         self.held |= found
         self.resident |= found.keys()
-        self._move(frozenset())
+        self.move(frozenset())
 
     def begin(self) -> None:
         """Load the kept assets, once all roles are registered. Raises UserError for a stage that alone is over the budget."""
         sizes = {asset: held.size for asset, held in self.held.items()}
         asleep = {asset: held.asleep for asset, held in self.held.items() if held.asleep is not None}
         self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied, asleep).kept
-        self._move(frozenset())
+        self.move(frozenset())
 
     def before(self, stage: Stage) -> None:
         """Load the assets that a stage needs; a stage without a model moves nothing."""
@@ -220,17 +220,12 @@ class Residency:
             for role in generates & self.asleep:
                 self.engines[role].wake()
                 self.asleep.remove(role)
-            self._move(needed)
+            self.move(needed)
             for role, weights in self.phases.items():
                 if Asset(role, "weights") in needed:
                     weights.leave()
                 elif Asset(role, "engine") in needed:
                     self.moves.note(role, weights.enter())
-
-    def before_publishing(self) -> None:
-        """Load the weights that trainers send to engines with their own copy."""
-        if needed := needed_assets(self.flow, self.shared)[PUBLISH]:
-            self._move(needed)
 
     @contextmanager
     def all_of(self, role: str) -> Iterator[None]:
@@ -239,11 +234,11 @@ class Residency:
             if role in self.phases:
                 self.phases[role].leave()
             before = self.current
-            self._move(before | {Asset(role, "weights"), Asset(role, "optimizer")})
+            self.move(before | {Asset(role, "weights"), Asset(role, "optimizer")})
             yield
-            self._move(before)
+            self.move(before)
 
-    def _move(self, needed: frozenset[Asset]) -> None:
+    def move(self, needed: frozenset[Asset]) -> None:
         """Move assets so that the kept and the needed ones are on the device; offloads come first."""
         if self.budget is None:
             return

@@ -47,15 +47,17 @@ POOLED = ("distributed", "hybrid")
 """Runtimes whose training processes of a role may generate together."""
 LAID_OUT = (*POOLED, "streaming")
 """Runtimes that can shard a role's model over processes."""
+EARLY_DRAWS = {
+    "speculative_config": "draws several tokens at once, and rollout.reproducible=true draws each by its own number",
+    "async_scheduling=true": "draws a token before the one before it is known, and rollout.reproducible=true counts them",
+}
+"""Settings of vLLM that `rollout.reproducible` does not allow, with the reason."""
 
 
 def check_names(config: Config) -> None:
     """Raise UserError for a configured name that does not exist, under any runtime."""
     engine, placement = config.rollout.engine, config.placement.name
-    # Another interpreter may have packages that this one lacks.
-    ENGINES.check(engine, load=config.rollout.python is None)
-    check_servers(config)
-    check_engines_own_draws(config)
+    check_engine(config)
     for key, sandbox, _ in own_code(config):
         check_walls(key, sandbox)
     if engine == "vllm" and config.rollout.engines == 0 and config.runtime == "streaming":
@@ -216,63 +218,45 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
             raise UserError(f"roles.{role}.generate_workers: with {key} all ranks decode together; remove it")
 
 
-def check_generating_ranks(config: Config, pool: Pool) -> None:
-    """Raise UserError if the ranks of a pool cannot decode together as configured."""
-    if pools_ranks(config):
-        for role in pool.generating:
-            own = settings_of(role, config)
-            layout = own.layout if role in pool.models else ParallelLayout()
-            generation_layout(config).check(layout.resolve(pool.workers, own.key("layout")), pool.workers)
-
-
-def check_engines_own_draws(config: Config) -> None:
-    """Raise UserError where vLLM cannot draw as `rollout.reproducible` and the sampling say."""
+def check_engine(config: Config) -> None:
+    """Raise UserError for an unknown engine, servers that are named but not used or used but not named, and draws that vLLM cannot make
+    as `rollout.reproducible` and the sampling say.
+    """
     rollout = config.rollout
-    if rollout.engine != "vllm" and (rollout.engine != "http" or rollout.servers.dialect != "vllm"):
-        return
-    if rollout.is_reproducible:
-        if rollout.vllm.get("speculative_config"):
-            raise UserError(
-                "rollout.vllm.speculative_config draws several tokens at once, and rollout.reproducible=true draws each by its own number; "
-                "remove one of the two"
-            )
-        if rollout.vllm.get("async_scheduling"):
-            raise UserError(
-                "rollout.vllm.async_scheduling=true draws a token before the one before it is known, and rollout.reproducible=true "
-                "counts them; remove one of the two"
-            )
-    elif not vllm_log_prob_modes(training_sampling(config)):
-        raise UserError(
-            f"rollout.reproducible=false: vLLM gives log-probs of temperature {rollout.temperature:g} of the tokens alone that top_p and "
-            "top_k keep; write rollout.temperature=1, remove top_p and top_k, or write rollout.reproducible=true"
-        )
-
-
-def check_servers(config: Config) -> None:
-    """Raise UserError for servers that are named but not used, or used but not named."""
-    engine, servers = config.rollout.engine, config.rollout.servers
+    engine, servers = rollout.engine, rollout.servers
+    # Another interpreter may have packages that this one lacks.
+    ENGINES.check(engine, load=rollout.python is None)
     if servers.dialect not in DIALECTS:
         raise UserError(
             f"rollout.servers.dialect: there is none called {servers.dialect!r}. {suggest(servers.dialect, DIALECTS)}"
         )
-    if engine != "http":
-        if servers.urls:
-            raise UserError(f"rollout.servers are asked with rollout.engine=http, and rollout.engine is {engine}")
+    if engine != "http" and servers.urls:
+        raise UserError(f"rollout.servers are asked with rollout.engine=http, and rollout.engine is {engine}")
+    if engine == "http":
+        if not servers.urls:
+            raise UserError("rollout.engine=http asks servers; name them, as in rollout.servers=http://127.0.0.1:8000")
+        if rollout.engines is not None:
+            raise UserError(
+                "rollout.engines are processes that Braid starts, and rollout.engine=http asks servers; remove it"
+            )
+        if servers.folder is not None and not servers.folder.is_dir():
+            raise UserError(f"rollout.servers.folder: there is no folder {servers.folder}")
+        if servers.weights == "network" and DIALECTS[servers.dialect].network is None:
+            raise UserError(
+                f"rollout.servers.weights=network: servers of {servers.dialect} read weights from a folder; remove it"
+            )
+        if importlib.util.find_spec("aiohttp") is None:
+            raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
+    if engine != "vllm" and (engine != "http" or servers.dialect != "vllm"):
         return
-    if not servers.urls:
-        raise UserError("rollout.engine=http asks servers; name them, as in rollout.servers=http://127.0.0.1:8000")
-    if config.rollout.engines is not None:
+    for setting, reason in EARLY_DRAWS.items() if rollout.is_reproducible else ():
+        if rollout.vllm.get(setting.partition("=")[0]):
+            raise UserError(f"rollout.vllm.{setting} {reason}; remove one of the two")
+    if not rollout.is_reproducible and not vllm_log_prob_modes(training_sampling(config)):
         raise UserError(
-            "rollout.engines are processes that Braid starts, and rollout.engine=http asks servers; remove it"
+            f"rollout.reproducible=false: vLLM gives log-probs of temperature {rollout.temperature:g} of the tokens alone that top_p and "
+            "top_k keep; write rollout.temperature=1, remove top_p and top_k, or write rollout.reproducible=true"
         )
-    if servers.folder is not None and not servers.folder.is_dir():
-        raise UserError(f"rollout.servers.folder: there is no folder {servers.folder}")
-    if servers.weights == "network" and DIALECTS[servers.dialect].network is None:
-        raise UserError(
-            f"rollout.servers.weights=network: servers of {servers.dialect} read weights from a folder; remove it"
-        )
-    if importlib.util.find_spec("aiohttp") is None:
-        raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
 
 
 def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
@@ -310,17 +294,12 @@ def without_effect(config: Config) -> list[str]:
                 "its code could signal or read this run's processes and write its files"
             )
     trainer = config.trainer
-    if trainer.max_staleness and not rows_may_be_stale(config):
+    if trainer.max_staleness and config.runtime != "streaming" and trainer.surplus != "keep":
         lines.append(
             f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and trainer.surplus=keep do; "
             "all that it changes here is that old log-probs are recomputed and corrected"
         )
     return lines
-
-
-def rows_may_be_stale(config: Config) -> bool:
-    """Return True if rows may be trained on later versions than those that generated them."""
-    return config.trainer.max_staleness > 0 and (config.runtime == "streaming" or config.trainer.surplus == "keep")
 
 
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
@@ -335,8 +314,8 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
             )
 
 
-def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:
-    """Raise UserError for a layout that the runtime, the number of devices or a role's model does not support."""
+def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool | None = None) -> None:
+    """Raise UserError for a layout that the runtime, a role's model, or the ranks of its `pool` do not support."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     for role, own in config.roles.items():
         if own.inference_layout and role not in flow.trained_roles:
@@ -359,14 +338,19 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
             )
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
-        if devices is not None:
-            layout.resolve(devices, key)
+        if pool is not None:
+            layout.resolve(pool.workers, key)
         resolved = settings_of(role, config)
         settings = model_settings(resolved.model)
         heads = settings.get("num_attention_heads", 1)
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
         if resolved.backend == "torch":
             check_plan(resolved.model, layout, key)
+    if pool is not None and pools_ranks(config):
+        for role in pool.generating:
+            chosen = settings_of(role, config)
+            layout = chosen.layout if role in pool.models else ParallelLayout()
+            generation_layout(config).check(layout.resolve(pool.workers, chosen.key("layout")), pool.workers)
 
 
 def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:

@@ -4,15 +4,12 @@ Open parameters of a stage are decided here, once, before any model loads: the s
 rollouts, and the scores for right and wrong.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from braidrl.agents.environments import check_environment
 from braidrl.agents.listening import key_of
-from braidrl.cluster.pools import Pool
-from braidrl.config import Config, apply_override, load_config
+from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import check_update_size
@@ -20,7 +17,6 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
-from braidrl.parsing import read_yaml
 from braidrl.training.role_settings import merges_adapters, settings_of
 
 TRUNCATED = {"name": "truncated"}
@@ -28,8 +24,10 @@ TRUNCATED = {"name": "truncated"}
 
 def build_flow(config: Config) -> Flow:
     """Return the validated flow of a run. Raises UserError for a flow that cannot run, or an unknown environment."""
-    flow = recipe_of(config)
-    environment, stages = config.rollout.environment, list(flow.stages)
+    rollout = config.rollout
+    sizes = {"max_response_tokens": rollout.max_response_tokens, "samples_per_prompt": rollout.samples_per_prompt}
+    flow = load_flow(config.flow, config.algorithm, sizes)
+    environment, stages = rollout.environment, list(flow.stages)
     if environment.name is not None:
         # An environment's rewards replace verification.
         played = {s.params.get("into") for s in stages if s.type == "generate"}
@@ -43,7 +41,7 @@ def build_flow(config: Config) -> Flow:
             check_environment(stage.params["environment"], environment.params, environment.python)
             key_of(environment)
     flow = Flow(flow.name, stages)
-    samples, rows, needed = config.rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
+    samples, rows, needed = rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
     if needed is not None and samples != needed:
         what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
         raise UserError(
@@ -54,12 +52,6 @@ def build_flow(config: Config) -> Flow:
         raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
     check_update_size(config.trainer.prompts_per_step, samples, rows)
     return Flow(flow.name, [resolve(stage, config) for stage in flow.stages])
-
-
-def recipe_of(config: Config) -> Flow:
-    """Return the configured flow as its recipe writes it."""
-    tokens, samples = config.rollout.max_response_tokens, config.rollout.samples_per_prompt
-    return load_flow(config.flow, config.algorithm, {"max_response_tokens": tokens, "samples_per_prompt": samples})
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
@@ -95,12 +87,14 @@ def given_responses(flow: Flow) -> int | None:
 
 def with_own_samples(config: Config) -> Config:
     """Return the configuration with as many samples per prompt as the data give responses, unless it sets the number."""
-    if "samples_per_prompt" in config.rollout.model_fields_set:
+    rollout = config.rollout
+    if "samples_per_prompt" in rollout.model_fields_set:
         return config
-    needed = given_responses(recipe_of(config))
+    sizes = {"max_response_tokens": rollout.max_response_tokens, "samples_per_prompt": rollout.samples_per_prompt}
+    needed = given_responses(load_flow(config.flow, config.algorithm, sizes))
     if needed is None:
         return config
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"samples_per_prompt": needed})})
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"samples_per_prompt": needed})})
 
 
 def resolve(stage: Stage, config: Config) -> Stage:
@@ -152,29 +146,3 @@ def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
     params = {**stage.params, **params}
     made = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
     return replace(made, name=stage.name)
-
-
-def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
-    """Return the flow for `braid flow`: of a configuration file, resolved; or a recipe, YAML flow or function as written.
-
-    `overrides` apply to the configuration of a file, else to the recipe's parameters.
-    """
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (read_yaml(path) or {}):
-        return build_flow(load_config(path, overrides))
-    params: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(params, override)
-    return load_flow(name, params, {"max_response_tokens": 512, "samples_per_prompt": 8})
-
-
-def check_copies(flow: Flow, pools: Sequence[Pool]) -> None:
-    """Raise UserError if a role takes its weights from one in another pool: copies do not leave their processes."""
-    for stage in flow.stages:
-        for pool in pools:
-            source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
-            if source is not None and stage.role in pool.roles and source not in pool.roles:
-                raise UserError(
-                    f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
-                    f"put {stage.role} and {source} into one pool, as placement=colocate does"
-                )

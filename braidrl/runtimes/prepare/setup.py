@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.fetching import is_hub_name
-from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow, with_own_samples
+from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
 from braidrl.training.backends import supported
 from braidrl.training.decoders.proven import proven_plan
@@ -40,11 +41,6 @@ from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings
 
 Check = Callable[[Callable[[], Any]], Any]
 """Runs a check: at once, or collecting its UserError and continuing with the next."""
-
-
-def at_once(check: Callable[[], Any]) -> Any:
-    """Run a check, which raises UserError."""
-    return check()
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Prepared:
     sources: list[LoadedSource] = field(default_factory=list)
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
-    check: Check = field(default=at_once, compare=False, repr=False)
+    check: Check = field(default=call, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raise UserError for parts that do not fit together."""
@@ -67,7 +63,7 @@ class Prepared:
         check(lambda: checks.check_dtypes(config, self.flow.roles))
         check(lambda: checks.check_backends(config, self.flow))
         check(lambda: checks.check_layouts(config, self.flow, self.flow.roles))
-        check(lambda: checks.check_divided_engines(config, [*self.flow.stages, *self._evaluated]))
+        check(lambda: checks.check_divided_engines(config, self.stages))
         check(lambda: checks.check_adapters(config, self.flow))
         check(lambda: checks.check_weights(config))
         check(lambda: checks.check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name))
@@ -80,14 +76,14 @@ class Prepared:
         check(lambda: check_vocabulary(config, self.roles(), self.tokenizer, [*self.sources, *held_out, *texts]))
 
     @property
-    def _evaluated(self) -> tuple[Stage, ...]:
-        return self.evaluation.stages if self.config.data.evaluation_sources else ()
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the stages of training, and of evaluation if there are sets to evaluate."""
+        return self.flow.stages + (self.evaluation.stages if self.config.data.evaluation_sources else ())
 
     @property
     def generating(self) -> tuple[str, ...]:
         """Return the roles that need an engine."""
-        stages = [*self.flow.stages, *self._evaluated]
-        return tuple(dict.fromkeys(s.role for s in stages if s.type == "generate" and s.role))
+        return tuple(dict.fromkeys(s.role for s in self.stages if s.type == "generate" and s.role))
 
     def roles(self, train: bool = True) -> tuple[str, ...]:
         """Return the roles that need a model: in training the flow's, else the evaluation's."""
@@ -104,15 +100,11 @@ class Prepared:
         """Return the row store of the run."""
         return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
 
-    def rewards(self) -> RuleRewards | None:
-        """Return the verifiers of the run, or None if nothing is verified. Evaluation sets are numbered after the sources."""
-        return rule_rewards(self.config, [*self.flow.stages, *self._evaluated], self.tokenizer)
-
 
 def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
     """Return the verifiers of a run with the scores of its `verify` stages, or None without such stages.
 
-    Their processes start at the first check.
+    Their processes start at the first check. Evaluation sets are numbered after the sources.
     """
     scores = next((stage.params for stage in stages if stage.type == "verify"), None)
     if scores is None:
@@ -146,9 +138,7 @@ def prepare_together(config: Config, world: World, train: bool = True) -> Prepar
     return prepare(config, train, kept)
 
 
-def prepare(
-    config: Config, train: bool = True, kept: Mapping[str, Any] | None = None, check: Check = at_once
-) -> Prepared:
+def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
     """Raise UserError for the first obstacle to a run; without `train` only evaluation data is read.
 
     `kept` holds the table folders that another process has made of `train`, `eval` and `texts`.
@@ -156,7 +146,7 @@ def prepare(
     return with_data(without_data(config, train, check), train, kept)
 
 
-def without_data(config: Config, train: bool = True, check: Check = at_once) -> Prepared:
+def without_data(config: Config, train: bool = True, check: Check = call) -> Prepared:
     """Do the part of `prepare` before any data is read; without `train` only the evaluation's models are checked."""
     config = with_own_samples(config)
     flow = build_flow(config)
@@ -171,13 +161,19 @@ def without_data(config: Config, train: bool = True, check: Check = at_once) -> 
     prepared = Prepared(config, flow, evaluation, tokenizer, check=check)
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
-        check_copies(flow, pools)
+        for stage in flow.stages:
+            source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
+            apart = (pool for pool in pools if stage.role in pool.roles and source not in pool.roles)
+            if source is not None and any(apart):
+                raise UserError(
+                    f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
+                    f"put {stage.role} and {source} into one pool, as placement=colocate does"
+                )
         backends = {role: settings_of(role, config).backend for role in prepared.roles()}
         whole = {role: name for role, name in backends.items() if "streaming" not in supported(name)}
         check_exchange(pools, whole, bool(config.rollout.grouping))
         for pool in pools:
-            checks.check_layouts(config, flow, pool.models, pool.workers)
-            checks.check_generating_ranks(config, pool)
+            checks.check_layouts(config, flow, pool.models, pool)
     return prepared
 
 

@@ -6,30 +6,96 @@ step N ──copies──▶ thread: write ─▶ sync ─▶ rename ─▶ `lat
 step N + 1 ...         │
 step N + 2 ◀──error?───┘
 
-A manifest with the size and SHA-256 of each file is written last, and checked before any file is used.
+A manifest with the size and SHA-256 of each file is written last, and checked before any file is used. Workers write their parts
+in threads too, and report the outcome later:
+
+driver ──save, copy──▶ worker: copies ──▶ thread: writes        the worker trains on
+       ──written─────────────────────────▶ trouble, or none
 """
 
+import functools
 import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from braidrl.config import Config
 from braidrl.errors import UserError, first_line
 from braidrl.flow.selecting import Selection
 from braidrl.runtimes.interfaces import Backend, BegunBatch, Position
 from braidrl.runtimes.saving import folders
-from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter
 from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, Write
 
 FORMAT = 2
 """Since format 2 a checkpoint has a manifest, which is checked; format 1 is read unchecked."""
 LEFT_OUT = "-left-out"
+TROUBLES = (OSError, SafetensorError, CheckpointException)
+"""Errors of a full or missing disk."""
+WRITE_LIMIT_S = 3600.0
+"""Time limit for one write, to disk or shared memory."""
+
+
+class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
+    """Writes one thing after the other; as a context manager it waits at the end."""
+
+    def __init__(self, what: str = "the checkpoint") -> None:
+        """Start without work. `what` names the content in time-out messages."""
+        self._what = what
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
+        self._begun: Future[Any] | None = None
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def begin(self, parts: Sequence[Write]) -> None:
+        """Wait for the previous work, then make the calls in the thread. Raises as `wait` does."""
+        self.wait()
+        calls = list(parts)
+        self._begun = self._thread.submit(lambda: [part() for part in calls])
+
+    @property
+    def goes_on(self) -> bool:
+        """Return True while the thread writes."""
+        return self._begun is not None and not self._begun.done()
+
+    def check(self) -> None:
+        """Raise, once, the error of the last write; return at once while the thread still writes."""
+        if not self.goes_on:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until everything is written. Raises the error of the write, once."""
+        if self._begun is not None:
+            # After an interrupt the next call raises it.
+            try:
+                error = self._begun.exception(WRITE_LIMIT_S)
+            except TimeoutError:
+                raise TimeoutError(f"{self._what} could not be written within {WRITE_LIMIT_S:g} s") from None
+            self._begun = None
+            if error is not None:
+                raise error
+
+    def trouble(self) -> str:
+        """Wait, and return the disk error in one line, or an empty string. Raises all other errors."""
+        try:
+            self.wait()
+        except TROUBLES as error:
+            return first_line(error)
+        return ""
+
+
+def check_written(trouble: str) -> None:
+    """Raise OSError if a worker had a disk error."""
+    if trouble:
+        raise OSError(trouble)
 
 
 @dataclass(frozen=True)
@@ -67,17 +133,9 @@ class Checkpoints:
         """
         self.wait()
         self._step = state.step
-        path, kept = folders.checkpoint_folder(self.run, state.step), self.keep_last if self.learning else None
+        path = self.run / "checkpoints" / f"step-{state.step}"
+        kept = self.keep_last if self.learning else None
         partial, parts = folders.partial_path(path), list[Write]()
-
-        def finish() -> None:
-            with folders.discarded_on_error(partial):
-                for part in parts:
-                    part()
-                write_manifest(partial)
-                folders.finish_whole(path)
-            folders.finish_checkpoint(self.run, state.step, kept)
-
         with self._explained():
             if self.first:
                 folders.begin_whole(path)
@@ -90,24 +148,48 @@ class Checkpoints:
                     tables += [(f"begun-{number}-surplus-{n}", each) for n, each in enumerate(batch.after.surplus)]
                 for name, table in tables:
                     backend.save_rows(folder / f"{name}.rows", table)
+                plain = {
+                    "format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus),
+                    "loader": state.loader, "sampling": state.sampling, "stages": state.stages,
+                    "fingerprints": state.fingerprints, "begun": [
+                        {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
+                        | {"loader": batch.after.loader, "sampling": batch.after.sampling, "surplus": len(batch.after.surplus)}
+                        for batch in state.begun
+                    ],
+                }  # fmt: skip
                 if self.first:
-                    write_state(partial, state)
-            calls = [finish] if self.first else parts
+                    (partial / "state.json").write_text(json.dumps(plain))
+            calls = [functools.partial(self._finish, path, parts, kept)] if self.first else parts
             if self.in_background:
                 self._writing.begin(calls)
             else:
                 for call in calls:
                     call()
 
-    def check(self) -> None:
-        """Raise UserError if the background write has failed by now."""
-        with self._explained():
-            self._writing.check()
+    def _finish(self, path: Path, parts: Sequence[Write], keep_last: int | None) -> None:
+        """Write the parts, point `latest` at the whole checkpoint, then remove the oldest beyond `keep_last`; None keeps all."""
+        partial = folders.partial_path(path)
+        with folders.discarded_on_error(partial):
+            for part in parts:
+                part()
+            write_manifest(partial)
+            folders.finish_whole(path)
+        pointer = path.parent / folders.LATEST
+        moved = folders.partial_path(pointer)
+        moved.write_text(f"{path.name}\n", encoding="utf-8")
+        folders.sync(moved)
+        moved.replace(pointer)
+        known = folders.checkpoints_of(self.run)
+        for old in known[: known.index(path) + 1][:-keep_last] if keep_last is not None else ():
+            shutil.rmtree(old)
 
-    def wait(self) -> None:
-        """Wait for the background write. Raises UserError if it failed."""
+    def wait(self, block: bool = True) -> None:
+        """Wait for the background write, unless `block` is False and it still runs. Raises UserError if it failed."""
         with self._explained():
-            self._writing.wait()
+            if block:
+                self._writing.wait()
+            else:
+                self._writing.check()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -119,20 +201,6 @@ class Checkpoints:
                 f"the checkpoint of step {self._step} could not be written ({first_line(error)}); the one before it is whole: "
                 f"make room and go on with `braid train --resume {self.run}`"
             ) from error
-
-
-def write_state(folder: Path, state: RunState) -> None:
-    """Write counters and states into a checkpoint."""
-    plain = {
-        "format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus), "loader": state.loader,
-        "sampling": state.sampling, "stages": state.stages, "fingerprints": state.fingerprints,
-    }  # fmt: skip
-    begun = [
-        {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
-        | {"loader": batch.after.loader, "sampling": batch.after.sampling, "surplus": len(batch.after.surplus)}
-        for batch in state.begun
-    ]
-    (folder / "state.json").write_text(json.dumps({**plain, "begun": begun}))
 
 
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
@@ -251,8 +319,10 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
         raise UserError(f"{checkpoint} holds no role {role!r}, only {', '.join(roles)}; name one by --role")
     if folder.exists():
         raise UserError(f"{folder} exists; nothing was overwritten")
-    with folders.whole_folder(folder) as partial:
+    partial = folders.begin_whole(folder)
+    with folders.discarded_on_error(partial):
         shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
+        folders.finish_whole(folder)
     architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.name != OPTIMIZER)
     return f"{folder}: {architecture}, {size / 2**20:.1f} MiB of weights, from {checkpoint}"

@@ -7,11 +7,10 @@ UserError
 import hashlib
 import importlib.util
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from braidrl.config import Config
-from braidrl.errors import UserError
 from braidrl.parsing import texts_and_numbers
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.folders import MAY_CHANGE
@@ -53,24 +52,6 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
         "data": data,
         "code": {key: files_digest([path]) for key, path in code_files(config)},
     }
-
-
-def check_unchanged(
-    saved: Mapping[str, Mapping[str, str]], now: Fingerprints, accepted: Collection[str], step: int
-) -> None:
-    """Raise UserError with the kinds and keys that changed since a step's checkpoint, unless they are `accepted`."""
-    changed = {
-        kind: [key for key, digest in found.items() if saved.get(kind, {}).get(key, digest) != digest]
-        for kind, found in now.items()
-    }
-    refused = {kind: keys for kind, keys in changed.items() if keys and kind not in accepted}
-    if refused:
-        named = "; ".join(f"the {kind} of {', '.join(keys)}" for kind, keys in refused.items())
-        every = ", ".join([*accepted, *refused])
-        raise UserError(
-            f"since the checkpoint of step {step} something has changed that the run reads: {named}. Put it back, or go on regardless with "
-            f"trainer.accept_changes=[{every}]"
-        )
 
 
 def code_files(config: Config) -> Iterator[tuple[str, Path]]:

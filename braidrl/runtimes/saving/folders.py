@@ -183,15 +183,6 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder. When the block ends without an error it is synced to disk and moved to `path`."""
-    partial = begin_whole(path)
-    with discarded_on_error(partial):
-        yield partial
-        finish_whole(path)
-
-
 def begin_whole(path: Path) -> Path:
     """Return an empty folder to fill; `finish_whole` moves it to `path`."""
     partial = partial_path(path)
@@ -228,24 +219,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def checkpoint_folder(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step}"
-
-
-def finish_checkpoint(run: Path, step: int, keep_last: int | None) -> None:
-    """Point `latest` at a complete checkpoint, then remove the oldest beyond `keep_last`; None keeps all."""
-    pointer = run / "checkpoints" / LATEST
-    partial = partial_path(pointer)
-    partial.write_text(f"step-{step}\n", encoding="utf-8")
-    sync(partial)
-    partial.replace(pointer)
-    if keep_last is None:
-        return
-    known = checkpoints_of(run)
-    for old in known[: known.index(checkpoint_folder(run, step)) + 1][:-keep_last]:
-        shutil.rmtree(old)
 
 
 def checkpoints_of(run: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from braidrl.engines.factory import generation_layout, own_engines
 from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import GroupSelector
-from braidrl.runtimes.prepare.checks import check_divided_engines, check_generating_ranks, check_layouts
+from braidrl.runtimes.prepare.checks import check_divided_engines, check_layouts
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.training.role_settings import settings_of
 
@@ -34,8 +34,9 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
     if launcher != "torchrun":
         check_ranks(config, build_flow(config), config.workers)
-        starter = RayLauncher(config.cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
-        cluster, pool = config.cluster, rank_pool(config, config.workers)
+        cluster, engines, devices = config.cluster, own_engines(config), generation_layout(config).ranks
+        starter = RayLauncher(cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
+        pool = Pool(("rank",), config.workers, engines=engines, engine_devices=devices)
         return run_ranks(entry, task, pool, cluster.wait_limit_s, starter, cluster.silence_s)
     # This process is a rank already.
     world = joined_world(config)
@@ -67,11 +68,6 @@ def launcher_of(config: Config) -> str:
     return wanted or ("torchrun" if started else "local")
 
 
-def rank_pool(config: Config, size: int) -> Pool:
-    """Return the pool of ranks, with the engine processes that each of them starts."""
-    return Pool(("rank",), size, engines=own_engines(config), engine_devices=generation_layout(config).ranks)
-
-
 def joined_world(config: Config) -> World:
     """Return the world of the ranks started by `torchrun`. Raises UserError if there are none, or their number is wrong."""
     if launcher_of(config) != "torchrun":
@@ -85,11 +81,6 @@ def joined_world(config: Config) -> World:
     check_ranks(config, build_flow(config), size)
     cuda = choose_device(config.device).type == "cuda"
     return join(config.cluster.wait_limit_s, cuda, own_engines(config), generation_layout(config).ranks)
-
-
-def is_reporting_rank() -> bool:
-    """Return True for the one rank of `torchrun` that prints for the user."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def check_ranks(config: Config, flow: Flow, size: int) -> None:
@@ -106,29 +97,22 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
             continue
         if role not in generating:
             raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
-        generating_ranks(config, role, size)
+        if own.generate_workers > size:
+            raise UserError(
+                f"roles.{role}.generate_workers={own.generate_workers}, but there are {size} ranks; "
+                f"write at most {size}, or workers={own.generate_workers}"
+            )
         resolved = settings_of(role, config)
         if own.generate_workers < size and not resolved.layout.is_replicated:
             raise UserError(
                 f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({resolved.key('layout')}) "
                 "all generate; remove it"
             )
-    check_layouts(config, flow, flow.roles, size)
     check_divided_engines(config, flow.stages)
-    check_generating_ranks(config, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
+    check_layouts(config, flow, flow.roles, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
     # Ray's cluster knows its devices.
     available = None if launcher_of(config) == "ray" else device_count(config.device)
     if available is not None:
-        devices_each([rank_pool(config, int(os.environ.get("LOCAL_WORLD_SIZE", size)))], available, "this machine")
-
-
-def generating_ranks(config: Config, role: str, size: int) -> int:
-    """Return the number of ranks that generate for a role. Raises UserError if there are fewer ranks."""
-    own = config.roles.get(role)
-    wanted = own.generate_workers if own else None
-    if wanted is not None and wanted > size:
-        raise UserError(
-            f"roles.{role}.generate_workers={wanted}, but there are {size} ranks; "
-            f"write at most {size}, or workers={wanted}"
-        )
-    return wanted or size
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        pool = Pool(("rank",), local, engines=own_engines(config), engine_devices=generation_layout(config).ranks)
+        devices_each([pool], available, "this machine")

@@ -1,4 +1,6 @@
-"""The distributed runtime: every rank runs the same chain of stages, without a controller.
+"""The backends of processes that hold every role: eager is one process, and distributed ranks run the same chain of stages.
+
+eager    loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps      breakpoints work anywhere
 
 rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
 rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
@@ -9,13 +11,13 @@ rank 1   its prompts ──generate──▶ its rows ──verify──▶ its 
 Every rank knows the index columns of all rows; a row's payload is on one rank.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from braidrl.cluster.world import World
 from braidrl.config import Config
@@ -27,14 +29,90 @@ from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
-from braidrl.observe.trace import TraceWriter
+from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
-from braidrl.runtimes.spmd.eager import InProcessBackend
-from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, joined
+from braidrl.runtimes.generating.early_stop import EarlyStop, Segment
+from braidrl.runtimes.interfaces import Interrupts
+from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares
 from braidrl.training.objective import UpdateCounts
+from braidrl.training.roles.checkpoint import Write
+
+
+class InProcessBackend:
+    """The part of a backend whose process holds every role, alone or as one of several ranks: weights, checkpoints, and the end."""
+
+    def __init__(
+        self, config: Config, loader: PromptLoader | None, executor: StageExecutor, store: RowStore, world: World,
+        trace: TraceWriter | None = None,
+    ) -> None:  # fmt: skip
+        """Store the parts; the first rank of the world writes what all ranks hold. Without a loader the backend only evaluates."""
+        self.config, self.loader, self.executor, self.store = config, loader, executor, store
+        self.world, self.trace, self.version = world, trace, 0
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.executor.publish(version)
+
+    def begin_again(self) -> bool:
+        """Return False: there is one process, or all ranks work together."""
+        return False
+
+    def index(self, table: Any) -> Rows:
+        index: Rows = table.index
+        return index
+
+    def save(self, folder: Path, copy: bool = False) -> list[Write]:
+        if copy:
+            self.world.at(f"copying for {folder.name}")
+        return self.executor.save(folder, self.world.first, copy)
+
+    def load(self, folder: Path, version: int) -> None:
+        self.executor.load(folder)
+        self.publish(version)
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.trace is not None:
+            self.trace.close()
+
+
+class EagerBackend(InProcessBackend):
+    """One executor that holds every role; the table is the rows."""
+
+    def read(self, origin: Origin) -> Rows:
+        return self.store.make(origin)
+
+    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums, segment: Segment | None = None) -> Rows:
+        stop = EarlyStop(segment, self.executor.flow, table.uids()) if segment is not None else None
+        about = {"rows": len(table), "version": self.version}
+        with traced(self.trace, stage.role or "compute", stage.name, iteration, **about) as done:
+            table = table.with_columns(self.executor.run(stage, table, sums, stop))
+            done.tokens = tokens_of(table)
+        return table
+
+    def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
+        return {name: float(total) for name, total in summed(stage, table).items()}
+
+    def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+        @contextmanager
+        def traced_update(rows: Rows) -> Iterator[tuple[UpdateCounts, Rows]]:
+            about = {"rows": len(rows), "version": self.version}
+            with traced(self.trace, stage.role or "compute", stage.name, iteration, **about) as done:
+                done.tokens = int(rows["length"].sum())
+                yield self.executor.update(stage, rows.index, rows)
+
+        parts = (traced_update(table.take(update)) for update in updates)
+        self.executor.train(stage, parts, iteration, sums, sum(map(len, updates)))
+
+    def texts(self, table: Rows) -> list[RowText]:
+        return self.store.row_texts(table)
+
+    def record(self, path: Path, table: Rows, final: Rows) -> None:
+        self.store.record(path, table, final)
+
+    def save_rows(self, path: Path, table: Rows) -> None:
+        self.store.save(path, table)
 
 
 class DistributedBackend(InProcessBackend):
@@ -80,22 +158,23 @@ class DistributedBackend(InProcessBackend):
             rows = self.store.make(Admission(tuple(place))).take(made)
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
-    def generate_needed(self, segment: Segment, table: Shard, iteration: int, sums: Sums, needless: Needless) -> Shard:
-        """Generate while ranks exchange results; each aborts its rows that are no longer needed."""
-        self.waves += 1
-        if self.notices is not None:
-            self.notices.begin(str(self.waves))
-        stop = EarlyStop(segment, needless, self.flow, table.index.uids(), self.notices)
-        return self.run(segment.generate, table, iteration, sums, stop)
+    def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
+        """Run a stage where its rows are: inference is balanced first, and generation moves to its own ranks.
 
-    def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Shard:
-        """Run a stage where its rows are: inference is balanced first, and generation moves to its own ranks."""
-        self.exchange.at(stage, iteration)
+        Ranks that generate a `segment` exchange its results, and each aborts its rows that are no longer needed.
+        """
+        self.exchange.iteration = iteration
+        self.world.at(f"step {iteration}, {stage.name}")
+        stop = None
+        if segment is not None:
+            self.waves += 1
+            if self.notices is not None:
+                self.notices.begin(str(self.waves))
+            stop = EarlyStop(segment, self.flow, table.index.uids(), self.notices)
         if self._known_everywhere(stage, table):
             everywhere = Rows(self.executor.run(stage, table.index, Sums()))
             kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
-            index = table.index.with_columns(dict(everywhere.index.items()))
-            return replace(table, index=index, payload=joined(table.payload, kept))
+            return table.with_columns(everywhere.index, kept)
         if stage.kind is Kind.INFER:
             # Columns that no stage from here on reads stay behind.
             later = self.flow.stages[self.flow.stages.index(stage) :]
@@ -108,7 +187,7 @@ class DistributedBackend(InProcessBackend):
                 rows_per_update=len(index) if len(index) % rows else rows, iteration=self.exchange.iteration,
             )  # fmt: skip
             for update in updates:
-                owner[update] = self._balanced(table.take(update))
+                owner[update] = balanced_owners(index["length"][update].tolist(), owner[update], self.world.size)
             table = self.exchange.move(stage.name, table, owner, needed)
         elif stage.kind is Kind.GENERATE and len(table.owner):
             ranks = self.generating.get(str(stage.role), self.world.size)
@@ -136,7 +215,8 @@ class DistributedBackend(InProcessBackend):
 
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Distribute each update's rows by length; every rank then makes the same optimizer step."""
-        self.exchange.at(stage, iteration)
+        self.exchange.iteration = iteration
+        self.world.at(f"step {iteration}, {stage.name}")
         own = Sums()
         parts = (self._update(stage, table.take(update), number) for number, update in enumerate(updates, 1))
         self.executor.train(stage, parts, iteration, own, counted=self.world.first)
@@ -147,13 +227,11 @@ class DistributedBackend(InProcessBackend):
         """Return one update on its training ranks: the counts of all rows, and the local rows."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
         needed = [column.name for column in self.flow.inputs[stage.name]]
-        owner = self._balanced(part, self.executor.objective(stage).whole_groups)
+        groups = part.index["group"].tolist() if self.executor.objective(stage).whole_groups else None
+        owner = balanced_owners(part.index["length"].tolist(), part.owner, self.world.size, groups)
         part = self.exchange.move(stage.name, part, owner, needed)
         with self.exchange.working(stage, part.rows):
             yield self.executor.update(stage, part.index, part.rows)
-
-    def columns(self, table: Shard) -> Collection[str] | None:
-        return [*table.index, *table.payload] if len(table.mine) else None
 
     def texts(self, table: Shard) -> list[RowText]:
         return self.store.row_texts(table.rows)
@@ -162,17 +240,18 @@ class DistributedBackend(InProcessBackend):
         """Write this rank's rows to a file; the first rank joins the files, so that no rank ever holds all rows."""
         self.world.at(f"writing {path.name}")
         # A rank without rows knows no payload columns, so the others send their names.
-        said = self.exchange.tell({"known": list(table.payload), "later": list(final.payload)})
+        about = {"known": list(table.payload), "later": list(final.payload)}
+        said = [about for about, _ in self.exchange.all_gather("names of columns", about)]
         added = {name for about in said for name in about["later"] if all(name not in o["known"] for o in said)}
         later = replace(final, payload=final.payload.only(sorted(added & set(final.payload))))
         if added:
             later = self.exchange.move(path.name, later, table.owner)
-        rows = with_added(table.rows, replace(later, owner=table.owner).rows)
+        rows = table.rows
         part = part_path(path, self.world.rank)
         if len(rows):
-            self.store.record(part, rows)
-        wrote = self.exchange.tell({"wrote": len(rows)})
-        parts = [part_path(path, rank) for rank, about in enumerate(wrote) if about["wrote"]]
+            self.store.record(part, rows, replace(later, owner=table.owner).rows)
+        wrote = self.exchange.all_gather("written rows", {"wrote": len(rows)})
+        parts = [part_path(path, rank) for rank, (about, _) in enumerate(wrote) if about["wrote"]]
         if self.world.first and parts:
             join_parts(path, parts)
 
@@ -191,7 +270,3 @@ class DistributedBackend(InProcessBackend):
         """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""
         inputs = [column.name for column in self.flow.inputs.get(stage.name, ())]
         return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
-
-    def _balanced(self, table: Shard, whole_groups: bool = False) -> Tensor:
-        groups = table.index["group"].tolist() if whole_groups else None
-        return balanced_owners(table.index["length"].tolist(), table.owner, self.world.size, groups)

@@ -10,7 +10,7 @@ move        payload to its new ranks
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,8 @@ from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import BusyState, Span, TraceWriter, traced
-from braidrl.runtimes.interrupts import Interrupts
+from braidrl.observe.trace import Span, TraceWriter, traced
+from braidrl.runtimes.interfaces import Interrupts
 
 IN_PLACE = 1.1
 """Rows stay in place if the fullest rank then has at most this much more work than after the best partition."""
@@ -59,6 +59,16 @@ class Shard:
         own = self.index.take(self.mine)
         return own.with_columns(dict(self.payload.items())) if len(own) else own
 
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of this rank's columns; a rank without rows does not know the payload's."""
+        return iter([*self.index, *self.payload] if len(self.mine) else ())
+
+    def with_columns(self, index: Rows, payload: Rows) -> "Shard":
+        """Return the same rows with new index columns of all rows, and new payload of this rank's; a rank without rows has none."""
+        some = len(self.payload) or len(payload)
+        new = self.payload.with_columns(dict(payload.items())) if some else Rows({})
+        return replace(self, index=self.index.with_columns(dict(index.items())), payload=new)
+
     def take(self, positions: Sequence[int]) -> "Shard":
         chosen = torch.tensor(positions, dtype=torch.int64)
         owner = self.owner[chosen]
@@ -80,22 +90,28 @@ class ShardExchange:
         self.world, self.interrupts, self.trace = world, interrupts, trace
         self.iteration = self.version = self.moved_rows = 0
 
-    def at(self, stage: Stage, iteration: int) -> None:
-        """Record this rank's stage."""
-        self.iteration = iteration
-        self.world.at(f"step {iteration}, {stage.name}")
-
     def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
-        """Return the table with each row's payload, or its columns `needed`, on its `owner`; in place if nothing moves."""
+        """Return the table with each row's payload, or its columns `needed`, on rank `owner` (B,).
+
+        In place if nothing moves; else one message of encoded rows for each pair of ranks. The rows keep the order of the table.
+        """
+        rank, source, rows = self.world.rank, table.owner, table.payload
+        if torch.equal(owner, source):
+            return table
         if needed is not None:
-            if torch.equal(owner, table.owner):
-                return table
-            present = [name for name in dict.fromkeys(needed) if name in table.payload]
-            table = replace(table, payload=table.payload.only(present))
-        self.moved_rows += int(((owner == self.world.rank) & (table.owner != self.world.rank)).sum())
-        with self._span("ranks", edge, 0, 0, "waiting"):
-            payload = move_rows(self.world, f"{edge} of step {self.iteration}", table.payload, table.owner, owner)
-        return replace(table, owner=owner, payload=payload)
+            rows = rows.only([name for name in dict.fromkeys(needed) if name in rows])
+        self.moved_rows += int(((owner == rank) & (source != rank)).sum())
+        with traced(self.trace, "ranks", edge, self.iteration, state="waiting", version=self.version):
+            wanted = owner[source == rank]
+            messages: list[bytes | bytearray] = [b""] * self.world.size
+            for to in set(wanted.tolist()) - {rank}:
+                messages[to] = join(encode(rows.take((wanted == to).nonzero().flatten())))
+            received = self.world.exchange(f"rows for {edge} of step {self.iteration}", messages)
+            parts = {sender: unpack_rows(message) for sender, message in enumerate(received) if len(message)}
+            parts[rank] = rows.take((wanted == rank).nonzero().flatten())
+            coming = [((source == sender) & (owner == rank)).nonzero().flatten() for sender in parts]
+            moved = Rows.cat(list(parts.values())).take(torch.cat(coming).argsort())
+        return replace(table, owner=owner, payload=moved)
 
     def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
         """All-gather the columns that each rank computed for its rows, and their metric sums; payload stays where it is.
@@ -104,28 +120,26 @@ class ShardExchange:
         """
         new = Rows(columns)
         about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
-        with self._span("ranks", "index columns", 0, 0, "waiting"):
-            parts = self._all("index columns", about, new.index)
+        with traced(self.trace, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
+            parts = self.all_gather("index columns", about, new.index)
         self.interrupts.agree(any(about["interrupted"] for about, _ in parts))
         for about, _ in parts:
             sums.merge(Sums(about["sums"]))
         order = torch.cat([(table.owner == rank).nonzero().flatten() for rank in range(self.world.size)]).argsort()
         everywhere = Rows.cat([rows for _, rows in parts])
-        index = dict(everywhere.take(order).items()) if len(everywhere) else {}
-        return replace(table, index=table.index.with_columns(index), payload=joined(table.payload, new.payload))
+        return table.with_columns(everywhere.take(order) if len(everywhere) else Rows({}), new.payload)
 
     def add_up(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All-reduce sums, in the order of ranks; a rank without rows has none."""
-        parts = self._all("sums over the batch", {}, Rows({name: total[None] for name, total in own.items()}))
+        parts = self.all_gather("sums over the batch", {}, Rows({name: total[None] for name, total in own.items()}))
         found = [rows for _, rows in parts if len(rows)]
         return {name: torch.stack([rows[name][0] for rows in found]).sum(0) for name in found[0]} if found else {}
 
-    def tell(self, about: dict[str, Any]) -> list[dict[str, Any]]:
-        """All-gather a small message."""
-        return [said for said, _ in self._all("a word", about, Rows({}))]
-
-    def _all(self, purpose: str, about: Mapping[str, Any], index: Rows) -> list[tuple[dict[str, Any], Rows]]:
-        found = []
+    def all_gather(
+        self, purpose: str, about: Mapping[str, Any], index: Rows | None = None
+    ) -> list[tuple[dict[str, Any], Rows]]:
+        """Return a small message, and rows of index columns, of every rank."""
+        index, found = Rows({}) if index is None else index, []
         for message in self.world.gather(purpose, join([pack_message(about), *encode(index)])):
             words, *frames = split(message)
             found.append((unpack_message(words), decode(frames)))
@@ -135,41 +149,13 @@ class ShardExchange:
     def working(self, stage: Stage, rows: Rows) -> Iterator[Span]:
         """Trace the work on rows, and name them if it fails."""
         self.world.rows = named_rows(rows.uids() if "group" in rows else ())
+        about = {"rows": len(rows), "tokens": tokens_of(rows), "version": self.version}
         with (
-            self._span(stage.role or "compute", stage.name, len(rows), tokens_of(rows)) as done,
+            traced(self.trace, stage.role or "compute", stage.name, self.iteration, **about) as done,
             self.world.supervised("what ranks compute together"),
         ):
             yield done
         self.world.rows = ""
-
-    def _span(
-        self, role: str, stage: str, rows: int, tokens: int, state: BusyState = "busy"
-    ) -> AbstractContextManager[Span]:
-        about = {"rows": rows, "tokens": tokens, "version": self.version, "state": state}
-        return traced(self.trace, role, stage, self.iteration, **about)
-
-
-def joined(payload: Rows, new: Rows) -> Rows:
-    """Add new columns of the same rows; a rank without rows has no columns."""
-    return Rows(dict(payload.items()) | dict(new.items())) if len(new) or len(payload) else Rows({})
-
-
-def move_rows(world: World, what: str, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
-    """Return this rank's rows of a table, of which it has `rows`, after each row of rank `owner` (B,) is on rank `target` (B,).
-
-    In place if nothing moves; else one message of encoded rows for each pair of ranks. The rows keep the order of the table.
-    """
-    if torch.equal(owner, target):
-        return rows
-    rank, wanted = world.rank, target[owner == world.rank]
-    messages: list[bytes | bytearray] = [b""] * world.size
-    for to in set(wanted.tolist()) - {rank}:
-        messages[to] = join(encode(rows.take((wanted == to).nonzero().flatten())))
-    received = world.exchange(f"rows for {what}", messages)
-    parts = {source: unpack_rows(message) for source, message in enumerate(received) if len(message)}
-    parts[rank] = rows.take((wanted == rank).nonzero().flatten())
-    coming = [((owner == source) & (target == rank)).nonzero().flatten() for source in parts]
-    return Rows.cat(list(parts.values())).take(torch.cat(coming).argsort())
 
 
 def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:

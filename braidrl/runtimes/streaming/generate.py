@@ -13,10 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from braidrl.agents.player import Episode
+from braidrl.agents.trajectory import response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Request, Response
@@ -27,8 +29,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
 from braidrl.queue.client import Client, WorkItem, write_columns
-from braidrl.runtimes.generating.generation import limits_of, requests_of
-from braidrl.runtimes.generating.partial import to_the_end
+from braidrl.runtimes.generating.generation import TO_THE_END, limits_of, requests_of
 from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
@@ -129,7 +130,8 @@ class GenerateLoop:
         self.leases[work.lease], self.left[work.lease] = work, len(work.own)
         loop = asyncio.get_running_loop()
         for number, place in enumerate(work.own):
-            key, uid, own = (work.lease, place), uids[number], to_the_end(stage) if place in ends else stage
+            key, uid = (work.lease, place), uids[number]
+            own = replace(stage, params={**stage.params, TO_THE_END: True}) if place in ends else stage
             before = self.flight.get(self.last[uid]) if uid in self.last else None
             self.last[uid] = key
             self.flight[key] = loop.create_task(self._draw(engine, own, rows, number, requests[number], key, before))
@@ -212,7 +214,7 @@ class GenerateLoop:
             columns = dict(self.generation.episode_columns(stage, episodes, self.limits, sums))
         else:
             responses = [result for result in results if isinstance(result, Response)]
-            columns = dict(self.generation.columns(stage, rows, responses))
+            columns = dict(self.generation.named(stage, response_columns(rows, responses)))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)

@@ -20,7 +20,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.interfaces import BegunBatch
 from braidrl.runtimes.row_store import Origin, Recording, Surplus, as_order
-from braidrl.runtimes.saving.background import check_written
+from braidrl.runtimes.saving.checkpoints import check_written
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.processes import Processes

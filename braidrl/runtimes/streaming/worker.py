@@ -32,7 +32,7 @@ from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.setup import with_data, without_data
 from braidrl.runtimes.row_store import origin_of
-from braidrl.runtimes.saving.background import BackgroundWriter
+from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer

@@ -79,7 +79,7 @@ def test_abandoned_groups_end_early_without_changing_result(
             "an aborted group precedes the batch's last group"
         )
     assert any(line.get("groups/dropped/surplus", 0) for line in read_metrics(early))
-    monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda flow, iteration: None)
+    monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda *_: None)
     assert_same_runs(early, workshop.run("whole", **sections))
 
 
@@ -113,7 +113,7 @@ def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
         run_ranks("tests.runtimes.patience:run_all_patiently", {"runs": [tree]}, 2, WAIT_S)
     else:
         workshop.run("early", **sections, runtime=runtime, workers=2)
-    monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda flow, iteration: None)
+    monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda *_: None)
     early, whole = workshop.folder / "early", workshop.run("whole", **sections)
     print(f"{runtime}: {drawn_in(early)} tokens were drawn, and {drawn_in(whole)} without giving up")
     assert drawn_in(early) < 0.8 * drawn_in(whole)
@@ -123,7 +123,8 @@ def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
 def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "HEAR_EVERY_S", 0.0)
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 2})
-    segment, sampling, store = segment_of(dapo, 1), GroupSelector(1, 9, over_sampling=3.0), dist.HashStore()
+    sampling, store = GroupSelector(1, 9, over_sampling=3.0), dist.HashStore()
+    segment = segment_of(dapo, 1, sampling.needless)
     assert segment is not None
     (verify,) = segment.verify
     sampling.admit([0, 1, 2])
@@ -132,7 +133,7 @@ def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.Monk
     for _ in range(3):
         told = Notices(store)
         told.begin("wave")
-        ranks.append(EarlyStop(segment, sampling.needless, dapo, uids, told))
+        ranks.append(EarlyStop(segment, dapo, uids, told))
     first, second, third = ranks
     # Group 0 has right and wrong answers and is kept, which makes groups 1 and 2 unnecessary.
     first.add(row(0, 0), {verify.name: Done(1.0)})
@@ -165,9 +166,11 @@ def row(group: int, sample: int) -> Rows:
 
 def test_groups_finish_if_selection_needs_more_than_rules() -> None:
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 4})
-    segment = segment_of(dapo, 1)
+    needless = GroupSelector(1, 9).needless
+    segment = segment_of(dapo, 1, needless)
     assert segment is not None and [stage.type for stage in segment.verify] == ["verify"]
-    assert segment_of(load_flow("grpo", {}, {"samples_per_prompt": 4}), 1) is None, "the flow has no selection"
+    grpo = load_flow("grpo", {}, {"samples_per_prompt": 4})
+    assert segment_of(grpo, 1, needless) is None, "the flow has no selection"
 
 
 def test_flow_without_selection_starts_no_extra_groups(workshop: Workshop) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from threading import Event
 from typing import Any
 
@@ -45,7 +46,7 @@ class RehearsingWorker(HybridWorker):
         self.orders = dict(orders)
 
     @register(protocol="DP")
-    def execute(self, part: Part, stage: Stage, iteration: int, key: int, *totals: Any) -> CallResult:
+    def execute(self, part: Part, stage: Stage, iteration: int, key: int, *more: Any) -> CallResult:
         order, seconds = self.orders.get(stage.name, ("", 0.0))
         if order == "wait":
             return self._write(part, stage, iteration, key, lambda rows, sums: waited(stage, rows, sums, seconds))
@@ -58,12 +59,8 @@ class RehearsingWorker(HybridWorker):
             raise UserError("a row is too long; write trainer.max_tokens_per_device=64")
         if order == "die":
             os._exit(3)
-        return super().execute(part, stage, iteration, key, *totals)
-
-    @register(protocol="DP")
-    def generate_needed(self, part: Part, *arguments: Any) -> CallResult:
-        with patient():
-            return super().generate_needed(part, *arguments)
+        with patient() if len(more) > 1 else nullcontext():
+            return super().execute(part, stage, iteration, key, *more)
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
         found = super().fetch(key, rows, columns)  # Fails for a call of an earlier test that outlives its backend.

@@ -80,7 +80,7 @@ import torch
 
 from braidrl.algorithms.registry import shapes
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.saving.background import BackgroundWriter
+from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.runtimes.streaming.weights import VersionWriter
 
 LIMIT_S = 60.0

@@ -23,7 +23,7 @@ from braidrl.observe.trace import read_trace
 from braidrl.queue.owner import remove_abandoned
 from braidrl.queue.table import Lease
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.saving.folders import checkpoint_folder, latest_checkpoint, read_state, run_config
+from braidrl.runtimes.saving.folders import latest_checkpoint, read_state, run_config
 from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import assert_usage_is_told
 from tests.leftovers import family, listening
@@ -281,7 +281,8 @@ def kill_when_it_holds_rows(
 def is_saved(run: TrainingRun, lease: Lease) -> bool:
     """Return True if a lease comes while the newest checkpoint has the last published version."""
     assert isinstance(run.backend, StreamingBackend)
-    return latest_checkpoint(run.folder) == checkpoint_folder(run.folder, run.backend.stream.schedule.published)
+    step = run.backend.stream.schedule.published
+    return latest_checkpoint(run.folder) == run.folder / "checkpoints" / f"step-{step}"
 
 
 def test_killed_workers_and_trainer_lose_no_row_or_step(workshop: Workshop, eager: Callable[..., Path]) -> None:
