@@ -239,8 +239,8 @@ class Endpoint:
                         return failed(
                             503, "the endpoint reads too many long requests at a time; send this one again later"
                         )
-            self._connections.begin(http.protocol)
-            return await self._answer(http, session, bytes(raw))
+            with self._connections.busy(http.protocol):
+                return await self._answer(http, session, bytes(raw))
         except TimeoutError:
             return failed(408, f"the request's body did not arrive within {BODY_S:g} s")
         except ConnectionError as error:
@@ -248,7 +248,6 @@ class Endpoint:
         finally:
             session.requests -= 1
             self._held_bytes -= len(raw)
-            self._connections.end(http.protocol)
 
     async def _answer(self, http: web.Request, session: EndpointSession, raw: bytes) -> web.StreamResponse:
         protocol = PROTOCOLS[http.match_info["path"]]

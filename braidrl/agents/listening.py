@@ -11,7 +11,8 @@ import logging
 import os
 import resource
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from aiohttp import web
 
@@ -75,15 +76,16 @@ class BoundedConnections:
                 f"{self.failures} times none could be accepted; a client holds connections that it does not use"
             )
 
-    def begin(self, connection: asyncio.Protocol) -> None:
-        """Keep a connection with a complete request open until `end`."""
+    @contextmanager
+    def busy(self, connection: asyncio.Protocol) -> Iterator[None]:
+        """Keep a connection with a complete request open in this context; afterwards it counts as waiting again."""
         self._waiting.pop(connection, None)
         self._busy.add(connection)
-
-    def end(self, connection: asyncio.Protocol) -> None:
-        """Count a connection with an answered request as waiting again."""
-        self._busy.discard(connection)
-        self._waiting[connection] = None
+        try:
+            yield
+        finally:
+            self._busy.discard(connection)
+            self._waiting[connection] = None
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

@@ -144,7 +144,7 @@ class EnvironmentHosts:
     async def _talk(self, name: str) -> Talk:
         """Return a talk with the copy of a new trajectory."""
         host = await in_thread(lambda: self._host(name))
-        talk = host.talk(self._talks.discard)
+        talk = Talk(host, self._talks.discard)
         self._talks.add(talk)
         return talk
 

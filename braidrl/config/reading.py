@@ -35,8 +35,15 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: b
     tree = given_keys(path, overrides)
     if path is not None:
         # Paths in overrides are searched in the current folder first.
-        tree = found_beside(Path(path).parent, tree, unless_here=True)
-        check_code(Path(path).parent, tree)
+        folder = Path(path).parent
+        tree = found_beside(folder, tree, unless_here=True)
+        for place, value in texts_and_numbers(tree):
+            code = CODE.fullmatch(value) if isinstance(value, str) and not OTHERS_SETTINGS.fullmatch(place) else None
+            if code is not None and not Path(code[1]).is_file():
+                raise UserError(
+                    f"{place}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} nor in {Path.cwd()}; "
+                    "give its path"
+                )
     return parse_config({**defaults, **tree}, every)
 
 
@@ -82,23 +89,6 @@ def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = 
         here = unless_here and Path(value).exists()
         return os.path.abspath(folder / value) if (folder / value).exists() and not here else value
     return relative_to(folder, relative_to(Path.cwd(), value) if unless_here else value)
-
-
-def check_code(folder: Path, value: Any, place: str = "") -> None:
-    """Raise UserError, with the key, for a code file that is neither in the configuration's folder nor in the current one."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            check_code(folder, part, f"{place}.{name}" if place else str(name))
-    elif isinstance(value, list):
-        for part in value:
-            check_code(folder, part, place)
-    elif isinstance(value, str) and not OTHERS_SETTINGS.fullmatch(place):
-        code = CODE.fullmatch(value)
-        if code is not None and not Path(code[1]).is_file():
-            raise UserError(
-                f"{place}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} nor in {Path.cwd()}; "
-                "give its path"
-            )
 
 
 def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:

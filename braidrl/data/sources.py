@@ -33,6 +33,7 @@ from braidrl.data.records import (
     whole_text,
 )
 from braidrl.errors import UserError, suggest
+from braidrl.parsing import texts_and_numbers
 
 Prompt = str | list[ChatMessage]
 Response = str | list[ChatMessage]
@@ -258,7 +259,7 @@ def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) 
     """Return the value at a field. Raises UserError naming the nearest field that there is."""
     value = find(record, field)
     if value is ABSENT:
-        known = [name for name in field_names(record) if find(record, name) is not ABSENT]
+        known = {name for name, _ in texts_and_numbers(record) if find(record, name) is not ABSENT}
         raise UserError(
             f"{where}: no field {field!r} for the {what}. {suggest(field, known)} Set {what}_field of this source."
         )
@@ -325,13 +326,6 @@ def is_answer(message: Any) -> bool:
     """Return True for an assistant's message, in either form."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     return SHAREGPT.get(str(role), role) == "assistant"
-
-
-def field_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in record.items():
-        yield prefix + name
-        if isinstance(value, Mapping):
-            yield from field_names(value, f"{prefix}{name}.")
 
 
 def without_nulls(value: Any) -> Any:

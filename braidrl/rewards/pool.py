@@ -171,7 +171,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             if failed := await self._loop.run_in_executor(None, host.load, key):
                 return failed
         # Successive calls in one process use the same talk.
-        talk = self._talks.pop(host, None) or host.talk()
+        talk = self._talks.pop(host, None) or Talk(host)
         try:
             return await talk.answer_to(request)
         finally:

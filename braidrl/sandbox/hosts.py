@@ -56,10 +56,11 @@ KILLED = tuple(
 class Talk:
     """A connection to the process of one call or trajectory: requests and answers, one at a time."""
 
-    def __init__(self, host: "CodeHost", end: socket.socket, closed: Callable[["Talk"], object]) -> None:
-        """Open the talk; `closed` is called at its end."""
-        end.setblocking(False)
-        self._host, self._process, self._end, self._closed = host, host.process, end, closed
+    def __init__(self, host: "CodeHost", closed: Callable[["Talk"], object] = lambda talk: None) -> None:
+        """Open a talk with a copy of the host, or without a sandbox with the host itself; `closed` is called at its end."""
+        self._end = host.connect(APART if host.policy.walls else TOGETHER if host.together else HERE)
+        self._end.setblocking(False)
+        self._host, self._process, self._closed = host, host.process, closed
         self._unread, self.ready = bytearray(), True
 
     async def answer_to(self, request: bytes) -> Message:
@@ -223,7 +224,7 @@ class CodeHost:
                     self._end()
                     self.process = self._spawned()
                 process, line = self.process, b""
-            with self._connect(TOGETHER if self.together else HERE) as end:
+            with self.connect(TOGETHER if self.together else HERE) as end:
                 end.settimeout(LOAD_LIMIT_S)
                 try:
                     end.sendall(json.dumps({"load": argument}).encode() + b"\n")
@@ -248,11 +249,8 @@ class CodeHost:
         """Return whether the process runs and has imported the code."""
         return argument in self.loaded and self.process is not None and self.process.alive
 
-    def talk(self, closed: Callable[[Talk], object] = lambda talk: None) -> Talk:
-        """Return a talk with a copy of the process, or without a sandbox with the process itself."""
-        return Talk(self, self._connect(APART if self.policy.walls else TOGETHER if self.together else HERE), closed)
-
-    def _connect(self, kind: bytes) -> socket.socket:
+    def connect(self, kind: bytes) -> socket.socket:
+        """Give the process the end of a new socket, to be served in one of the ways of `host.py`, and return the other end."""
         ours, theirs = socket.socketpair()
         # If the process has ended, the talk gets no answer.
         with theirs, self._line() as line, contextlib.suppress(OSError):
