@@ -114,14 +114,15 @@ def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
     )  # fmt: skip
 
 
-def read_chat(body: Mapping[str, Any]) -> TurnRequest:
-    if not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise UserError("`messages` must be a list of {role, content}")
-    return read_turns(body, body["messages"])
+def read_chat(body: Mapping[str, Any], messages: list[Any] | None = None, previous: str | None = None) -> TurnRequest:
+    """Read a request that continues a conversation, by default with the body's `messages`.
 
-
-def read_turns(body: Mapping[str, Any], messages: list[Any], previous: str | None = None) -> TurnRequest:
-    """Read a request that continues a conversation. Raises UserError for tools that are no list, and messages with more than text."""
+    Raises UserError for tools that are no list, and messages with more than text.
+    """
+    if messages is None:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise UserError("`messages` must be a list of {role, content}")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError("`tools` must be a list of functions")
@@ -154,15 +155,16 @@ def reply(text: str, with_tools: bool) -> ChatMessage:
     return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip() or None, "tool_calls": made}
 
 
-def usage(answered: TurnReply) -> dict[str, int]:
-    total = answered.prompt + answered.sampled
-    return {"prompt_tokens": answered.prompt, "completion_tokens": answered.sampled, "total_tokens": total}
-
-
-def completion(asked: TurnRequest, name: str, kind: str, *choices: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a completion, a chat completion, or a chunk of one, with its choices: at most one."""
-    every = [{"index": 0, "finish_reason": None, **choice} for choice in choices]
-    return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model, "choices": every, **more}
+def completion(
+    asked: TurnRequest, name: str, kind: str, choice: Mapping[str, Any] | None, counted: TurnReply | None = None
+) -> dict[str, Any]:
+    """Return a completion, a chat completion, or a chunk of one, with a choice if any, and the numbers of tokens of `counted`."""
+    choices = [] if choice is None else [{"index": 0, "finish_reason": None, **choice}]
+    made = {"id": name, "object": kind, "created": int(time.time()), "model": asked.model, "choices": choices}
+    if counted is not None:
+        sizes = {"prompt_tokens": counted.prompt, "completion_tokens": counted.sampled}
+        made["usage"] = {**sizes, "total_tokens": counted.prompt + counted.sampled}
+    return made
 
 
 def read_completion(body: Mapping[str, Any]) -> TurnRequest:
@@ -180,7 +182,7 @@ def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     if asked.prompt is not None:
         choice = {"text": answered.text, "logprobs": None}
     choice["finish_reason"] = answered.reason
-    return completion(asked, answered.name, kind, choice, usage=usage(answered))
+    return completion(asked, answered.name, kind, choice, answered)
 
 
 def completion_events(
@@ -188,9 +190,9 @@ def completion_events(
 ) -> Iterator[str]:
     """Yield chunks of a text completion for a request with a prompt, else of a chat completion."""
 
-    def chunk(*choices: Mapping[str, Any], **more: Any) -> str:
+    def chunk(choice: Mapping[str, Any] | None, counted: TurnReply | None = None) -> str:
         kind = "chat.completion.chunk" if asked.prompt is None else "text_completion"
-        return event(completion(asked, name, kind, *choices, **more))
+        return event(completion(asked, name, kind, choice, counted))
 
     text = pieces[-1] if answered is None else answered.text[len("".join(pieces)) :]
     if asked.prompt is not None:
@@ -205,7 +207,7 @@ def completion_events(
             yield chunk({"delta": {"tool_calls": [{"index": number, **call}]}})
         yield chunk({"delta": {}, "finish_reason": answered.reason})
     if asked.counts:
-        yield chunk(usage=usage(answered))
+        yield chunk(None, answered)
     yield DONE
 
 
@@ -252,7 +254,7 @@ def read_response(body: Mapping[str, Any]) -> TurnRequest:
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
-    asked = read_turns(body, messages, previous)
+    asked = read_chat(body, messages, previous)
     functions = [{name: value for name, value in tool.items() if name != "type"} for tool in asked.tools]
     return replace(asked, tools=[{"type": "function", "function": each} for each in functions])
 
