@@ -163,21 +163,17 @@ def plan_micro_batches(
     # Ranks wait for each other at every micro-batch, so all have as many as the rank that needs most.
     count = -(-sum(lengths) // (max_tokens * dp_size))
     while True:
-        plan = [_pack(lengths, rows, count, max_tokens) for rows in ranks]
-        if all(rank is not None for rank in plan):
-            return [rank for rank in plan if rank is not None]
+        plan = list[list[list[int]]]()
+        for rows in ranks:
+            alone = [[row] for row in rows if lengths[row] > max_tokens]
+            small, room = [row for row in rows if lengths[row] <= max_tokens], count - len(alone)
+            parts = balanced_partition([lengths[row] for row in small], room) if room > 0 else []
+            is_full = room < 0 or (small and not parts)
+            if is_full or any(sum(lengths[small[i]] for i in part) > max_tokens for part in parts):
+                break
+            # Heaviest first on every rank, so that simultaneous micro-batches have similar costs.
+            alone.sort(key=lambda batch: -lengths[batch[0]])
+            plan.append(alone + [[small[i] for i in part] for part in parts])
+        if len(plan) == len(ranks):
+            return plan
         count += 1
-
-
-def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    """Pack a rank's rows into `count` micro-batches, fullest first, or return None if they do not fit."""
-    alone = [[row] for row in rows if lengths[row] > max_tokens]
-    small = [row for row in rows if lengths[row] <= max_tokens]
-    if len(alone) > count or (small and len(alone) == count):
-        return None
-    parts = balanced_partition([lengths[row] for row in small], count - len(alone)) if count > len(alone) else []
-    if any(sum(lengths[small[i]] for i in part) > max_tokens for part in parts):
-        return None
-    # Heaviest first on every rank, so that simultaneous micro-batches have similar costs.
-    alone.sort(key=lambda batch: -lengths[batch[0]])
-    return alone + [[small[i] for i in part] for part in parts]

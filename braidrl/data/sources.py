@@ -64,6 +64,10 @@ class Example:
     """Chat template arguments of this example, in addition to the run's."""
 
 
+class LeftOut(Exception):
+    """The reason to skip a record."""
+
+
 class Reading:
     """One pass over a source, which yields its examples in order.
 
@@ -84,6 +88,10 @@ class Reading:
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
         self._is_arrow = source.path.is_dir() or source.path.suffix == ".parquet"
         """Whether records come from Arrow batches, where each nested record has the keys of all records, as nulls."""
+        defaults = {key: field.default for key, field in SourceConfig.model_fields.items()}
+        # A resolved configuration sets every field, so `model_fields_set` would not tell.
+        self._named = {key for key, default in defaults.items() if getattr(source, key) != default}
+        """The settings with another value than the default: a field of the data that these name must exist."""
         self._convert = (lambda record: record) if source.convert is None else CONVERSIONS.find(source.convert)
         self.left_out: Counter[str] = Counter()
         self.without_form: list[str] = []
@@ -101,24 +109,25 @@ class Reading:
         for line, record in records:
             if number == end:
                 return
-            found = self._chosen(record, line)
-            if isinstance(found, str):
-                self.left_out[found] += 1
+            try:
+                example = self._chosen(record, line)
+            except LeftOut as reason:
+                self.left_out[str(reason)] += 1
                 continue
             number += 1
             if number > source.skip:
-                yield found
+                yield example
         if number <= source.skip:
             skipped = [f"{count} left out because {reason}" for reason, count in self.left_out.items()]
             skipped += [f"the first {source.skip} are skipped"] if source.skip else []
             about = f" ({', '.join(skipped)})" if skipped else ""
             raise UserError(f"{source.path} has no examples{about}; write one JSON object or row for each prompt")
 
-    def _chosen(self, record: Record, line: int) -> Example | str:
-        """Return the example of a record, or the reason to skip it."""
+    def _chosen(self, record: Record, line: int) -> Example:
+        """Return the example of a record. Raises LeftOut."""
         for name, wanted in self.source.where.items():
             if find(record, name) not in (wanted if isinstance(wanted, list) else [wanted]):
-                return f"{name} is another than `where` says"
+                raise LeftOut(f"{name} is another than `where` says")
         conversion = f"{place(self.source.path, line)}: data conversion {self.source.convert}"
         try:
             converted = self._convert(record)
@@ -127,7 +136,7 @@ class Reading:
                 f"{conversion} raised {type(error).__name__}: {error}; return the example, or a text that says why it is left out"
             ) from error
         if isinstance(converted, str):
-            return converted
+            raise LeftOut(converted)
         if not isinstance(converted, dict):
             raise UserError(
                 f"{conversion} returned {kind_of(converted)}; return a dict, or a text that says why the record is left out"
@@ -140,60 +149,54 @@ class Reading:
             # Nulls are removed only from fields for templates: verifiers get their fields unchanged.
             fields = {getattr(self.source, key).partition(".")[0] for key in TEMPLATED} | {COMPLETION, *CONVERSATIONS}
             values = {name: without_nulls(value) if name in fields else value for name, value in values.items()}
-        example = make_example(self.source, values, line, self.responses, self.pairs)
-        if isinstance(example, str):
-            return example
+        example = self._example(values, line)
         if self.source.unique or self.source.convert in UNIQUE:
             key = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
             if key in self._seen:
-                return "the prompt was there before"
+                raise LeftOut("the prompt was there before")
             self._seen.add(key)
         return example
 
+    def _example(self, record: Record, line: int) -> Example:
+        """Make an example from the configured fields of a record of JSON values.
 
-def make_example(source: SourceConfig, record: Record, line: int, responses: bool, pairs: bool) -> Example | str:
-    """Make an example from the configured fields of a record of JSON values, or return the reason to skip it.
-
-    Raises UserError for a missing field or a wrong type.
-    """
-    where = place(source.path, line)
-    given: tuple[str, ...] = ()
-    response = rejected = None
-    if pairs:
-        given = (source.chosen_field, source.rejected_field)
-        pair = pair_of(source, record, where)
-        if isinstance(pair, str):
-            return pair
-        prompt, response, rejected = pair
-    elif responses:
-        # The configured field, else one that is common in supervised data sets.
-        field = source.response_field
-        if not is_named(source, "response_field") and find(record, field) is ABSENT:
-            usual = (name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str))
-            field = next(usual, field)
-        given = (field,)
-        prompt, response = given_response(source, record, field, where)
-    else:
-        prompt = prompt_of(source, record, where)
-    tools, arguments = find(record, source.tools_field), find(record, source.template_field)
-    functions = [] if tools is ABSENT else tools_of(tools)
-    if functions is None and is_named(source, "tools_field"):
-        raise UserError(f"{where}: {source.tools_field!r} is {kind_of(tools)}; write a list of functions")
-    own_arguments = arguments if isinstance(arguments, dict) else {}
-    if arguments is not ABSENT and arguments is not own_arguments and is_named(source, "template_field"):
-        raise UserError(f"{where}: {source.template_field!r} is {kind_of(arguments)}; write an object")
-    # Fields with other names are kept too: a verifier may use the data's own name.
-    used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
-    metadata = {name: value for name, value in record.items() if name not in used}
-    answer = find(record, source.answer_field)
-    answer = find(record, GROUND_TRUTH) if answer is ABSENT else answer
-    if answer is ABSENT:
-        is_needed = is_named(source, "answer_field")
-        answer = find_required(where, "answer", source.answer_field, record) if is_needed else None
-    elif isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)  # verifiers compare text
-    arguments = {**source.template, **own_arguments}
-    return Example(prompt, answer, response, metadata, line, rejected, functions or [], arguments)
+        Raises UserError for a missing field or a wrong type, and LeftOut.
+        """
+        source, where = self.source, place(self.source.path, line)
+        given: tuple[str, ...] = ()
+        response = rejected = None
+        if self.pairs:
+            given = (source.chosen_field, source.rejected_field)
+            prompt, response, rejected = pair_of(source, record, where)
+        elif self.responses:
+            # The configured field, else one that is common in supervised data sets.
+            field = source.response_field
+            if "response_field" not in self._named and find(record, field) is ABSENT:
+                usual = (name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str))
+                field = next(usual, field)
+            given = (field,)
+            prompt, response = given_response(source, record, field, where)
+        else:
+            prompt = prompt_of(source, record, where)
+        tools, arguments = find(record, source.tools_field), find(record, source.template_field)
+        functions = [] if tools is ABSENT else tools_of(tools)
+        if functions is None and "tools_field" in self._named:
+            raise UserError(f"{where}: {source.tools_field!r} is {kind_of(tools)}; write a list of functions")
+        own_arguments = arguments if isinstance(arguments, dict) else {}
+        if arguments is not ABSENT and arguments is not own_arguments and "template_field" in self._named:
+            raise UserError(f"{where}: {source.template_field!r} is {kind_of(arguments)}; write an object")
+        # Fields with other names are kept too: a verifier may use the data's own name.
+        used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
+        metadata = {name: value for name, value in record.items() if name not in used}
+        answer = find(record, source.answer_field)
+        answer = find(record, GROUND_TRUTH) if answer is ABSENT else answer
+        if answer is ABSENT:
+            is_needed = "answer_field" in self._named
+            answer = find_required(where, "answer", source.answer_field, record) if is_needed else None
+        elif isinstance(answer, int | float) and not isinstance(answer, bool):
+            answer = str(answer)  # verifiers compare text
+        arguments = {**source.template, **own_arguments}
+        return Example(prompt, answer, response, metadata, line, rejected, functions or [], arguments)
 
 
 def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response]:
@@ -219,21 +222,22 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     return messages[:start], messages[start : answers[-1] + 1]
 
 
-def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, Response, Response] | str:
-    """Return the prompt, the chosen and the rejected response, text or messages, or the reason to skip the record.
+def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, Response, Response]:
+    """Return the prompt, the chosen and the rejected response, text or messages.
 
-    If both are whole conversations, or texts of a record without a prompt, their common beginning is the prompt.
+    If both are whole conversations, or texts of a record without a prompt, their common beginning is the prompt. Raises LeftOut for
+    responses that are the same, and for conversations that differ before an answer.
     """
     fields = {"chosen": source.chosen_field, "rejected": source.rejected_field}
     chosen, rejected = (
         check_response(where, field, find_required(where, what, field, record)) for what, field in fields.items()
     )
     if chosen == rejected:
-        return "both responses are the same"
+        raise LeftOut("both responses are the same")
     if isinstance(chosen, list) and isinstance(rejected, list) and not is_answer(chosen[0]):
         same = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
         if not same or not (is_answer(chosen[same]) and is_answer(rejected[same])):
-            return "the two conversations differ before an assistant's turn"
+            raise LeftOut("the two conversations differ before an assistant's turn")
         return chosen[:same], chosen[same:], rejected[same:]
     others = [value for name, value in record.items() if name not in fields.values()]
     if isinstance(chosen, str) and isinstance(rejected, str) and not any(isinstance(v, str | list) for v in others):
@@ -247,12 +251,6 @@ def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, R
             )
         return chosen[:end], chosen[end:], rejected[end:]
     return prompt_of(source, record, where), chosen, rejected
-
-
-def is_named(source: SourceConfig, key: str) -> bool:
-    """Return True if the configuration gives a field another name than the default, so that it must exist."""
-    # A resolved configuration sets every field, so `model_fields_set` would not tell.
-    return bool(getattr(source, key) != SourceConfig.model_fields[key].default)
 
 
 def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) -> Any:
