@@ -207,10 +207,13 @@ class Endpoint:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Pass a request on to its handler if its key and its path are served."""
+        """Pass a request on to its handler if its key, its session and its path are served."""
         sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
             return failed(401, "the API key is not this endpoint's")
+        name = request.match_info.get("name")
+        if name is not None and name not in self._sessions:
+            return failed(404, f"no session {name!r} is open")
         try:
             return await handler(request)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
@@ -218,9 +221,7 @@ class Endpoint:
             return failed(404, f"{request.method} {request.path} is not served here: {served}")
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
-        session = self._sessions.get(http.match_info["name"])
-        if session is None:
-            return failed(404, f"no session {http.match_info['name']!r} is open")
+        session = self._sessions[http.match_info["name"]]
         if session.requests >= MOST_REQUESTS:
             return failed(429, f"this row has {MOST_REQUESTS} requests under way; wait for their answers")
         session.requests += 1
@@ -269,8 +270,6 @@ class Endpoint:
             return failed(503, str(error))
 
     async def _models(self, http: web.Request) -> web.Response:
-        if http.match_info["name"] not in self._sessions:
-            return failed(404, f"no session {http.match_info['name']!r} is open")
         one = {
             "id": http.match_info.get("model", MODEL),
             "object": "model",

@@ -93,6 +93,8 @@ class Player(ABC):
                     episode = await self.one(uid, prompts[number].tolist(), metadata[number])
                     if not episode.killed:
                         break
+                if not episode.trajectory.sequence_lengths:
+                    episode.trajectory.append(prompts[number].tolist(), opens=True)
                 self.on_finished(episode)
                 return episode
 
@@ -107,7 +109,7 @@ class Player(ABC):
 
     @abstractmethod
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Play a row's trajectory to its end; failures in it are recorded, not raised."""
+        """Play a row's trajectory to its end; failures in it are recorded, not raised. It may be empty: the row then has its prompt."""
 
     def example_of(self, uid: Uid, metadata: dict[str, Any], purpose: str) -> dict[str, Any]:
         """Return the row's example for `Environment.reset` or an agent; `seed` is the same for all rows of a group."""
@@ -159,8 +161,6 @@ class Agents(Player):
             episode.fail(outcome)
         else:
             episode.score, episode.correct = outcome.reward, outcome.correct
-        if not session.trajectory.sequence_lengths:
-            session.trajectory.append(prompt, opens=True)
         return episode
 
 
@@ -191,8 +191,6 @@ class Episodes(Player):
                 await self.ask(environment.close)
             except EnvironmentFailed as failed:
                 episode.fail(failed)
-        if not episode.trajectory.sequence_lengths:
-            episode.trajectory.append(prompt, opens=True)
         return episode
 
     async def _play(
