@@ -334,7 +334,6 @@ def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of `number` in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

@@ -95,7 +95,7 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         "runtime": plan.runtime, "device": problem.cluster.device, "roles": {}, "rollout": {},
         "trainer": {"layout": {}, "inference_layout": None, "max_staleness": plan.staleness},
     }  # fmt: skip
-    engines = {}
+    engines, devices = {}, sum(one.devices for one in plan.sets)
     for one in plan.sets:
         for name, choice in one.roles.items():
             role = name.removesuffix(GENERATE)
@@ -128,9 +128,9 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         pools = [{"roles": list(one.roles), "workers": one.devices} for one in plan.sets]
         if len({group.kind for group in problem.cluster.groups}) > 1:
             pools = [{**pool, "kind": one.group.kind} for pool, one in zip(pools, plan.sets, strict=True)]
-        tree |= {"placement": pools, "cluster": {"cpus": plan.devices}}
+        tree |= {"placement": pools, "cluster": {"cpus": devices}}
     else:
-        tree |= {"workers": plan.devices, "placement": "colocate"}
+        tree |= {"workers": devices, "placement": "colocate"}
     budgets = [one.budget for one in plan.sets if one.budget is not None]
     tree["trainer"]["resident_gib"] = round(min(budgets) / GIB, 3) if budgets else None
     return tree

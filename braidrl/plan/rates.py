@@ -64,7 +64,6 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the sum."""
         return sum(self)
 
     @property
@@ -73,7 +72,6 @@ class Cost(NamedTuple):
         return max(zip(self, self._fields, strict=True))[1]
 
     def plus(self, other: "Cost") -> "Cost":
-        """Return the sum by cause."""
         return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
 

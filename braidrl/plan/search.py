@@ -27,7 +27,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.plan.choices import Choice, Choices, RolePart, SetChoice
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
-from braidrl.plan.simulation import Runtime, Simulation, call_times
+from braidrl.plan.simulation import Runtime, Simulation
 
 FINEST = 32
 """Most units that allocations split the devices into, so that a search over a thousand devices takes seconds."""
@@ -53,13 +53,7 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        """Return the placement as text."""
         return " | ".join(f"{'+'.join(one.roles)} x{one.devices}" for one in self.sets)
-
-    @property
-    def devices(self) -> int:
-        """Return the number of devices in use."""
-        return sum(one.devices for one in self.sets)
 
 
 @dataclass
@@ -183,6 +177,25 @@ class Search:
         group = max(self.problem.cluster.groups, key=lambda group: group.size)
         found = self.choices.of_set(tuple(self.problem.flow.roles), group, group.size)
         return [] if found is None else [self.plan(runtime, [found])]
+
+
+def call_times(
+    before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
+    """Return start and end of each stage's call in one iteration of the hybrid runtime; a pool runs its calls in order.
+
+    `before` has the stages that each stage waits for, in the flow's order.
+    """
+    free: dict[object, float] = {}
+    times: dict[str, tuple[float, float]] = {}
+    for stage, needed in before.items():
+        start = free.get(pools[stage], 0.0)
+        for name in needed:
+            if name in times and times[name][1] > start:
+                start = times[name][1]
+        free[pools[stage]] = start + seconds[stage]
+        times[stage] = (start, free[pools[stage]])
+    return times
 
 
 def costs_of(problem: Problem, sets: Sequence[SetChoice]) -> dict[str, Cost]:

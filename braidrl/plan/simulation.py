@@ -1,4 +1,4 @@
-"""Simulated runtimes in virtual time: the streaming runtime's schedule, and the hybrid runtime's calls.
+"""The streaming runtime's schedule in virtual time.
 
 Workload: durations and verdicts ──▶ Streaming ──▶ Simulation: a timeline, and an account of all rows
 
@@ -66,7 +66,6 @@ class Workload:
     lease_seconds: float = 1e6
 
     def uids(self, groups: Sequence[int]) -> list[Uid]:
-        """Return the uids of the rows of some groups."""
         return [(0, group, sample) for group in groups for sample in range(self.sizes.samples_per_prompt)]
 
 
@@ -100,7 +99,6 @@ class Simulation:
     """The maximum over trained rows."""
 
     def finish_batch(self, outcome: Selection) -> None:
-        """Record the selection of a batch."""
         self.batches.append(outcome.groups)
         self.dropped.update(outcome.dropped)
         self.released += outcome.released
@@ -332,7 +330,7 @@ class Streaming:
                 # Rows that end with this step are not preempted; 1e-9 covers rounding of the sums.
                 if work.end > self.clock.now + step + 1e-9:
                     work.end, work.turn = work.end + seconds, work.turn + 1
-                    self._wait_for(engine, work)
+                    self.clock.after(work.end - self.clock.now, partial(self._ends, engine, work, work.turn))
             engine.steps_since += seconds
             self.clock.after(step + seconds, partial(self._loaded, engine, load.version))
         return begun
@@ -372,16 +370,15 @@ class Streaming:
         late = self.work.lease_seconds if fate == "late" else 0.0
         seconds = seconds / 2 if fate == "dies" else seconds + late
         work = worker.work[lease.number] = LeaseUnderWay(lease, self.clock.now + seconds, version, fate, drawn)
-        self._wait_for(worker, work)
+        self.clock.after(work.end - self.clock.now, partial(self._ends, worker, work, work.turn))
         self._note(worker, lease, shares)
         self._watch()
         return True
 
-    def _wait_for(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
-        turn = work.turn
-        self.clock.after(work.end - self.clock.now, lambda: self._ends(worker, work) if turn == work.turn else None)
-
-    def _ends(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
+    def _ends(self, worker: SimulatedWorker, work: LeaseUnderWay, turn: int) -> None:
+        """End a lease, unless its end was postponed since this was scheduled, in its `turn`."""
+        if turn != work.turn:
+            return
         lease, now = work.lease, self.clock.now
         # The worker died in the meantime and lost its rows.
         if worker.work.pop(lease.number, None) is None:
@@ -459,22 +456,3 @@ class Streaming:
             # Slightly later, beyond rounding: a lease exactly at its deadline has not expired.
             seconds = deadline - self.clock.now + self.work.lease_seconds / 1000
             self.clock.after(seconds, partial(self._watch, expired=True))
-
-
-def call_times(
-    before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
-) -> dict[str, tuple[float, float]]:
-    """Return start and end of each stage's call in one iteration of the hybrid runtime; a pool runs its calls in order.
-
-    `before` has the stages that each stage waits for, in the flow's order.
-    """
-    free: dict[object, float] = {}
-    times: dict[str, tuple[float, float]] = {}
-    for stage, needed in before.items():
-        start = free.get(pools[stage], 0.0)
-        for name in needed:
-            if name in times and times[name][1] > start:
-                start = times[name][1]
-        free[pools[stage]] = start + seconds[stage]
-        times[stage] = (start, free[pools[stage]])
-    return times

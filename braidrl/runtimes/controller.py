@@ -166,7 +166,9 @@ class SerialController(Generic[TableT]):
                     gone = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
                     table = self.of_groups(done, set(index["group"].tolist()) - gone) if gone else done
                 elif stage.kind is Kind.SELECT:
-                    reasons |= self.select(stage, table, iteration)
+                    index = self.backend.index(table)
+                    with traced(self.backend.trace, "compute", stage.name, iteration, rows=len(index)):
+                        reasons |= dropped(stage, index)
                 elif stage.kind is Kind.GENERATE and self.config.rollout.tokens_per_iteration is not None:
                     stage = replace(stage, params={**stage.params, TO_THE_END: True}) if ends else stage
                     done = self.backend.run(stage, table, iteration, sums)
@@ -192,12 +194,6 @@ class SerialController(Generic[TableT]):
                 made = made if self.config.rollout.tokens_per_iteration is not None else version
                 verdicts[group] = Verdict(reasons.get(group), made, scores.get(group))
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
-
-    def select(self, stage: Stage, table: TableT, iteration: int) -> dict[int, str]:
-        """Return the groups that a select stage drops, with its reason."""
-        index = self.backend.index(table)
-        with traced(self.backend.trace, "compute", stage.name, iteration, rows=len(index)):
-            return dropped(stage, index)
 
     def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
         chosen, numbers = set(groups), self.backend.index(table)["group"].tolist()

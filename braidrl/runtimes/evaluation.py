@@ -73,7 +73,6 @@ def evaluate_model(config: Config) -> dict[str, float]:
 
 
 def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
-    """Evaluate as one rank of several."""
     return evaluated(parse_config(task["config"]), world)
 
 

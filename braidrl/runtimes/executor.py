@@ -97,7 +97,9 @@ class StageExecutor:
         """
         with self.usage.memory_of(stage, sums):
             self.residency.before(stage)
-            self.generation.moves.report(sums)
+            # The transfers of weights since the last stage.
+            sums.merge(self.generation.moves.sums)
+            self.generation.moves.sums = Sums()
             if stage.scope is Scope.BATCH:
                 totals = reduce(summed(stage, rows) if len(rows) else {})
                 return computed(stage, rows, totals) if len(rows) else {}
@@ -242,7 +244,6 @@ class StageExecutor:
         return calls
 
     def load(self, folder: Path) -> None:
-        """Load every role that `save` has written."""
         for worker in self._changed():
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
@@ -253,7 +254,6 @@ class StageExecutor:
         return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
 
     def close(self) -> None:
-        """End the processes of engines and checks."""
         self.generation.close()
 
 

@@ -67,8 +67,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.world = world or World()
         memory = device_memory(config.device, free=config.runtime in ("eager", "distributed"))
         self.prepared, chosen = with_fitting_sizes(prepare_together(config, self.world), memory)
-        config, flow = self.prepared.config, self.prepared.flow
-        self.config, self.flow = config, flow
+        config, flow = self.config, self.flow = self.prepared.config, self.prepared.flow
         check_runtime(config, flow, generates=replay is None, trains=not rollout_only)
         if not rollout_only:
             check_engine_memory(self.prepared)

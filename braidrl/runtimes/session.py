@@ -25,12 +25,14 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Kind, Stage
 from braidrl.flow.columns import read_names
+from braidrl.flow.compute import dropped
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.roles import Role
 from braidrl.flow.signatures import FAMILIES, ROLE_TYPES
 from braidrl.flow.stages import RegisteredNames
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
+from braidrl.observe.trace import traced
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import resolve
@@ -119,9 +121,10 @@ class Session(AbstractContextManager["Session"]):
             rows, state = self.controller.run_with_state(stage, rows, self.iteration, self.sums)
             self.controller.states[stage.name] = state
             return rows
-        dropped = self.controller.select(stage, rows, self.iteration)
-        groups = self.index(rows)["group"].tolist()
-        return rows.take([i for i, group in enumerate(groups) if group not in dropped])
+        index = self.index(rows)
+        with traced(self.backend.trace, "compute", stage.name, self.iteration, rows=len(index)):
+            reasons = dropped(stage, index)
+        return rows.take([i for i, group in enumerate(index["group"].tolist()) if group not in reasons])
 
     def _check(self, stage: Stage, rows: SessionTable) -> None:
         """Raise UserError for a stage that cannot run on these rows."""

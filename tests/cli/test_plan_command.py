@@ -57,7 +57,7 @@ def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Worksho
         overlay = written(workshop, str(number), found, problem)
         settings = load_config(workshop.folder / "run.yaml", [str(overlay)])
         groups = dry_run(settings, QUIET)
-        assert sum(group.devices for group, _ in groups) == found.devices
+        assert sum(group.devices for group, _ in groups) == sum(one.devices for one in found.sets)
         planned = sorted(one.memory for one in found.sets)
         counted = sorted(peak(footprints) for _, footprints in groups)
         assert planned == pytest.approx(counted, rel=0.1)

@@ -17,8 +17,8 @@ from braidrl.flow.batches import Sizes
 from braidrl.plan.choices import Choice, Choices, SetChoice, in_order
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
-from braidrl.plan.search import FINEST, Search, allocations, partitions, unit_of
-from braidrl.plan.simulation import Workload, call_times
+from braidrl.plan.search import FINEST, Search, allocations, call_times, partitions, unit_of
+from braidrl.plan.simulation import Workload
 from tests.plan.problems import GIB, cluster, problem, write_sizes
 from tests.plan.simulator import simulate
 from tests.plan.test_simulator import DAPO, GRPO, PPO

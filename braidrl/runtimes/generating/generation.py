@@ -61,7 +61,7 @@ class WeightMoves:
         self.trace: TraceWriter | None = None
         self.version = 0
         self.sums = Sums()
-        """The numbers since the last report."""
+        """The numbers since the last stage, whose metrics take them."""
 
     def note(self, role: str, moved: TransferVolume | None) -> None:
         """Record one transfer of a role's weights; None, or no rounds, if nothing moved."""
@@ -72,11 +72,6 @@ class WeightMoves:
         if self.trace is not None:
             end = self.trace.now()
             self.trace.record(Span(self.trace.worker, role, "weights", self.version + 1, end - moved.seconds, end))
-
-    def report(self, sums: Sums) -> None:
-        """Add the numbers of the transfers since the last report."""
-        sums.merge(self.sums)
-        self.sums = Sums()
 
 
 class PartialResponses:
@@ -291,7 +286,6 @@ class Generation:
             self.moves.sums.add(f"weights/{role}/update_seconds", time.perf_counter() - start)
 
     def close(self) -> None:
-        """End the processes of engines and of checks."""
         for engine in self.engines.values():
             engine.close()
         for publisher in self.publishers.values():

@@ -113,7 +113,6 @@ class Output:
             self.future[place], self.row[place] = number, torch.arange(len(place))
 
     def finish(self, answers: Sequence[CallResult]) -> None:
-        """Record the results of the futures."""
         self.payload = frozenset(column for answer in answers for column in answer.columns)
         size = len(self.future)
         arrived = {future: unpack_rows(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
@@ -165,7 +164,6 @@ class Handle:
         return iter(found | {name for output in self.outputs if output.index is not None for name in output.index})
 
     def take(self, positions: Sequence[int]) -> "Handle":
-        """Return the rows at these positions, in the order given."""
         rows = self.rows[:, torch.as_tensor(positions, dtype=torch.int64)]
         # An unused output would keep its rows on the workers.
         used = [n for n, own in enumerate(rows) if not len(own) or bool((own >= 0).any())]
@@ -173,7 +171,6 @@ class Handle:
 
     @staticmethod
     def cat(tables: "Sequence[Handle]") -> "Handle":
-        """Return the rows of all tables, one table after the other."""
         numbers = {o: n for n, o in enumerate(dict.fromkeys(o for table in tables for o in table.outputs))}
         rows, start = torch.full((len(numbers), sum(map(len, tables))), -1), 0
         for table in tables:
@@ -189,7 +186,6 @@ class Handle:
         return [self.take(range(edges[n], edges[n + 1])) for n in range(parts)]
 
     def with_output(self, output: Output) -> "Handle":
-        """Return the same rows with a stage's output."""
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
 
     def writers(self, names: Collection[str]) -> list[Output]:

@@ -164,7 +164,6 @@ class HybridWorker(PoolWorker):
 
     @register(protocol="ALL_TO_ALL")
     def texts(self, part: Part) -> CallResult:
-        """Return prompts and responses of rows as text."""
         rows = self._rows_of(part, TEXT_COLUMNS)
         return CallResult(result=[list(text) for text in self.rows.row_texts(rows)])
 

@@ -239,5 +239,4 @@ def taking_turns(
 
 
 def in_units(size: int) -> str:
-    """Format bytes with their unit."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
