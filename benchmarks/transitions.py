@@ -26,7 +26,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights

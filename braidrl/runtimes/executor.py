@@ -32,7 +32,7 @@ from braidrl.runtimes.generating.verification import added_scores, verified
 from braidrl.runtimes.memory.residency import PUBLISH, Residency, needed_assets
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import inference_layouts, own_tokenizer
 from braidrl.training.roles.checkpoint import Write, saving_tasks
 from braidrl.training.roles.worker import RoleCopy, make_worker, torch_worker

@@ -39,8 +39,8 @@ from braidrl.training.loading import read_buffers, rebuild_buffers
 from braidrl.training.lora import add_adapters, merged, plain_names
 from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.objective import Objective
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import is_tied, split_layers
-from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.model_files import ModelFiles
 

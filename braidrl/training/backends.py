@@ -29,8 +29,7 @@ from braidrl.importing import PluginRegistry
 from braidrl.observe.metrics import Sums
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Objective
-from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.parallel.sharded import apply_layout
+from braidrl.training.parallel.layouts import DataParallel, apply_layout
 from braidrl.training.role_settings import settings_of
 from braidrl.weights.shards import WeightPart
 

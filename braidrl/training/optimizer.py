@@ -20,7 +20,7 @@ from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
 from braidrl.training.lora import import_bitsandbytes
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.shards import local_shard, shard_of
 
 MASTER_BYTES = 4

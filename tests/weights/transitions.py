@@ -12,7 +12,7 @@ from braidrl.cluster.process_groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import EngineSpec
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.checkpoint import full_state_dict
 from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout

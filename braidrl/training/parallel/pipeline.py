@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from braidrl.training.compute.packed import Packed
+from braidrl.training.compute.packed import OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import RECEIVED, body_of
-from braidrl.training.parallel.replicated import OnPrediction, Predict
 
 RUN = 8
 """Most micro-batches per pipeline rank in one run: a trade-off of receive buffers against the pipeline bubble."""

@@ -26,8 +26,7 @@ from braidrl.training.compute.attention import (
     Scores,
     token_dimension,
 )
-from braidrl.training.compute.packed import Packed
-from braidrl.training.parallel.replicated import Predict
+from braidrl.training.compute.packed import Packed, Predict
 
 
 class TokenMoves(NamedTuple):

@@ -28,9 +28,8 @@ from braidrl.training.lora import FourBitLinear, add_adapters, is_adapter
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective
 from braidrl.training.optimizer import MasterOptimizer
+from braidrl.training.parallel.layouts import DataParallel, apply_layout
 from braidrl.training.parallel.pipeline import HIDDEN
-from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.parallel.sharded import apply_layout
 from braidrl.training.role_settings import settings_of
 from braidrl.weights.checkpoint_files import ParameterReader
 from braidrl.weights.model_files import ModelFiles

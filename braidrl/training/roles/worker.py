@@ -39,7 +39,7 @@ from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.loading import load_decoder, load_scorer
 from braidrl.training.lora import adapters_of, plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import merges_adapters, settings_of
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, saving_tasks
 from braidrl.training.roles.model import RoleModel

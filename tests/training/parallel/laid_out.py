@@ -25,7 +25,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.objective import Objective, denominators, with_group_tokens
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.checkpoint import divided_state, full_state_dict
 from braidrl.training.roles.worker import DecoderWorker, RoleCopy, copy_within
 from braidrl.weights import file as weight_file

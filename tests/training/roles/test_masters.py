@@ -10,7 +10,7 @@ import torch
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.checkpoint import divided_state
 from braidrl.training.roles.worker import DecoderWorker
 from braidrl.weights.checkpoint_files import WeightFiles
