@@ -175,7 +175,9 @@ class StageExecutor:
     def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Accumulate the gradients of rows; return loss sums by denominator."""
         worker, objective = self.workers[str(stage.role)], self.objective(stage)
-        with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums, *objective.passes(rows)):
+        # One forward pass for the loss, and one for each auxiliary term.
+        passes = [objective.select(rows), *(term.select(rows) for term in objective.auxiliary)] if len(rows) else []
+        with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums, *passes):
             return worker.forward_backward(objective, rows, sums, bar.update)
 
     def optim_step(

@@ -8,6 +8,7 @@ A check fails by AssertionError.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,8 +57,7 @@ class BackendUnderTest:
         return backend.optim_step(self.counts, iteration)
 
 
-def same(one: Tensor | float | None, other: Tensor | float | None) -> None:
-    torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+same = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def rows_keep_their_order(subject: BackendUnderTest) -> None:

@@ -60,7 +60,7 @@ def load_decoder(
     folder = _model_folder(path, with_weights=True)
     config = read_model_config(folder)
     model, _ = _load(AutoModelForCausalLM, folder, config, proven_plan(config, folder), dtype, on_meta)
-    return model if is_on_meta(model) else model.to(device)
+    return model if next(model.parameters()).is_meta else model.to(device)
 
 
 def load_scorer(
@@ -122,11 +122,6 @@ def check_model(path: str | Path) -> None:
     without_quantisation(config, folder)
     proven_plan(config, folder)
     WeightFiles(folder)
-
-
-def is_on_meta(model: PreTrainedModel) -> bool:
-    """Return whether a model's parameters have not been read yet."""
-    return next(model.parameters()).is_meta
 
 
 def _load(
@@ -309,27 +304,9 @@ def _model_folder(path: str | Path, with_weights: bool = False) -> Path:
 def read_model_config(path: str | Path) -> Any:
     """Read a model's config.json, without weights. Raises UserError as `load_decoder`."""
     folder = _model_folder(path)
-    check_sizes(folder / "config.json")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
-    if random := still(config):
-        logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
-    return config
-
-
-def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file of a model's folder. Raises UserError for anything else."""
-    found = read_json(path, most_bytes, finite=False)
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds no object; copy the whole model")
-    return found
-
-
-def check_sizes(path: Path) -> None:
-    """Raise UserError, with file and key, for invalid or inconsistent sizes in a config.json. Builds no model."""
+    path = folder / "config.json"
     whole = read_object(path)
+    # Invalid or inconsistent sizes of the model or of its parts are refused before a model is built.
     for about in (
         whole,
         *(part for part in whole.values() if isinstance(part, dict) and {"hidden_size", "rope_theta"} & set(part)),
@@ -356,6 +333,21 @@ def check_sizes(path: Path) -> None:
             raise UserError(
                 f"model: {path}: num_attention_heads {heads} does not divide hidden_size {about['hidden_size']}"
             )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
+    if random := still(config):
+        logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
+    return config
+
+
+def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's folder. Raises UserError for anything else."""
+    found = read_json(path, most_bytes, finite=False)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no object; copy the whole model")
+    return found
 
 
 def named_error(error: BaseException) -> str:

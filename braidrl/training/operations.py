@@ -170,7 +170,10 @@ def kept_rates() -> DeviceRates | None:
     if not path.is_file():
         return None
     known = json.loads(path.read_text())
-    return DeviceRates(known["operations"], known["bandwidth"]) if known["machine"] == machine() else None
+    # Machines may share a home folder.
+    if known["machine"] != [usable_cores(), *processor().values()]:
+        return None
+    return DeviceRates(known["operations"], known["bandwidth"])
 
 
 def keep_rates(rates: DeviceRates) -> DeviceRates:
@@ -183,7 +186,11 @@ def keep_rates(rates: DeviceRates) -> DeviceRates:
         operations = {name: max(rate, earlier.operations.get(name, 0.0)) for name, rate in rates.operations.items()}
         rates = DeviceRates(operations, max(rates.bandwidth, earlier.bandwidth))
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {"machine": machine(), "operations": dict(rates.operations), "bandwidth": rates.bandwidth}
+    known = {
+        "machine": [usable_cores(), *processor().values()],
+        "operations": dict(rates.operations),
+        "bandwidth": rates.bandwidth,
+    }
     with whole_file(path) as unfinished:
         unfinished.write_text(json.dumps(known, indent=1))
     return rates
@@ -192,11 +199,6 @@ def keep_rates(rates: DeviceRates) -> DeviceRates:
 def rates_file() -> Path:
     """Return the path of the saved rates: BRAID_RATES, else a file in the user's cache."""
     return Path(os.environ.get("BRAID_RATES") or cache_folder() / "rates.json")
-
-
-def machine() -> list[Any]:
-    """Return an identifier that distinguishes machines with a shared home folder."""
-    return [usable_cores(), *processor().values()]
 
 
 def measured_rates(side: int = SIDE, numbers: int = NUMBERS) -> DeviceRates:

@@ -130,17 +130,12 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
                 for name, style in block.products.items():
                     if hasattr(product := each.get_submodule(name), "base_layer"):
                         # The factor of an adapter that tensor parallelism replicates.
-                        copied += elements((product.lora_B if style in ROWS else product.lora_A)[NAME])
+                        copied += (product.lora_B if style in ROWS else product.lora_A)[NAME].weight.numel()
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
-        MEASURED[key] = Shape(
-            type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied, four_bit
-        )
+        every, one = (sum(parameter.numel() for parameter in module.parameters()) for module in (model, layer))
+        MEASURED[key] = Shape(type(model).__name__, config, every, one, dtype, trained, copied, four_bit)
     return replace(MEASURED[key], config=config)
-
-
-def elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
