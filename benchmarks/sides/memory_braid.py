@@ -46,4 +46,5 @@ def plain(worker: DecoderWorker, objective: Objective, rows: Rows) -> None:
     del logits
     log_probs = log_softmax.gather(-1, packed.targets[:, None])[:, 0]
     losses, _ = objective.sums(rows, packed.offsets, {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)})
-    worker.optimizer.backward(losses)
+    worker.optimizer.collect(objective.denominator)
+    losses[objective.denominator].backward()

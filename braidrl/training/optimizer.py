@@ -163,13 +163,6 @@ class MasterOptimizer:
             if parameter.dtype != master.dtype and name in files:
                 master.copy_(shard_of(files[name], parameter))
 
-    def backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Accumulate the gradients of loss sums, one scalar per denominator."""
-        names = [name for name, loss in losses.items() if loss.requires_grad]
-        for name in names:
-            self.collect(name)
-            losses[name].backward(retain_graph=name != names[-1])
-
     def collect(self, name: str) -> None:
         """Direct the gradients of later backward passes to this denominator's sum."""
         self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))

@@ -50,7 +50,8 @@ def train(optimizer: MasterOptimizer, iterations: Sequence[int], scale: float = 
     """Step on half the sum of squares, times `scale`, once for each iteration; return the weights afterwards."""
     for iteration in iterations:
         loss = sum((0.5 * scale * (p.double() ** 2).sum() for p in optimizer.parameters), torch.zeros(()).double())
-        optimizer.backward({"tokens": loss})
+        optimizer.collect("tokens")
+        loss.backward()
         optimizer.step({"tokens": 1.0}, iteration)
     return [p.detach().clone() for p in optimizer.parameters]
 

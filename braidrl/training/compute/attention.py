@@ -29,7 +29,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface
 
-from braidrl.native.kernels import attend_short, kernel_fits
+from braidrl.native.kernels import attend_short
 
 ATTENTION = "braid"
 COMPILED = "compiled_attention"
@@ -180,8 +180,10 @@ class PackedSequences(AttentionContext):
             )  # fmt: skip
             assert isinstance(output, Tensor)
             return output[None, ..., :out]
-        if plain and longest and getattr(module, COMPILED, False) and kernel_fits(longest, query, key, value):
-            return attend_short(query, key, value, self.offsets, longest, scores.scaling, scores.window)[None]
+        if plain and longest and getattr(module, COMPILED, False):
+            compiled = attend_short(query, key, value, self.offsets, longest, scores.scaling, scores.window)
+            if compiled is not None:
+                return compiled[None]
         # Once per length, over the batch of sequences of that length.
         batches = self.in_batches(1)
         sizes = [count * length for count, length in batches.shapes]
@@ -258,9 +260,8 @@ class PackedSequences(AttentionContext):
 
     def position_ids(self) -> Tensor:
         """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""
-        if not len(self.lengths):
-            return torch.empty((1, 0), dtype=torch.int64, device=self.offsets.device)
-        return torch.cat([torch.arange(length) for length in self.lengths]).to(self.offsets.device)[None]
+        places = torch.cat([torch.arange(length) for length in (0, *self.lengths)])
+        return places.to(self.offsets.device)[None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from braidrl.config import LoraConfig
 from braidrl.config.layout import ParallelLayout
-from braidrl.training.compute.attention import ATTENTION, AttentionContext, Forward, Scores
+from braidrl.training.compute.attention import ATTENTION, AttentionContext, PackedSequences, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
-from braidrl.training.compute.slots import MixerCache, cache_name
+from braidrl.training.compute.slots import PrefillSequences
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body, use_plan
 from braidrl.training.decoders.proof import FAILURES
 from braidrl.training.decoders.proven import proven_plan
@@ -208,34 +208,22 @@ def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int
         CACHED[key] = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim, 0
         if not plan.by_rows:
             # Count in a forward pass on the meta device, where torch supports grouped expert products only in bfloat16.
-            counting, places = CachedNumbers(), torch.zeros((1, 1), dtype=torch.int64, device="meta")
-            model = on_meta(config, torch.bfloat16)
+            prompt = PrefillSequences(PackedSequences.of([1], "meta"))
+            model, token = on_meta(config, torch.bfloat16), torch.zeros((1, 1), dtype=torch.int64, device="meta")
             use_plan(model, plan)
             with contextlib.suppress(*FAILURES), torch.no_grad():
-                run_body(model, places, places, counting)
-                CACHED[key] = counting.per_token, counting.per_row
+                run_body(model, token, token, prompt)
+                (kept,) = prompt.prefixes(1)
+                CACHED[key] = (
+                    sum(part.numel() for keys_values in kept.keys_values for part in keys_values),
+                    sum(state.numel() for states in kept.states for state in states.values()),
+                )
     per_token, per_row = CACHED[key]
     return element_bytes * slots * (per_token * tokens + per_row)
 
 
 CACHED: dict[str, tuple[int, int]] = {}
 """The elements that an engine caches per token and per row, by configuration."""
-
-
-class CachedNumbers(AttentionContext):
-    """An attention context that counts the elements which layers and mixers would cache for one token."""
-
-    per_token = per_row = 0
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        self.per_token += key.shape[1] * (key.shape[-1] + value.shape[-1])
-        return query.new_empty((*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]))
-
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        carried = MixerCache()
-        found = forward(*given, **{**named, cache_name(module): carried})
-        self.per_row += sum(state.numel() for state in carried.states().values())
-        return found
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:

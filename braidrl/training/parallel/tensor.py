@@ -76,7 +76,6 @@ def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
         # Summed, and scattered to the ranks' tokens.
         parallelize_module(module, mesh, RowwiseParallel(output_layouts=TOKENS))
         return
-
     # By default, torch would all-reduce the gradient of the input here, for each product of a block.
     module.register_forward_pre_hook(
         lambda _, given: (

@@ -40,7 +40,8 @@ def test_resident_bytes_are_those_of_a_model_that_trains(
         input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None], use_cache=False,
         sequences=PackedSequences.of([8]),
     ).last_hidden_state  # fmt: skip
-    optimizer.backward({"rows": hidden.sum() + model.get_output_embeddings().weight.sum()})
+    optimizer.collect("rows")
+    (hidden.sum() + model.get_output_embeddings().weight.sum()).backward()
     gradients = [part for part in optimizer.sums["rows"] if part is not None]
     found = {"weights": size(list(model.parameters())), "gradients": size(gradients)}
     optimizer.step({"rows": 1.0}, 1)
