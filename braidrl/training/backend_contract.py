@@ -44,15 +44,7 @@ class BackendUnderTest:
         return backend.forward("log_probs", self.rows).values
 
     def step(self, backend: TrainingBackend, iteration: int = 1) -> float | None:
-        """Run one optimizer step on all rows.
-
-        Args:
-            backend: The backend under test, with its model loaded.
-            iteration: From 1, for the learning-rate schedule.
-
-        Returns:
-            The gradient's 2-norm before clipping, or None if all counts are 0.
-        """
+        """Run one optimizer step on all rows; return the gradient's 2-norm before clipping, or None if all counts are 0."""
         backend.forward_backward(self.objective, self.rows, Sums())
         return backend.optim_step(self.counts, iteration)
 

@@ -48,14 +48,8 @@ def load_decoder(
 ) -> PreTrainedModel:
     """Load the causal decoder of a Hugging Face directory, with Braid's attention.
 
-    Args:
-        path: The directory.
-        dtype: The dtype of the parameters.
-        device: The device of the parameters.
-        on_meta: Leave parameters on the meta device for `ParameterReader`, if the model can be built without weights.
-
-    Raises:
-        UserError: The folder is missing or incomplete, or its model is not supported.
+    With `on_meta`, parameters stay on the meta device for `ParameterReader`, if the model can be built without weights. Raises UserError
+    if the folder is missing or incomplete, or its model is not supported.
     """
     folder = _model_folder(path, with_weights=True)
     config = read_model_config(folder)
@@ -109,14 +103,7 @@ def check_scorer(path: str | Path, fresh_head: bool) -> None:
 
 
 def check_model(path: str | Path) -> None:
-    """Check a model before loading: its architecture and the headers of its weight files.
-
-    Args:
-        path: A Hugging Face directory.
-
-    Raises:
-        UserError: The architecture is not supported, or a weight file is damaged or truncated.
-    """
+    """Raise UserError if a model's architecture is not supported, or a weight file is damaged or truncated; loads no weights."""
     folder = _model_folder(path)
     config = read_model_config(folder)
     without_quantisation(config, folder)
@@ -251,15 +238,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokens(model: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a model's vocabulary contains its end tokens, so that responses can end.
+    """Raise UserError if a model's responses could not end, or its chat template is invalid.
 
-    Args:
-        model: A Hugging Face directory.
-        tokenizer: The tokenizer of the run.
-
-    Raises:
-        UserError: The tokenizer, config.json or generation_config.json names an end token outside the model's vocabulary, or the chat
-            template is invalid.
+    The end tokens of the run's tokenizer, config.json and generation_config.json must be in the model's vocabulary.
     """
     folder = _model_folder(model)
     config, path, settings = read_model_config(folder), folder / "generation_config.json", None

@@ -93,14 +93,9 @@ class Objective:
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
-        """Resolve the parameters of a role's `update` stage.
+        """Resolve the parameters of a role's `update` stage: loss, aggregate, kl and so on, by name or with settings.
 
-        Args:
-            role: The trained role.
-            params: Parameters of `Role.update`: loss, aggregate, kl and so on, by name or with settings.
-
-        Raises:
-            UserError: A name is not registered.
+        Raises UserError for a name that is not registered.
         """
         params = {"aggregate": "token-mean", **params}
         chosen: dict[str, dict[str, Any]] = {}
@@ -270,10 +265,7 @@ class UpdateCounts:
 def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:
     """Describe the tokens of a micro-batch with a non-finite prediction or column; its rows if there are none.
 
-    Args:
-        rows: The micro-batch.
-        offsets: (B + 1,) int64, the start of each row's action tokens.
-        predicted: The model's predictions.
+    `offsets` (B + 1,) int64 are the starts of each row's action tokens.
     """
     count, found = int(offsets[-1]), []
     columns = [name for name, column in rows.items() if isinstance(column, Tensor | Ragged)]

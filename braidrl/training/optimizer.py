@@ -152,11 +152,8 @@ class MasterOptimizer:
     def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
         """Initialise master copies from the saved weights, before rounding to the model's dtype.
 
-        A master that starts on a rounded weight must move half a rounding step before the weight changes.
-
-        Args:
-            names: The names of the given parameters, in order.
-            files: The model's full tensors by name in saved precision; missing ones are skipped.
+        A master that starts on a rounded weight must move half a rounding step before the weight changes. `names` are those of the given
+        parameters, in order; `files` holds full tensors in saved precision, of which some may be missing.
         """
         named = [name for name, number in zip(names, self.numbers, strict=True) if number in self.by_number]
         for name, parameter, master in zip(named, self.parameters, self.masters, strict=True):

@@ -201,13 +201,8 @@ class PackedSequences(AttentionContext):
     ) -> Any:  # fmt: skip
         """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no earlier token.
 
-        Args:
-            module: The mixer.
-            forward: Its forward.
-            given: Its arguments; tensors (1, N, ...) hold the tokens of all sequences.
-            named: Its named arguments, likewise.
-            more: Returns further named arguments of the call for some sequences, given their numbers.
-            multiple: Sequences whose lengths round up to the same multiple of this are one batch, padded to its longest.
+        Tensors (1, N, ...) among its arguments hold the tokens of all sequences. `more` returns further named arguments for the sequences
+        of a batch, given their numbers. Sequences whose lengths round up to one multiple of `multiple` are one batch.
         """
         total, batches = sum(self.lengths), self.in_batches(multiple)
         buckets = batches.shapes

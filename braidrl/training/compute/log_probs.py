@@ -37,13 +37,7 @@ class ChunkKernels(NamedTuple):
 
 
 def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs at the targets (C,), log Σ exp of the logits over temperature, and the entropies, in float32.
-
-    Args:
-        logits: (C, V), not divided by the temperature.
-        targets: (C,) int64.
-        temperature: Divides the logits.
-    """
+    """Return log-probs at the targets (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in float32."""
     scaled = logits.float() / temperature
     log_sum = scaled.logsumexp(-1)
     log_softmax = scaled - log_sum[:, None]

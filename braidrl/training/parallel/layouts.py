@@ -77,15 +77,9 @@ class DataParallel(Ranks):
     """Whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
-        """Shard a model in place.
+        """Shard a model in place, whose parameters may still be on the meta device; return the function to call in place of `predict`.
 
-        Args:
-            model: A model whose parameters may still be on the meta device.
-            predict: Computes the predictions of a packed micro-batch.
-            read_parameters: Reads a module's parameters just before it is sharded.
-
-        Returns:
-            The function to call in place of `predict`.
+        `read_parameters` reads a module's parameters just before it is sharded.
         """
         if self.mesh is None:
             read_parameters(model)

@@ -69,9 +69,7 @@ class RoleWorker(RoleModel, ShardedBackend):
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
         """Pack this rank's rows into micro-batches of at most `max_tokens` tokens, and add empty ones up to the number that all ranks run.
 
-        Args:
-            rows: This rank's rows.
-            whole_groups: Keep the rows of a group together.
+        With `whole_groups`, the rows of a group stay together.
         """
         # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was planned for.
         plan, shares = list[list[int]](), self.shares_prompts(rows)
@@ -215,15 +213,7 @@ class DecoderWorker(RoleWorker):
         return load_decoder(folder, self.dtype, on_meta=on_meta)
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """Predict every action token of a micro-batch.
-
-        Args:
-            packed: Its N tokens, of which P are predicted.
-            objective: The loss; None for inference.
-
-        Returns:
-            `log_probs` and `entropy`, (P,) float32 or float64, in nats at the run's temperature.
-        """
+        """Predict `log_probs` and `entropy`, (P,) float32 or float64 in nats at the run's temperature, of the P action tokens."""
         hidden = self.hidden_states(packed)[packed.predictors]
         with_entropy_grad = objective is not None and objective.entropy_coef != 0
         temperature = self.config.rollout.temperature
@@ -291,15 +281,9 @@ class RoleCopy:
 
 
 def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
-    """Return the worker's parts as targets of an EMA copy: decay · own + (1 - decay) · source.
+    """Return the worker's parts as targets of an EMA copy: decay · own + (1 - decay) · the weights of the role `source`.
 
-    Args:
-        worker: A worker without an optimizer.
-        source: The source role's name, for messages.
-        decay: The weight of the old values; 0 copies the source.
-
-    Raises:
-        UserError: The worker has an optimizer.
+    Raises UserError if the worker has an optimizer.
     """
     check_copies(worker, source, worker.base_shapes)
     worker.weight_updates += 1
