@@ -245,12 +245,12 @@ def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
 
 def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, remedy: str) -> None:
     """Raise UserError, with the remedy, if a property of a model does not hold; each configuration is measured once on a machine."""
-
-    def measured() -> dict[str, Any]:
-        with quietly(), torch.enable_grad():
-            return asdict(accept(name, Twin(config, device=proof_device()), plan))
-
-    finding = Finding(**remembered(config, name.replace(" ", "-"), measured))
+    with quietly(), torch.enable_grad():
+        finding = Finding(
+            **remembered(
+                config, name.replace(" ", "-"), lambda: asdict(accept(name, Twin(config, device=proof_device()), plan))
+            )
+        )
     if not finding.holds:
         why = finding.note or f"it differs by {finding.value:.1g}"
         raise UserError(f"{remedy}: for the model in {folder} it is not proven that {name}: {why}")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
-from braidrl.training.lora import import_bitsandbytes
+from braidrl.training.lora import import_optional
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.shards import local_shard, shard_of
 
@@ -56,7 +56,7 @@ def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch
 
     Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Parameters of fewer than 4,096 numbers keep moments in float32.
     """
-    base: Any = import_bitsandbytes("trainer.optimizer=adamw8bit").optim.AdamW8bit
+    base: Any = import_optional("bitsandbytes", "trainer.optimizer=adamw8bit", "bits").optim.AdamW8bit
 
     class AdamW8bit(base):
         """AdamW8bit with step counts as tensors, as in torch's optimizers, so that checkpoints contain them."""

@@ -134,7 +134,12 @@ class _LinearLogProbs(torch.autograd.Function):
                 log_probs[part], log_sums[part], entropy[part] = found
                 continue
             logits = scaled_logits(hidden[part], weight, temperature, dtype, cap)
-            log_sums[part] = vocabulary.log_sum(logits.logsumexp(-1))
+            log_sum = logits.logsumexp(-1)
+            if vocabulary.group is not None:
+                shards = [torch.empty_like(log_sum) for _ in range(vocabulary.group.size())]
+                dist.all_gather(shards, log_sum, group=vocabulary.group)
+                log_sum = torch.stack(shards).logsumexp(0)
+            log_sums[part] = log_sum
             columns, here = vocabulary.columns(targets[part], logits)
             at_target = logits.gather(-1, columns[:, None]).squeeze(-1)
             log_probs[part] = (at_target if here is None else vocabulary.sum(at_target * here)) - log_sums[part]
@@ -194,14 +199,6 @@ class Vocabulary:
         if self.group is not None:
             dist.all_reduce(part, group=self.group)
         return part
-
-    def log_sum(self, own: Tensor) -> Tensor:
-        """Return log Σ exp over the global vocabulary from each rank's local value (C,)."""
-        if self.group is None:
-            return own
-        parts = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(parts, own, group=self.group)
-        return torch.stack(parts).logsumexp(0)
 
     def columns(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local ones, None if all are local."""
