@@ -41,7 +41,7 @@ from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.objective import Objective
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import is_tied, split_layers
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.model_files import ModelFiles
 
 EXACT = 1e-5
@@ -300,7 +300,7 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
         {**settings, "trainer": {"layout": layout, "max_tokens_per_device": 64, "max_grad_norm": 1.0}}
     )
     ranks = DataParallel(world.group, world) if world else DataParallel()
-    worker = DecoderWorker("actor", config, True, ranks)
+    worker = RoleWorker("actor", config, True, ranks)
     numbers = [n for n in range(len(rows)) if n % size == rank and len(rows[n]) > 1]
     tokens = [rows[n] for n in numbers]
     lengths = torch.tensor([len(row) for row in tokens])
