@@ -13,7 +13,7 @@ separate operations compute the same.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,11 +63,8 @@ def chunk_gradient(
     return (grad / temperature).to(logits.dtype)
 
 
-@cache
-def compiled_chunks() -> ChunkKernels:
-    """Return both functions under torch.compile, for chunks of any length."""
-    made: list[Any] = [torch.compile(function, dynamic=True) for function in (chunk_statistics, chunk_gradient)]
-    return ChunkKernels(*made)
+compile_once: Callable[[Any], Any] = cache(partial(torch.compile, dynamic=True))
+"""Compiles a function once, for chunks of any length."""
 
 
 def chunk_kernels(weight: Tensor, wanted: bool) -> ChunkKernels | None:
@@ -75,7 +72,7 @@ def chunk_kernels(weight: Tensor, wanted: bool) -> ChunkKernels | None:
     if not wanted or weight.dtype == torch.float64:
         return None
     if weight.is_cuda:
-        return compiled_chunks() if has_triton() else None
+        return ChunkKernels(compile_once(chunk_statistics), compile_once(chunk_gradient)) if has_triton() else None
     return ChunkKernels(statistics, gradient) if has_kernels(weight) else None
 
 

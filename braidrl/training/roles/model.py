@@ -85,7 +85,15 @@ class RoleModel:
         self.model.to(self.device).eval()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(train and (not self.lora or is_adapter(name)))
-        self.optimizer = self._make_optimizer(files) if train else None
+        self.optimizer: MasterOptimizer | None = None
+        if train:
+            names, parameters = zip(*self.model.named_parameters(), strict=True)
+            numbers = [list(self.shapes).index(name) for name in names]
+            self.optimizer = MasterOptimizer(parameters, config.trainer, own.learning_rate, self.ranks, numbers)
+            if not self.lora:  # adapted layers have other names
+                self.optimizer.read_masters(names, files)
+            if own.activation_checkpointing:
+                checkpoint_activations(self.model)
         self.side_files: dict[str, bytes] | None = None
         """A checkpoint's files beside its weights, by name."""
         if train and (not dist.is_initialized() or dist.get_rank() == 0):  # the rank that writes them
@@ -95,17 +103,6 @@ class RoleModel:
         self.offloadable: Mapping[str, OffloadableTensors] = {"weights": OffloadableTensors(self._local_parameters)}
         if self.optimizer is not None:
             self.offloadable = {**self.offloadable, "optimizer": OffloadableTensors(self.optimizer.tensors)}
-
-    def _make_optimizer(self, files: ModelFiles) -> MasterOptimizer:
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
-        numbers = [list(self.shapes).index(name) for name in names]
-        own = settings_of(self.role, self.config)
-        optimizer = MasterOptimizer(parameters, self.config.trainer, own.learning_rate, self.ranks, numbers)
-        if not self.lora:  # adapted layers have other names
-            optimizer.read_masters(names, files)
-        if own.activation_checkpointing:
-            checkpoint_activations(self.model)
-        return optimizer
 
     def _local_parameters(self) -> list[Tensor]:
         self.ranks.reshard(self.model)
