@@ -169,17 +169,39 @@ def resident_bytes(
     return parts
 
 
-def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
-    """Return the bytes of gathered weights during a micro-batch.
+def working_bytes(
+    shape: Shape, layout: ParallelLayout, tokens: int, trained: bool, activations: int = 0, scalar: bool = False
+) -> dict[str, int]:
+    """Return the bytes, beside the resident ones, of computing a micro-batch, by kind.
 
-    `full` holds two layers (one computes while the next is prefetched) and everything outside layers; `optimizer` holds all layers.
+    Args:
+        shape: The model.
+        layout: `shard: full` gathers two layers (one computes while the next is prefetched) and everything outside layers,
+            `shard: optimizer` all layers.
+        tokens: Tokens of the micro-batch.
+        trained: Whether it has a backward pass.
+        activations: The bytes saved for that.
+        scalar: Whether the model has a scalar head and no logits.
     """
-    if layout.shard == "none":
-        return 0
-    layers = shape.sizes.num_hidden_layers // layout.pipeline
-    gathered = layers if layout.shard == "optimizer" else min(2, layers)
-    held = beside_layers(shape, layout) + gathered * shape.layer_parameters
-    return held * shape.element_bytes // layout.tensor
+    layers, width, parts = shape.sizes.num_hidden_layers // layout.pipeline, shape.element_bytes, dict[str, int]()
+    if layout.shard != "none":
+        gathered = layers if layout.shard == "optimizer" else min(2, layers)
+        held = beside_layers(shape, layout) + gathered * shape.layer_parameters
+        parts["weights gathered"] = held * width // layout.tensor
+    if layout.pipeline > 1:
+        # A pipeline rank's receive buffers for one run: activations and, in training, gradients.
+        one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * width
+        buffers = RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
+        parts["messages between pipeline ranks"] = one * buffers
+    if shape.four_bit:
+        parts["weights of a layer"] = shape.layer_parameters * width
+    if trained:
+        parts["activations"] = activations
+    if not scalar:
+        # Simultaneous logits: one chunk, with its copy in at least float32 or its gradient.
+        logits = tokens * shape.sizes.vocab_size // layout.tensor
+        parts["logits"] = min(2 * CHUNK_BYTES, logits * (max(MASTER_BYTES, width) + width))
+    return parts
 
 
 def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
@@ -190,14 +212,6 @@ def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
     embedding = shape.sizes.vocab_size * shape.sizes.hidden_size
     # With tied weights, the last pipeline rank also holds the embedding.
     return both if both < 2 * embedding else both - embedding
-
-
-def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayout) -> int:
-    """Return the bytes of a pipeline rank's receive buffers for one run: activations and, in training, gradients."""
-    if layout.pipeline == 1:
-        return 0
-    one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * shape.element_bytes
-    return one * RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
 
 
 def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
@@ -224,12 +238,6 @@ def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int
 
 CACHED: dict[str, tuple[int, int]] = {}
 """The elements that an engine caches per token and per row, by configuration."""
-
-
-def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
-    """Return the bytes of simultaneous logits: one chunk, with its copy in at least float32 or its gradient."""
-    logits = tokens * shape.sizes.vocab_size // layout.tensor
-    return min(2 * CHUNK_BYTES, logits * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes))
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
