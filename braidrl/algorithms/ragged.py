@@ -128,13 +128,12 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
 
 
+# For SFT, reward models and DPO, whose responses are given and not sampled.
 @responses.register(writes=["tokens", "action_mask", "sequence_lengths", "length", "action_tokens"])
 def join_response(
     prompt: Ragged, response: Ragged, response_mask: Ragged | None = None
 ) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
-    """Join prompt ids and given response ids as one sequence per row, for SFT, reward models and DPO.
-
-    All response tokens are actions, or only those in `response_mask`.
+    """Join prompt ids and response ids as one sequence per row. All response tokens are actions, or only those in `response_mask`.
 
     Returns:
         tokens (int64), action_mask (bool) and sequence_lengths (one per row), and per row the number of tokens and of action tokens,
