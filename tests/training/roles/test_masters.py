@@ -57,7 +57,7 @@ def test_masters_keep_their_precision_if_a_run_resumes_in_another_dtype(
 ) -> None:
     # As with dtype=auto, if a run begins on a CPU and goes on on CUDA, or the other way round.
     model = str(tiny_models["qwen3"])
-    before, after = (DecoderWorker("actor", config_of(model, dtype=dtype), True) for dtype in (saved, resumed))
+    before, after = (RoleWorker("actor", config_of(model, dtype=dtype), True) for dtype in (saved, resumed))
     assert before.optimizer is not None and after.optimizer is not None
     with torch.no_grad():
         for master in before.optimizer.masters:
