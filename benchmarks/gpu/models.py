@@ -18,7 +18,7 @@ from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.observe.metrics import Sums
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ def settings(model: Path, device: str, dtype: str, **trainer: Any) -> Config:
     return parse_config({"flow": "grpo", "model": str(model), "device": device, "dtype": dtype, "trainer": trainer})
 
 
-def worker(model: Path, device: str, dtype: str, **trainer: Any) -> DecoderWorker:
-    return DecoderWorker("actor", settings(model, device, dtype, **trainer), train=True)
+def worker(model: Path, device: str, dtype: str, **trainer: Any) -> RoleWorker:
+    return RoleWorker("actor", settings(model, device, dtype, **trainer), train=True)
 
 
-def engine(role: DecoderWorker, rows: int, tokens: int, compile: bool = True) -> EmbeddedEngine:
+def engine(role: RoleWorker, rows: int, tokens: int, compile: bool = True) -> EmbeddedEngine:
     """Return an embedded engine on a role's own weights."""
     return EmbeddedEngine(role.model, tokenizer(), rows, tokens, compile=compile)
 
@@ -157,7 +157,7 @@ def packed_rows(tokens: Tensor, lengths: Tensor, advantage: Tensor, prompt: int)
     })  # fmt: skip
 
 
-def train(role: DecoderWorker, rows: Rows, iteration: int = 1, loss: str = "sft") -> tuple[float, float]:
+def train(role: RoleWorker, rows: Rows, iteration: int = 1, loss: str = "sft") -> tuple[float, float]:
     """Take one optimizer step; return its loss and its gradient norm."""
     counts, objective = denominators(rows), Objective.of("actor", {"loss": loss, "aggregate": "token-mean"})
     sums = role.forward_backward(objective, rows, Sums())

@@ -11,12 +11,12 @@ from benchmarks.sides.packing_braid import rows_of
 from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.training.compute.packed import pack
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
     tokens = case["rows"] * case["tokens"]
-    worker = worker_of(DecoderWorker, case, train=False, max_tokens_per_device=tokens)
+    worker = worker_of(RoleWorker, case, train=False, max_tokens_per_device=tokens)
     rows = rows_of([case["tokens"]] * case["rows"], case["vocabulary"])
 
     @torch.no_grad()

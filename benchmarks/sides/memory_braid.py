@@ -14,14 +14,14 @@ from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 
 PROMPT = 16
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
     tokens = case["rows"] * case["tokens"]
-    worker = worker_of(DecoderWorker, case, max_tokens_per_device=tokens)
+    worker = worker_of(RoleWorker, case, max_tokens_per_device=tokens)
     objective = Objective.of("actor", {"loss": "clip"})
     rows = made_rows(case["rows"] // 8, 8, PROMPT, case["tokens"] - PROMPT, case["vocabulary"])
 
@@ -37,7 +37,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     return turn
 
 
-def plain(worker: DecoderWorker, objective: Objective, rows: Rows) -> None:
+def plain(worker: RoleWorker, objective: Objective, rows: Rows) -> None:
     """Return log-probs by way of all logits, log_softmax and gather; not even an entropy."""
     assert worker.optimizer is not None
     packed = pack(rows, worker.device)
@@ -46,4 +46,5 @@ def plain(worker: DecoderWorker, objective: Objective, rows: Rows) -> None:
     del logits
     log_probs = log_softmax.gather(-1, packed.targets[:, None])[:, 0]
     losses, _ = objective.sums(rows, packed.offsets, {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)})
-    worker.optimizer.backward(losses)
+    worker.optimizer.collect(objective.denominator)
+    losses[objective.denominator].backward()

@@ -16,15 +16,15 @@ from benchmarks.turns import Turn
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
-from braidrl.training.compute.packed import Packed
+from braidrl.training.compute.packed import Packed, pack
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import MicroBatch, RoleWorker
 
 MICRO_BATCH_TOKENS = 4096
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
-    kind = PaddedWorker if case["way"] == "padded" else DecoderWorker
+    kind = PaddedWorker if case["way"] == "padded" else RoleWorker
     worker = worker_of(kind, case, max_tokens_per_device=MICRO_BATCH_TOKENS)
     objective = Objective.of("actor", {"loss": "clip"})
     if isinstance(worker, PaddedWorker):
@@ -40,7 +40,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     return turn
 
 
-class PaddedWorker(DecoderWorker):
+class PaddedWorker(RoleWorker):
     """The same worker with transformers' own forward pass on padded rows."""
 
     rows_at_once = 16
@@ -48,10 +48,11 @@ class PaddedWorker(DecoderWorker):
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
 
-    def plan(self, rows: Rows, whole_groups: bool = False) -> list[list[int]]:
-        """Return micro-batches of a fixed number of rows, in the given order."""
+    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
+        """Pack a fixed number of rows at a time, in the given order."""
         starts = range(0, len(rows), self.rows_at_once)
-        return [list(range(start, min(start + self.rows_at_once, len(rows)))) for start in starts]
+        plan = [list(range(start, min(start + self.rows_at_once, len(rows)))) for start in starts]
+        return [MicroBatch(numbers, part := rows.take(numbers), pack(part, self.device)) for numbers in plan]
 
     def hidden_states(self, packed: Packed) -> Tensor:
         """Return the hidden states (N, D) of the tokens that are not padding."""

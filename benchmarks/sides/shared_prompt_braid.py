@@ -13,11 +13,11 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
-    worker = worker_of(DecoderWorker, case, share_prompts=case["shared"], max_tokens_per_device=8192)
+    worker = worker_of(RoleWorker, case, share_prompts=case["shared"], max_tokens_per_device=8192)
     objective = Objective.of("actor", {"loss": "clip"})
     rows = made_rows(case["groups"], case["samples"], case["prompt"], case["response"], case["vocabulary"])
     tokens = len(rows) * (case["prompt"] + case["response"])

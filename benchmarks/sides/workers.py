@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from braidrl.config import parse_config
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 
-Worker = TypeVar("Worker", bound=DecoderWorker)
+Worker = TypeVar("Worker", bound=RoleWorker)
 
 
 def worker_of(kind: type[Worker], case: Mapping[str, Any], train: bool = True, **trainer: Any) -> Worker:

@@ -120,7 +120,9 @@ def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None)
     """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
     difference, groups, counted = centered(correct, group, statistics_mask)
     mean = groups.means(correct.double(), counted)[groups.index]
-    return (difference / mean.masked_fill(mean == 0, 1)).to(floating(correct))
+    return (difference / mean.masked_fill(mean == 0, 1)).to(
+        correct.dtype if correct.is_floating_point() else torch.float32
+    )
 
 
 @advantages.register(
@@ -152,7 +154,7 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
     deviation = (of_right * (1 - of_right)).sqrt()
     scale = torch.where(deviation > 0, 1 / deviation.masked_fill(deviation == 0, 1), 0.0)
     of_row = torch.where(correct > 0, (of_right * scale)[groups.index], (of_wrong * scale)[groups.index])
-    return (of_row * counted).to(floating(correct))
+    return (of_row * counted).to(correct.dtype if correct.is_floating_point() else torch.float32)
 
 
 def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
@@ -167,11 +169,6 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
     for taken in range(size):
         share = share * (part - taken).clamp(min=0) / (whole - taken).clamp(min=1)
     return share
-
-
-def floating(like: Tensor) -> torch.dtype:
-    """Return the dtype of an advantage computed from `like`: float32 for integers."""
-    return like.dtype if like.is_floating_point() else torch.float32
 
 
 @selections.register(scope="group", needs=Needs(group_size=2))

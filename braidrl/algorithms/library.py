@@ -7,7 +7,7 @@ from braidrl.algorithms import (  # noqa: F401
     covariance_losses,
     kl,
     policy_losses,
-    responses,
+    ragged,
     row_losses,
     shaping,
     token_advantages,

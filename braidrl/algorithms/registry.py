@@ -164,9 +164,23 @@ class Registry:
             raise ValueError(f"a denominator is one of {', '.join(DENOMINATORS)}, not {denominator!r}")
 
         def add(function: F) -> F:
-            entry = describe(
-                name or function.__name__, function, writes=tuple(writes), scope=scope, sums=sums, columns=columns or {},
-                state=state or {}, update_state=update_state, needs=needs or Needs(), denominator=denominator,
+            title, reads, optional, required = name or function.__name__, list[str](), list[str](), list[str]()
+            settings: dict[str, Any] = {}
+            for parameter in inspect.signature(function).parameters.values():
+                has_default = parameter.default is not inspect.Parameter.empty
+                if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                    (optional if has_default else reads).append(parameter.name)
+                elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                    raise ValueError(
+                        f"{title}: columns are plain parameters and settings keyword-only, not {parameter}"
+                    )
+                elif parameter.name not in ("totals", "state"):
+                    settings[parameter.name] = parameter.default if has_default else None
+                    if not has_default:
+                        required.append(parameter.name)
+            entry = Entry(
+                title, function, tuple(reads), tuple(optional), settings, tuple(required), tuple(writes), scope, sums,
+                columns or {}, state or {}, update_state, needs or Needs(), denominator,
             )  # fmt: skip
             if both := set(entry.state) & set(entry.settings):
                 raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
@@ -188,27 +202,6 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self.entries))
-
-
-def describe(name: str, function: Callable[..., Any], **about: Any) -> Entry:
-    """Build an entry from the function's signature; `about` are the entry's other fields."""
-    reads: list[str] = []
-    optional: list[str] = []
-    required: list[str] = []
-    settings: dict[str, Any] = {}
-    for parameter in inspect.signature(function).parameters.values():
-        has_default = parameter.default is not inspect.Parameter.empty
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            if parameter.name in ("totals", "state"):
-                continue
-            settings[parameter.name] = parameter.default if has_default else None
-            if not has_default:
-                required.append(parameter.name)
-        elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            (optional if has_default else reads).append(parameter.name)
-        else:
-            raise ValueError(f"{name}: columns are plain parameters and settings keyword-only, not {parameter}")
-    return Entry(name, function, tuple(reads), tuple(optional), settings, tuple(required), **about)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

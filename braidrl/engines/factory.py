@@ -39,7 +39,7 @@ from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.loading import load_decoder, read_model_config
 from braidrl.training.lora import adapter_config
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import DTYPES, settings_of, slots_of
 from braidrl.training.roles.worker import RoleWorker, copy_within, torch_worker
 from braidrl.weights.collective import CollectivePublisher, WeightOffer

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from braidrl.engines.engine import NodePart
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 
 LOOK_S = 0.2
 """Seconds between two looks at the store."""

@@ -66,7 +66,7 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
     name, found = f"{source.stem}-{digest[:16]}", None
     # Remove cached libraries whose digest is wrong. A process that has loaded one keeps it.
     for kept in sorted(cache_folder().glob(f"{name}.*.so")):
-        if kept.name == f"{name}.{_digest(kept)}.so":
+        if kept.name == f"{name}.{hashlib.sha256(kept.read_bytes()).hexdigest()[:32]}.so":
             found = kept
         else:
             kept.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
                 reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
                 _say_once(f"{command} failed on {source.name}, so torch computes what its kernels would: {reason}")
                 return None
-            found = cache_folder() / f"{name}.{_digest(made)}.so"
+            found = cache_folder() / f"{name}.{hashlib.sha256(made.read_bytes()).hexdigest()[:32]}.so"
             os.replace(made, found)
         logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
     return ctypes.CDLL(str(found))
@@ -96,10 +96,6 @@ def library(name: str, dtype: torch.dtype) -> Any:
     for function, (result, *arguments) in SIGNATURES[name].items() if functions else ():
         getattr(functions, function).argtypes, getattr(functions, function).restype = arguments, result
     return functions
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:

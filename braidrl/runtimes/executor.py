@@ -32,7 +32,7 @@ from braidrl.runtimes.generating.verification import added_scores, verified
 from braidrl.runtimes.memory.residency import PUBLISH, Residency, needed_assets
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import inference_layouts, own_tokenizer
 from braidrl.training.roles.checkpoint import Write, saving_tasks
 from braidrl.training.roles.worker import RoleCopy, make_worker, torch_worker
@@ -177,7 +177,9 @@ class StageExecutor:
     def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Accumulate the gradients of rows; return loss sums by denominator."""
         worker, objective = self.workers[str(stage.role)], self.objective(stage)
-        with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums, *objective.passes(rows)):
+        # One forward pass for the loss, and one for each auxiliary term.
+        passes = [objective.select(rows), *(term.select(rows) for term in objective.auxiliary)] if len(rows) else []
+        with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums, *passes):
             return worker.forward_backward(objective, rows, sums, bar.update)
 
     def optim_step(

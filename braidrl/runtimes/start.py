@@ -24,7 +24,7 @@ from braidrl.runtimes.prepare.setup import Prepared, lacking, rule_rewards
 from braidrl.runtimes.spmd.rank_backend import DistributedBackend, EagerBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 
 
 @dataclass(frozen=True)

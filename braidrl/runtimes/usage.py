@@ -32,7 +32,7 @@ from braidrl.training.backends import TrainingBackend
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import DeviceRates, MatrixSizes, TokenCounts, decoding, own_rates
 from braidrl.training.role_settings import DTYPES, settings_of
-from braidrl.training.roles.worker import RoleWorker, ScalarWorker
+from braidrl.training.roles.worker import RoleWorker
 
 
 class Drawn(NamedTuple):
@@ -100,7 +100,7 @@ class DeviceUsage:
             return
         done = 0.0
         for rows in filter(len, passes):
-            sizes = self._sizes_of(worker.role, isinstance(worker, ScalarWorker))
+            sizes = self._sizes_of(worker.role, worker.is_scalar)
             counts = TokenCounts.of(rows, worker.shares_prompts(rows))
             # A backward pass takes as many operations for gradients of activations, and as many again for those of trained weights.
             factor = 1.0 if stage.kind is not Kind.TRAIN else 2.0 if worker.lora is not None else 3.0

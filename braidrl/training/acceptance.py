@@ -39,9 +39,9 @@ from braidrl.training.loading import read_buffers, rebuild_buffers
 from braidrl.training.lora import add_adapters, merged, plain_names
 from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.objective import Objective
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import is_tied, split_layers
-from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.model_files import ModelFiles
 
 EXACT = 1e-5
@@ -245,12 +245,12 @@ def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
 
 def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, remedy: str) -> None:
     """Raise UserError, with the remedy, if a property of a model does not hold; each configuration is measured once on a machine."""
-
-    def measured() -> dict[str, Any]:
-        with quietly(), torch.enable_grad():
-            return asdict(accept(name, Twin(config, device=proof_device()), plan))
-
-    finding = Finding(**remembered(config, name.replace(" ", "-"), measured))
+    with quietly(), torch.enable_grad():
+        finding = Finding(
+            **remembered(
+                config, name.replace(" ", "-"), lambda: asdict(accept(name, Twin(config, device=proof_device()), plan))
+            )
+        )
     if not finding.holds:
         why = finding.note or f"it differs by {finding.value:.1g}"
         raise UserError(f"{remedy}: for the model in {folder} it is not proven that {name}: {why}")
@@ -300,7 +300,7 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
         {**settings, "trainer": {"layout": layout, "max_tokens_per_device": 64, "max_grad_norm": 1.0}}
     )
     ranks = DataParallel(world.group, world) if world else DataParallel()
-    worker = DecoderWorker("actor", config, True, ranks)
+    worker = RoleWorker("actor", config, True, ranks)
     numbers = [n for n in range(len(rows)) if n % size == rank and len(rows[n]) > 1]
     tokens = [rows[n] for n in numbers]
     lengths = torch.tensor([len(row) for row in tokens])

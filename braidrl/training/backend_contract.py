@@ -8,6 +8,7 @@ A check fails by AssertionError.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,21 +44,12 @@ class BackendUnderTest:
         return backend.forward("log_probs", self.rows).values
 
     def step(self, backend: TrainingBackend, iteration: int = 1) -> float | None:
-        """Run one optimizer step on all rows.
-
-        Args:
-            backend: The backend under test, with its model loaded.
-            iteration: From 1, for the learning-rate schedule.
-
-        Returns:
-            The gradient's 2-norm before clipping, or None if all counts are 0.
-        """
+        """Run one optimizer step on all rows; return the gradient's 2-norm before clipping, or None if all counts are 0."""
         backend.forward_backward(self.objective, self.rows, Sums())
         return backend.optim_step(self.counts, iteration)
 
 
-def same(one: Tensor | float | None, other: Tensor | float | None) -> None:
-    torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+same = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def rows_keep_their_order(subject: BackendUnderTest) -> None:

@@ -29,8 +29,7 @@ from braidrl.importing import PluginRegistry
 from braidrl.observe.metrics import Sums
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Objective
-from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.parallel.sharded import apply_layout
+from braidrl.training.parallel.layouts import DataParallel, apply_layout
 from braidrl.training.role_settings import settings_of
 from braidrl.weights.shards import WeightPart
 
@@ -46,7 +45,7 @@ BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.training.roles.
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BackendSpec:
     """The specification of a backend: one role on one of its ranks."""
 
@@ -59,31 +58,21 @@ class BackendSpec:
     is_copy: bool = False
     """True for a frozen copy of a trained role's weights."""
     ranks: DataParallel = field(default_factory=DataParallel)
+    path: Path = field(init=False)
+    """The model's Hugging Face directory."""
+    dtype: torch.dtype = field(init=False)
+    """The dtype of the weights in the forward pass."""
+    device: torch.device = field(init=False)
+    """The device of the model."""
+    learning_rate: float = field(init=False)
+    """The learning rate after warm-up."""
+    layout: ParallelLayout = field(init=False)
+    """The role's layout, with `data` filled in."""
 
-    @property
-    def path(self) -> Path:
-        """Return the model's Hugging Face directory."""
-        return settings_of(self.role, self.config).model.expanduser()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights in the forward pass."""
-        return settings_of(self.role, self.config).dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the model."""
-        return choose_device(self.config.device)
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate after warm-up."""
-        return settings_of(self.role, self.config).learning_rate
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Return the role's layout, with `data` filled in."""
-        return settings_of(self.role, self.config).layout.resolve(self.ranks.size)
+    def __post_init__(self) -> None:
+        own = settings_of(self.role, self.config)
+        self.path, self.dtype, self.learning_rate = own.model.expanduser(), own.dtype, own.learning_rate
+        self.device, self.layout = choose_device(self.config.device), own.layout.resolve(self.ranks.size)
 
     def join(self) -> DataParallel:
         """Return this rank's place in the layout; all ranks of the role call this together, before they build their model.
@@ -91,7 +80,7 @@ class BackendSpec:
         `gather_rows` gives the rows of all ranks that hold one replica, `all_reduce_gradients` sums over replicas, `gradient_norm` counts
         each element of a DTensor once, and one rank of each replica `is_reporting_rank`. Ranks are numbered with tensor fastest.
         """
-        return apply_layout(settings_of(self.role, self.config).layout, self.ranks, self.device)
+        return apply_layout(self.layout, self.ranks, self.device)
 
 
 def supported(backend: str) -> frozenset[str]:

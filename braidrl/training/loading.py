@@ -48,19 +48,13 @@ def load_decoder(
 ) -> PreTrainedModel:
     """Load the causal decoder of a Hugging Face directory, with Braid's attention.
 
-    Args:
-        path: The directory.
-        dtype: The dtype of the parameters.
-        device: The device of the parameters.
-        on_meta: Leave parameters on the meta device for `ParameterReader`, if the model can be built without weights.
-
-    Raises:
-        UserError: The folder is missing or incomplete, or its model is not supported.
+    With `on_meta`, parameters stay on the meta device for `ParameterReader`, if the model can be built without weights. Raises UserError
+    if the folder is missing or incomplete, or its model is not supported.
     """
     folder = _model_folder(path, with_weights=True)
     config = read_model_config(folder)
     model, _ = _load(AutoModelForCausalLM, folder, config, proven_plan(config, folder), dtype, on_meta)
-    return model if is_on_meta(model) else model.to(device)
+    return model if next(model.parameters()).is_meta else model.to(device)
 
 
 def load_scorer(
@@ -109,24 +103,12 @@ def check_scorer(path: str | Path, fresh_head: bool) -> None:
 
 
 def check_model(path: str | Path) -> None:
-    """Check a model before loading: its architecture and the headers of its weight files.
-
-    Args:
-        path: A Hugging Face directory.
-
-    Raises:
-        UserError: The architecture is not supported, or a weight file is damaged or truncated.
-    """
+    """Raise UserError if a model's architecture is not supported, or a weight file is damaged or truncated; loads no weights."""
     folder = _model_folder(path)
     config = read_model_config(folder)
     without_quantisation(config, folder)
     proven_plan(config, folder)
     WeightFiles(folder)
-
-
-def is_on_meta(model: PreTrainedModel) -> bool:
-    """Return whether a model's parameters have not been read yet."""
-    return next(model.parameters()).is_meta
 
 
 def _load(
@@ -256,15 +238,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokens(model: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a model's vocabulary contains its end tokens, so that responses can end.
+    """Raise UserError if a model's responses could not end, or its chat template is invalid.
 
-    Args:
-        model: A Hugging Face directory.
-        tokenizer: The tokenizer of the run.
-
-    Raises:
-        UserError: The tokenizer, config.json or generation_config.json names an end token outside the model's vocabulary, or the chat
-            template is invalid.
+    The end tokens of the run's tokenizer, config.json and generation_config.json must be in the model's vocabulary.
     """
     folder = _model_folder(model)
     config, path, settings = read_model_config(folder), folder / "generation_config.json", None
@@ -309,27 +285,9 @@ def _model_folder(path: str | Path, with_weights: bool = False) -> Path:
 def read_model_config(path: str | Path) -> Any:
     """Read a model's config.json, without weights. Raises UserError as `load_decoder`."""
     folder = _model_folder(path)
-    check_sizes(folder / "config.json")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
-    if random := still(config):
-        logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
-    return config
-
-
-def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file of a model's folder. Raises UserError for anything else."""
-    found = read_json(path, most_bytes, finite=False)
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds no object; copy the whole model")
-    return found
-
-
-def check_sizes(path: Path) -> None:
-    """Raise UserError, with file and key, for invalid or inconsistent sizes in a config.json. Builds no model."""
+    path = folder / "config.json"
     whole = read_object(path)
+    # Invalid or inconsistent sizes of the model or of its parts are refused before a model is built.
     for about in (
         whole,
         *(part for part in whole.values() if isinstance(part, dict) and {"hidden_size", "rope_theta"} & set(part)),
@@ -356,6 +314,21 @@ def check_sizes(path: Path) -> None:
             raise UserError(
                 f"model: {path}: num_attention_heads {heads} does not divide hidden_size {about['hidden_size']}"
             )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
+    if random := still(config):
+        logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
+    return config
+
+
+def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's folder. Raises UserError for anything else."""
+    found = read_json(path, most_bytes, finite=False)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no object; copy the whole model")
+    return found
 
 
 def named_error(error: BaseException) -> str:

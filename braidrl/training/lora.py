@@ -12,6 +12,7 @@ W (out, in) ──64 at a time──▶ NormalFloat codes, two per byte, and a s
 import json
 import logging
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,13 +42,12 @@ BYTES_PER_WEIGHT = 0.5 + torch.float32.itemsize / BLOCK
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def import_peft() -> Any:
-    """Import peft. Raises UserError if it is not installed."""
+def import_optional(package: str, key: str, extra: str) -> Any:
+    """Import peft or bitsandbytes. Raises UserError, naming the configuration `key` that needs it, if it is not installed."""
     try:
-        import peft
+        return import_module(package)
     except ImportError as error:
-        raise UserError("lora needs peft; install it by `pip install 'braidrl[lora]'`") from error
-    return peft
+        raise UserError(f"{key} needs {package}; install it by `pip install 'braidrl[{extra}]'`") from error
 
 
 def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
@@ -55,7 +55,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
 
     The same seed gives the same adapters in every process. Raises UserError for a target that the model lacks.
     """
-    peft = import_peft()
+    peft = import_optional("peft", "lora", "lora")
     linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
     for target in lora.targets:
         if target not in linear:
@@ -80,7 +80,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
 
 def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:
     """Return peft's configuration; with `head`, the scalar head is trained in full."""
-    return import_peft().LoraConfig(
+    return import_optional("peft", "lora", "lora").LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), bias="none",
         base_model_name_or_path=str(model) if model else None, task_type="SEQ_CLS" if head else "CAUSAL_LM",
         modules_to_save=["score"] if head else None,
@@ -106,15 +106,6 @@ def adapters_of(named: Mapping[str, T]) -> dict[str, T]:
     return {PREFIX + name.replace(f".{NAME}.", "."): value for name, value in named.items() if is_adapter(name)}
 
 
-def import_bitsandbytes(key: str) -> Any:
-    """Import bitsandbytes. Raises UserError, naming the configuration `key` that needs it, if it is not installed."""
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise UserError(f"{key} needs bitsandbytes; install it by `pip install 'braidrl[bits]'`") from error
-    return bitsandbytes
-
-
 class FourBitLinear(nn.Module):
     """A linear layer with a frozen 4-bit weight; only its input gets a gradient."""
 
@@ -124,7 +115,7 @@ class FourBitLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         """Quantize a layer's float32 or bfloat16 weight; keep its bias."""
         super().__init__()
-        functional = import_bitsandbytes("lora.base_dtype").functional
+        functional = import_optional("bitsandbytes", "lora.base_dtype", "bits").functional
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
         codes, state = functional.quantize_4bit(linear.weight.detach(), blocksize=BLOCK, quant_type=KIND)

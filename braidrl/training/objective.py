@@ -14,7 +14,7 @@ All tensors are flat over the A action tokens of a micro-batch;
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,12 +36,10 @@ class Likelihood:
     name: str
     coefficient: float
     loss: Entry
+    denominator: str
+    """The global count that the sum is divided by: `ptx_tokens` or `positive_tokens`."""
     entropy_coef: float = 0.0
     whole_groups: bool = False
-
-    @property
-    def denominator(self) -> str:
-        return f"{self.name}_tokens"
 
     def select(self, rows: Rows) -> Rows:
         """Return the rows of this term. Pre-training texts become separate rows, in which every token but the first is predicted."""
@@ -82,7 +80,11 @@ class Objective:
     loss: Entry
     settings: Mapping[str, Any]
     aggregation: Entry
-    aggregation_settings: Mapping[str, Any] = field(default_factory=dict)
+    aggregation_settings: Mapping[str, Any]
+    denominator: str
+    """The global count that the sums are divided by: tokens, rows or groups."""
+    whole_groups: bool
+    """Whether the loss compares rows of a group, which must then share a micro-batch."""
     old: str = "self"
     kl: Mapping[str, Any] | None = None
     entropy_coef: float = 0.0
@@ -91,14 +93,9 @@ class Objective:
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
-        """Resolve the parameters of a role's `update` stage.
+        """Resolve the parameters of a role's `update` stage: loss, aggregate, kl and so on, by name or with settings.
 
-        Args:
-            role: The trained role.
-            params: Parameters of `Role.update`: loss, aggregate, kl and so on, by name or with settings.
-
-        Raises:
-            UserError: A name is not registered.
+        Raises UserError for a name that is not registered.
         """
         params = {"aggregate": "token-mean", **params}
         chosen: dict[str, dict[str, Any]] = {}
@@ -106,41 +103,26 @@ class Objective:
             if key in params:
                 chosen[key] = {"name": params[key]} if isinstance(params[key], str) else dict(params[key])
         auxiliary = [
-            Likelihood(name, coefficient, registry.losses[loss])
+            Likelihood(name, coefficient, registry.losses[loss], f"{name}_tokens")
             for name, loss in (("ptx", "ptx"), ("positive", "sft"))
             if (coefficient := params.get(f"{name}_coef", 0.0))
         ]
-        loss_settings, aggregate = chosen["loss"], chosen["aggregate"]
+        loss = entry_of(registry.losses, chosen["loss"].pop("name"))
+        aggregation = entry_of(registry.aggregations, chosen["aggregate"].pop("name"))
         return Objective(
-            role, entry_of(registry.losses, loss_settings.pop("name")), loss_settings,
-            entry_of(registry.aggregations, aggregate.pop("name")), aggregate,
+            role, loss, chosen["loss"], aggregation, chosen["aggregate"], aggregation.denominator, loss.needs.whole_groups,
             params.get("old", "self"), chosen.get("kl"), params.get("entropy_coef", 0.0), chosen.get("correction"),
             tuple(auxiliary),
         )  # fmt: skip
-
-    @property
-    def denominator(self) -> str:
-        """Return the global count that the sums are divided by: tokens, rows or groups."""
-        return self.aggregation.denominator
 
     @property
     def denominators(self) -> tuple[str, ...]:
         """Return the names of all global counts that `optim_step` needs, with those of auxiliary terms."""
         return (self.denominator, *(term.denominator for term in self.auxiliary))
 
-    @property
-    def whole_groups(self) -> bool:
-        """Return whether the loss compares rows of a group, which must then share a micro-batch."""
-        return self.loss.needs.whole_groups
-
     def select(self, rows: Rows) -> Rows:
         """Return the rows that take part in this loss."""
         return trained_rows(rows)
-
-    def passes(self, rows: Rows) -> list[Rows]:
-        """Return the rows of each forward pass: one for this loss and one per auxiliary term."""
-        terms: tuple[Objective | Likelihood, ...] = (self, *self.auxiliary)
-        return [term.select(rows) for term in terms] if len(rows) else []
 
     def sums(
         self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
@@ -283,10 +265,7 @@ class UpdateCounts:
 def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:
     """Describe the tokens of a micro-batch with a non-finite prediction or column; its rows if there are none.
 
-    Args:
-        rows: The micro-batch.
-        offsets: (B + 1,) int64, the start of each row's action tokens.
-        predicted: The model's predictions.
+    `offsets` (B + 1,) int64 are the starts of each row's action tokens.
     """
     count, found = int(offsets[-1]), []
     columns = [name for name, column in rows.items() if isinstance(column, Tensor | Ragged)]

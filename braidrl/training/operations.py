@@ -55,13 +55,7 @@ class MatrixSizes(NamedTuple):
 
     @staticmethod
     def of(sizes: ModelSizes, parameters: int, scalar: bool) -> "MatrixSizes":
-        """Return the sizes of a model.
-
-        Args:
-            sizes: The sizes in its configuration.
-            parameters: All of its parameters, tied ones once.
-            scalar: True for a critic or a reward model.
-        """
+        """Return the sizes of a model with so many parameters, tied ones counted once; `scalar` for a critic or a reward model."""
         embedding, layers = sizes.vocab_size * sizes.hidden_size, sizes.num_hidden_layers
         head = 0 if scalar else embedding
         looked_up = 0 if sizes.tie_word_embeddings and not scalar else embedding
@@ -97,13 +91,9 @@ def forward_operations(sizes: MatrixSizes, counts: TokenCounts) -> float:
 
 
 def decoding_bytes(sizes: MatrixSizes, element_bytes: int, steps: float, seen: float) -> float:
-    """Return the bytes that decoding reads.
+    """Return the bytes that decoding reads, with `element_bytes` per element of weights, keys and values.
 
-    Args:
-        sizes: The model's sizes.
-        element_bytes: Bytes per element of weights, keys and values.
-        steps: Decode steps; each reads all weights once.
-        seen: Tokens whose keys and values are read, summed over rows and steps.
+    Each of the `steps` reads all weights once; `seen` tokens' keys and values are read, summed over rows and steps.
     """
     return element_bytes * (steps * (sizes.body + sizes.head) + seen * sizes.cached)
 
@@ -116,12 +106,9 @@ class Decoding(NamedTuple):
 
 
 def decoding(responses: npt.NDArray[np.int64], slots: int, multiple: int = 1) -> Decoding:
-    """Simulate continuous batching of responses in `slots` slots.
+    """Simulate continuous batching in `slots` slots, refilled in the order of the response lengths (R,).
 
-    Args:
-        responses: Response lengths (R,) in the order in which rows start.
-        slots: Rows decoded at once; free slots are refilled.
-        multiple: Each step computes a multiple of this many rows.
+    Each step computes a multiple of `multiple` rows.
     """
     busy: list[int] = []
     ends: list[int] = []
@@ -148,11 +135,9 @@ class DeviceRates:
 
 
 def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
-    """Return the peak rates of this process; None for an unknown CUDA device, and for a CPU without a measurement.
+    """Return the peak rates of this process, which uses `threads` cores on a CPU.
 
-    Args:
-        device: The device of the process.
-        threads: The number of cores that it uses on a CPU.
+    None for an unknown CUDA device, and for a CPU without a measurement.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
@@ -170,7 +155,10 @@ def kept_rates() -> DeviceRates | None:
     if not path.is_file():
         return None
     known = json.loads(path.read_text())
-    return DeviceRates(known["operations"], known["bandwidth"]) if known["machine"] == machine() else None
+    # Machines may share a home folder.
+    if known["machine"] != [usable_cores(), *processor().values()]:
+        return None
+    return DeviceRates(known["operations"], known["bandwidth"])
 
 
 def keep_rates(rates: DeviceRates) -> DeviceRates:
@@ -183,7 +171,11 @@ def keep_rates(rates: DeviceRates) -> DeviceRates:
         operations = {name: max(rate, earlier.operations.get(name, 0.0)) for name, rate in rates.operations.items()}
         rates = DeviceRates(operations, max(rates.bandwidth, earlier.bandwidth))
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {"machine": machine(), "operations": dict(rates.operations), "bandwidth": rates.bandwidth}
+    known = {
+        "machine": [usable_cores(), *processor().values()],
+        "operations": dict(rates.operations),
+        "bandwidth": rates.bandwidth,
+    }
     with whole_file(path) as unfinished:
         unfinished.write_text(json.dumps(known, indent=1))
     return rates
@@ -194,20 +186,10 @@ def rates_file() -> Path:
     return Path(os.environ.get("BRAID_RATES") or cache_folder() / "rates.json")
 
 
-def machine() -> list[Any]:
-    """Return an identifier that distinguishes machines with a shared home folder."""
-    return [usable_cores(), *processor().values()]
-
-
 def measured_rates(side: int = SIDE, numbers: int = NUMBERS) -> DeviceRates:
-    """Measure the rates of all torch threads together.
+    """Measure all torch threads together: operations per second of the faster of torch's two libraries by dtype, and bytes per second.
 
-    Args:
-        side: Rows of the square matrices that are multiplied.
-        numbers: float32 elements that are read.
-
-    Returns:
-        Operations per second of the faster of torch's two libraries by dtype, and bytes per second of a sum over memory.
+    Square matrices of `side` rows are multiplied, and `numbers` float32 elements are read.
     """
     found = {}
     for name in DTYPES:

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
-from braidrl.training.lora import import_bitsandbytes
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.lora import import_optional
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.shards import local_shard, shard_of
 
 MASTER_BYTES = 4
@@ -56,7 +56,7 @@ def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch
 
     Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Parameters of fewer than 4,096 numbers keep moments in float32.
     """
-    base: Any = import_bitsandbytes("trainer.optimizer=adamw8bit").optim.AdamW8bit
+    base: Any = import_optional("bitsandbytes", "trainer.optimizer=adamw8bit", "bits").optim.AdamW8bit
 
     class AdamW8bit(base):
         """AdamW8bit with step counts as tensors, as in torch's optimizers, so that checkpoints contain them."""
@@ -152,23 +152,13 @@ class MasterOptimizer:
     def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
         """Initialise master copies from the saved weights, before rounding to the model's dtype.
 
-        A master that starts on a rounded weight must move half a rounding step before the weight changes.
-
-        Args:
-            names: The names of the given parameters, in order.
-            files: The model's full tensors by name in saved precision; missing ones are skipped.
+        A master that starts on a rounded weight must move half a rounding step before the weight changes. `names` are those of the given
+        parameters, in order; `files` holds full tensors in saved precision, of which some may be missing.
         """
         named = [name for name, number in zip(names, self.numbers, strict=True) if number in self.by_number]
         for name, parameter, master in zip(named, self.parameters, self.masters, strict=True):
             if parameter.dtype != master.dtype and name in files:
                 master.copy_(shard_of(files[name], parameter))
-
-    def backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Accumulate the gradients of loss sums, one scalar per denominator."""
-        names = [name for name, loss in losses.items() if loss.requires_grad]
-        for name in names:
-            self.collect(name)
-            losses[name].backward(retain_graph=name != names[-1])
 
     def collect(self, name: str) -> None:
         """Direct the gradients of later backward passes to this denominator's sum."""

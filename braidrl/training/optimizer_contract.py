@@ -28,12 +28,7 @@ class OptimizerUnderTest:
     learning_rate: float = 1e-2
 
     def make(self, *weights: Tensor, **trainer: Any) -> MasterOptimizer:
-        """Return the optimizer of a model with these weights, as a run makes it.
-
-        Args:
-            weights: Tensors of any shape and dtype, which are copied.
-            trainer: Further settings of `trainer`.
-        """
+        """Return the optimizer of a model with copies of these weights, as a run makes it with further settings of `trainer`."""
         settings = {"optimizer": self.name, "optimizer_settings": dict(self.settings), "max_grad_norm": None, **trainer}
         config = TrainerConfig(learning_rate=self.learning_rate, **settings)
         check_optimizer(config)
@@ -50,7 +45,8 @@ def train(optimizer: MasterOptimizer, iterations: Sequence[int], scale: float = 
     """Step on half the sum of squares, times `scale`, once for each iteration; return the weights afterwards."""
     for iteration in iterations:
         loss = sum((0.5 * scale * (p.double() ** 2).sum() for p in optimizer.parameters), torch.zeros(()).double())
-        optimizer.backward({"tokens": loss})
+        optimizer.collect("tokens")
+        loss.backward()
         optimizer.step({"tokens": 1.0}, iteration)
     return [p.detach().clone() for p in optimizer.parameters]
 

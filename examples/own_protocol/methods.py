@@ -11,7 +11,7 @@ from typing import Any
 
 from braidrl.data.rows import Column, Rows
 from braidrl.runtimes.hybrid.protocols import DivisibleTable, Mesh, RankCalls, TransferProtocol, register
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 
 
 def in_turn(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
@@ -32,7 +32,7 @@ IN_TURN = TransferProtocol("IN_TURN", in_turn, back_in_turn)
 class Surprise:
     """Methods added to each of the actor's workers."""
 
-    def __init__(self, worker: DecoderWorker) -> None:
+    def __init__(self, worker: RoleWorker) -> None:
         self.worker = worker
 
     @register(protocol=IN_TURN, reads=("tokens", "action_mask", "sequence_lengths"), writes=("surprise",))

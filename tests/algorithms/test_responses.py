@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.algorithms.ragged import Ragged
-from braidrl.algorithms.responses import join_response
+from braidrl.algorithms.ragged import Ragged, join_response
 
 ids = st.lists(st.integers(0, 99), max_size=5)
 

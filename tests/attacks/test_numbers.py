@@ -121,6 +121,7 @@ def test_a_huge_learning_rate_is_noticed_by_the_step_that_uses_it(tmp_path: Path
     optimizer = MasterOptimizer(
         [parameter], TrainerConfig(learning_rate=1.0, optimizer="sgd", max_grad_norm=None), 3e38
     )
-    optimizer.backward({"rows": (parameter * 9.0).sum()})
+    optimizer.collect("rows")
+    (parameter * 9.0).sum().backward()
     with pytest.raises(UserError, match="weights are infinite or NaN"):
         optimizer.step({"rows": 1.0}, 1)

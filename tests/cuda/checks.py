@@ -37,7 +37,7 @@ from braidrl.training.decoders.body import PACKED
 from braidrl.training.decoders.proof import Twin
 from braidrl.training.decoders.proven import best_plan
 from braidrl.training.memory.offload import OffloadableTensors
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.shards import empty, full_parts, occupy, storages
 from tests.cuda.allowed import DOUBLES, WAITS
@@ -155,14 +155,14 @@ def test_the_type_by_default_is_bfloat16_with_masters_of_float32(
     folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(folder, "grpo", device="cuda", output=str(tmp_path))
-    worker = DecoderWorker("actor", config, train=True)
+    worker = RoleWorker("actor", config, train=True)
     assert worker.optimizer is not None
     assert {p.dtype for p in worker.model.parameters()} == {torch.bfloat16}
     assert {m.dtype for m in worker.optimizer.masters} == {torch.float32} and worker.optimizer.masters[0].is_cuda
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "V100")
-    assert DecoderWorker("actor", config, train=True).dtype == torch.float32
+    assert RoleWorker("actor", config, train=True).dtype == torch.float32
     with pytest.raises(UserError, match=r"dtype=bfloat16: V100 does not compute in it; write dtype=float32"):
         run(folder, tmp_path)
 

@@ -25,7 +25,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.step_metrics import GAP, GapWatch
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from tests.engines.served import vllm_python
 from tests.invariants.traces import assert_same_weights
 from tests.tiny import SIZES, TOKENIZER, Workshop, recorded, weights_of

@@ -20,7 +20,7 @@ from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.file import WeightFile, WeightWriter, stored_in_memory
 from braidrl.weights.publisher import ModelWeights
 from braidrl.weights.shards import weight_parts

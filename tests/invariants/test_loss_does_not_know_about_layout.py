@@ -16,7 +16,7 @@ from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.objective import Objective, denominators, with_group_tokens
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from tests.tiny import MODELS, TOKENIZER, settings
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -87,7 +87,7 @@ def config_of(folder: Path, model: Path, max_tokens: int, **trainer: Any) -> Con
 
 def update(config: Config, params: dict[str, Any], portions: list[Rows]) -> Result:
     """Take one optimizer step whose rows are fed in portions."""
-    worker = DecoderWorker("actor", config, train=True)
+    worker = RoleWorker("actor", config, train=True)
     assert worker.optimizer is not None
     objective, sums, losses = Objective.of("actor", params), Sums(), dict[str, float]()
     for rows in portions:

@@ -25,7 +25,7 @@ from braidrl.runtimes.generating.generation import sampling_of
 from braidrl.runtimes.run import train
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.in_place import EngineWeights
 from tests.engines.tiny import make_model
 from tests.recipes.tiny import make_config, write_data, write_decoder
@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def worker_of(folder: Path) -> DecoderWorker:
-    return DecoderWorker("actor", make_config(folder, "grpo", dtype="float64"), train=True)
+def worker_of(folder: Path) -> RoleWorker:
+    return RoleWorker("actor", make_config(folder, "grpo", dtype="float64"), train=True)
 
 
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])

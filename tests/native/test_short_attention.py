@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from braidrl.native.building import library
-from braidrl.native.kernels import LONGEST, attend_short, kernel_fits
+from braidrl.native.kernels import LONGEST, attend_short
 from braidrl.training.compute.attention import COMPILED, PackedSequences
 from braidrl.training.compute.cpu_layers import compile_layers
 from tests.training.compute.test_attention import models
@@ -64,7 +64,6 @@ def test_the_kernel_computes_the_formula_and_its_gradients(
     lengths: list[int], heads: int, key_heads: int, width: int, window: int | None, dtype: torch.dtype
 ) -> None:
     states = states_of(lengths, heads, key_heads, width, dtype)
-    assert kernel_fits(max(lengths), *states)
     output = attend_short(*states, offsets_of(lengths), max(lengths), SCALING, window)
     weights = torch.randn_like(output)
     plain = [each.detach().double().requires_grad_() for each in states]
@@ -108,11 +107,14 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 def test_what_the_kernel_does_not_compute_goes_to_torch() -> None:
     states = states_of([5], 2, 2, 8, torch.float32)
-    assert kernel_fits(5, *states)
-    assert not kernel_fits(LONGEST + 1, *states)
-    assert not kernel_fits(5, *(each.double() for each in states))
-    assert not kernel_fits(5, states[0].double(), *states[1:])
-    assert not kernel_fits(5, *(each.detach().transpose(1, 2) for each in states))
+    offsets, with_doubles = offsets_of([5]), [each.double() for each in states]
+    assert attend_short(*states, offsets, 5, SCALING, None) is not None
+    assert attend_short(*states, offsets, LONGEST + 1, SCALING, None) is None
+    for other in (
+        with_doubles, [with_doubles[0], *states[1:]], [*states[:2], with_doubles[2]],
+        [each.detach().transpose(1, 2) for each in states],
+    ):  # fmt: skip
+        assert attend_short(*other, offsets, 5, SCALING, None) is None
 
 
 def test_a_compiled_model_attends_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -503,7 +503,7 @@ def test_a_conversations_tokens_equal_its_incremental_tokenization(write: Write)
 
 
 def test_rows_train_on_the_turns_of_the_assistant_alone(write: Write) -> None:
-    from braidrl.algorithms.responses import join_response
+    from braidrl.algorithms.ragged import join_response
 
     path = write([{"messages": CONVERSATION}, {"prompt": "a", "response": "b"}])
     rows = as_rows(PromptLoader([load(path, llama(), responses=True)], shuffle=False).peek(range(2)), 1)

@@ -16,7 +16,7 @@ from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.optimizer import MasterOptimizer
 from braidrl.training.optimizer_contract import train
 from braidrl.training.roles.checkpoint import full_state_dict
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
 from tests.training.parallel.laid_out import config_of
 
@@ -45,7 +45,7 @@ def test_quantized_role_matches_counted_memory_and_exports_base_and_adapters(wor
     config = config_of(str(workshop.model), None, "float32")
     lora = LoraConfig(**LORA)
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": lora})})
-    worker = DecoderWorker("actor", config, train=True)
+    worker = RoleWorker("actor", config, train=True)
     held = sum(t.nbytes for t in (*worker.model.parameters(), *worker.model.buffers()) if t.dim() > 1 or t.numel() > 4)
     counted = resident_bytes(model_shape(workshop.model, torch.float32, lora=lora), trained=True)["weights"]
     assert counted == pytest.approx(held, rel=0.01)

@@ -14,7 +14,7 @@ from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from tests.recipes.tiny import make_config, write_decoder
 from tests.training.roles.test_scalar import random_rows
 
@@ -34,9 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_worker(folder: Path, max_tokens: int = 4096) -> DecoderWorker:
+def make_worker(folder: Path, max_tokens: int = 4096) -> RoleWorker:
     changes = {"trainer__max_tokens_per_device": max_tokens, "trainer__max_grad_norm": None}
-    return DecoderWorker("actor", make_config(folder, "grpo", dtype="float64", **changes), train=True)
+    return RoleWorker("actor", make_config(folder, "grpo", dtype="float64", **changes), train=True)
 
 
 def make_rows(seed: int = 0) -> Rows:
@@ -54,7 +54,7 @@ def make_rows(seed: int = 0) -> Rows:
     )
 
 
-def log_probs_of(worker: DecoderWorker, tokens: list[int], first: int) -> torch.Tensor:
+def log_probs_of(worker: RoleWorker, tokens: list[int], first: int) -> torch.Tensor:
     """Return log π of tokens `first`, first + 1, ... of one sequence, with gradient."""
     rows = random_rows(1).with_columns(
         {

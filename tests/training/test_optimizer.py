@@ -31,6 +31,13 @@ def make(p: nn.Parameter, **given: Any) -> MasterOptimizer:
     return MasterOptimizer([p], config, config.learning_rate)
 
 
+def backward(optimizer: MasterOptimizer, losses: dict[str, torch.Tensor]) -> None:
+    """Add the gradients of loss sums, one scalar per denominator."""
+    for name, loss in losses.items():
+        optimizer.collect(name)
+        loss.backward(retain_graph=True)
+
+
 def gradient(optimizer: MasterOptimizer, p: nn.Parameter) -> torch.Tensor:
     """Return the gradient of AdamW's first step, whose first moment is (1 − β₁) times it."""
     return optimizer.optimizer.state[optimizer.masters[0]]["exp_avg"] / (1 - optimizer.config.betas[0])
@@ -39,8 +46,8 @@ def gradient(optimizer: MasterOptimizer, p: nn.Parameter) -> torch.Tensor:
 def test_each_sum_is_divided_by_its_count_for_any_accumulation() -> None:
     p = parameter(1.0, 2.0)
     optimizer = make(p)
-    optimizer.backward({"tokens": (p * torch.tensor([3.0, 5.0])).sum(), "rows": p.sum()})
-    optimizer.backward({"tokens": p[0] * 9.0})
+    backward(optimizer, {"tokens": (p * torch.tensor([3.0, 5.0])).sum(), "rows": p.sum()})
+    backward(optimizer, {"tokens": p[0] * 9.0})
     norm = optimizer.step({"tokens": 4.0, "rows": 2.0}, 1)
     expected = torch.tensor([12 / 4 + 1 / 2, 5 / 4 + 1 / 2], dtype=torch.float64)
     torch.testing.assert_close(gradient(optimizer, p), expected)
@@ -51,14 +58,14 @@ def test_each_sum_is_divided_by_its_count_for_any_accumulation() -> None:
 def test_zero_count_skips_its_sum_and_all_zero_counts_skip_the_update() -> None:
     p = parameter(1.0)
     optimizer = make(p)
-    optimizer.backward({"tokens": 2 * p.sum(), "groups": 100 * p.sum()})
+    backward(optimizer, {"tokens": 2 * p.sum(), "groups": 100 * p.sum()})
     optimizer.step({"tokens": 1.0, "groups": 0.0}, 1)
     assert gradient(optimizer, p).item() == pytest.approx(2.0)
     before = p.detach().clone()
-    optimizer.backward({"tokens": 7 * p.sum()})
+    backward(optimizer, {"tokens": 7 * p.sum()})
     assert optimizer.step({"tokens": 0.0}, 2) is None
     assert torch.equal(p, before) and optimizer.steps == 1
-    optimizer.backward({"tokens": p.sum()})
+    backward(optimizer, {"tokens": p.sum()})
     assert optimizer.step({"tokens": 1.0}, 2) == pytest.approx(1.0), "a skipped step is not applied later"
 
 
@@ -67,11 +74,11 @@ def test_bfloat16_weights_near_one_move_at_learning_rate_1e_6() -> None:
     optimizer = make(p, learning_rate=1e-6)
     assert (torch.tensor(1.0) - 1e-6).bfloat16() == 1.0, "without a master a bfloat16 weight would not change"
     for iteration in range(1, 6):
-        optimizer.backward({"tokens": p.sum()})
+        backward(optimizer, {"tokens": p.sum()})
         optimizer.step({"tokens": 1.0}, iteration)
     torch.testing.assert_close(optimizer.masters[0].detach(), torch.tensor([1 - 5e-6, -1 - 5e-6]), rtol=0, atol=5e-7)
     for iteration in range(6, 4101):
-        optimizer.backward({"tokens": p.sum()})
+        backward(optimizer, {"tokens": p.sum()})
         optimizer.step({"tokens": 1.0}, iteration)
     assert p[0] < 1.0, "many small steps change the weights of the forward pass"
 
@@ -79,7 +86,7 @@ def test_bfloat16_weights_near_one_move_at_learning_rate_1e_6() -> None:
 def test_clipping_scales_the_whole_gradient_and_reports_the_norm_before() -> None:
     p = parameter(0.0, 0.0)
     optimizer = make(p, max_grad_norm=1.0)
-    optimizer.backward({"tokens": (p * torch.tensor([30.0, 40.0])).sum()})
+    backward(optimizer, {"tokens": (p * torch.tensor([30.0, 40.0])).sum()})
     assert optimizer.step({"tokens": 10.0}, 1) == pytest.approx(5.0)
     torch.testing.assert_close(gradient(optimizer, p), torch.tensor([0.6, 0.8], dtype=torch.float64), rtol=1e-5, atol=0)
 
@@ -88,11 +95,11 @@ def test_clipping_scales_the_whole_gradient_and_reports_the_norm_before() -> Non
 def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
     p = parameter(1.0)
     optimizer = make(p)
-    optimizer.backward({"tokens": p.sum() * value})
+    backward(optimizer, {"tokens": p.sum() * value})
     norm = optimizer.step({"tokens": 1.0}, 1)
     assert norm is not None and not math.isfinite(norm)
     assert p.item() == 1.0 and optimizer.steps == 0
-    optimizer.backward({"tokens": p.sum()})
+    backward(optimizer, {"tokens": p.sum()})
     assert optimizer.step({"tokens": 1.0}, 1) == pytest.approx(1.0)
 
 
@@ -110,7 +117,7 @@ def test_schedules_warm_up_and_decay_until_the_last_step() -> None:
 def test_an_optimizer_step_uses_its_iterations_learning_rate() -> None:
     p = parameter(1.0)
     optimizer = make(p, learning_rate=0.4, warmup_steps=4, steps=10)
-    optimizer.backward({"tokens": p.sum()})
+    backward(optimizer, {"tokens": p.sum()})
     optimizer.step({"tokens": 1.0}, 1)
     assert p.item() == pytest.approx(1 - 0.1), "AdamW's first step is the rate itself"
 
@@ -119,7 +126,7 @@ def test_an_optimizer_step_uses_its_iterations_learning_rate() -> None:
 def test_restored_optimizer_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     def train(optimizer: MasterOptimizer, p: nn.Parameter, iterations: range) -> None:
         for iteration in iterations:
-            optimizer.backward({"tokens": (p.double() ** 2 * iteration).sum()})
+            backward(optimizer, {"tokens": (p.double() ** 2 * iteration).sum()})
             optimizer.step({"tokens": 3.0}, iteration)
 
     whole = parameter(0.3, -2.0, dtype=dtype)
@@ -139,7 +146,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     frozen, p = parameter(1.0), parameter(1.0)
     frozen.requires_grad_(False)
     optimizer = MasterOptimizer([frozen, p], trainer(), 0.1)
-    optimizer.backward({"tokens": (frozen * p).sum()})
+    backward(optimizer, {"tokens": (frozen * p).sum()})
     optimizer.step({"tokens": 1.0}, 1)
     assert frozen.item() == 1.0 and p.item() != 1.0
 
@@ -147,7 +154,7 @@ def test_frozen_parameters_are_left_alone() -> None:
 def test_unused_optimizer_and_weights_are_garbage_collected() -> None:
     p = parameter(1.0)
     optimizer = make(p)
-    optimizer.backward({"tokens": p.sum()})
+    backward(optimizer, {"tokens": p.sum()})
     optimizer.step({"tokens": 1.0}, 1)
     left = [ref(optimizer), ref(p)]
     del optimizer, p
@@ -168,7 +175,7 @@ def test_optimizers_keep_the_contract(
 def test_optimizer_state_that_cannot_be_sharded_is_refused() -> None:
     p = parameter(1.0, 2.0)
     optimizer = make(p, optimizer="torch.optim:NAdam")
-    optimizer.backward({"tokens": p.sum()})
+    backward(optimizer, {"tokens": p.sum()})
     optimizer.step({"tokens": 1.0}, 1)
     optimizer.optimizer.state[optimizer.masters[0]]["history"] = [1.0]
     with pytest.raises(

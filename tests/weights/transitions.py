@@ -12,9 +12,9 @@ from braidrl.cluster.process_groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import EngineSpec
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.checkpoint import full_state_dict
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.shards import Parts, local_shard, weight_parts
@@ -44,7 +44,7 @@ def transition(
 ) -> Any:
     world.at(f"{training} {grouping}")
     config = config_of(model, training, "float32" if vllm else "float64")
-    worker = DecoderWorker("actor", config, True, DataParallel(world.group, world))
+    worker = RoleWorker("actor", config, True, DataParallel(world.group, world))
     layout = GenerationLayout(pipeline, tensor, grouping)  # type: ignore[arg-type]
     resolved = worker.config.trainer.layout.resolve(world.size)
     layout.check(resolved, world.size)

@@ -23,7 +23,7 @@ from braidrl.cluster.process_groups import subgroup
 from braidrl.errors import UserError
 from braidrl.native.linear import product
 from braidrl.training.decoders.body import RECEIVED, body_of
-from braidrl.training.loading import is_on_meta, load_decoder
+from braidrl.training.loading import load_decoder
 from braidrl.training.parallel.pipeline import PassThrough, split_layers
 from braidrl.training.parallel.tensor import full_plan_of
 from braidrl.weights.boxes import Slices, boxes_of, chunk, pattern_of
@@ -163,7 +163,7 @@ def load_for_decoding(
     boxes = boxes_of(shapes, plan, ranks.rank, ranks.size)
     if pipeline is not None:
         split_layers(model, pipeline.rank(), pipeline.size())
-    if is_on_meta(model):
+    if next(model.parameters()).is_meta:
         ParameterReader(Path(path), model, boxes, ModelFiles(Path(path), model))(model)
     else:
         # Keep this rank's slices of a full model's parameters; tied tensors stay tied.

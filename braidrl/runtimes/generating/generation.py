@@ -45,7 +45,7 @@ from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.publisher import Publisher, TransferVolume
 
 TO_THE_END = "to_the_end"

@@ -31,7 +31,7 @@ from braidrl.runtimes.hybrid.handles import Part
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.prepare.setup import Prepared, rule_rewards, set_up_torch, with_data, without_data
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 
 Meeting = tuple[str, int, str]
 """Host and port of a store, and the key prefix of the ranks that use it."""

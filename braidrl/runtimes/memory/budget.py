@@ -16,11 +16,9 @@ from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,
     cache_bytes,
-    gathered_bytes,
-    logits_bytes,
-    message_bytes,
     model_shape,
     resident_bytes,
+    working_bytes,
 )
 from braidrl.training.optimizer import MASTER_BYTES, moment_bytes
 from braidrl.training.role_settings import DTYPES, inference_layouts, merges_adapters, settings_of, slots_of
@@ -99,31 +97,15 @@ def role_memory(
             resident[ENGINE] = engine.shape.parameters * engine.shape.element_bytes // engine.divisor
         whole = cache_bytes(engine.shape.config, engine.shape.element_bytes, engine.slots, engine.tokens)
         resident[CACHE] = whole // engine.divisor
+    uses = [use] if use.computes else []
+    if use.computes and use.inference is not None:
+        uses.append(replace(use, shape=use.plain, layout=use.inference, trained=False, inference=None))
     working: dict[str, int] = {}
-    if use.computes:
-        working = working_bytes(use, activations)
-        if use.inference is not None:
-            copy = replace(use, shape=use.plain, layout=use.inference, trained=False, inference=None)
-            inferring = working_bytes(copy, activations)
-            working = {part: max(working.get(part, 0), inferring.get(part, 0)) for part in {**working, **inferring}}
+    for each in uses:
+        saved = activations(each.shape, each.tokens, each.checkpointing, each.layout) if each.trained else 0
+        needed = working_bytes(each.shape, each.layout, each.tokens, each.trained, saved, each.scalar)
+        working = {part: max(working.get(part, 0), needed.get(part, 0)) for part in {**working, **needed}}
     return resident, working
-
-
-def working_bytes(use: Deployment, activations: ActivationBytes) -> dict[str, int]:
-    """Return the bytes, beside the resident ones, of computing a micro-batch, by part."""
-    shape, layout, tokens = use.shape, use.layout, use.tokens
-    working: dict[str, int] = {}
-    if gathered := gathered_bytes(shape, layout):
-        working["weights gathered"] = gathered
-    if messages := message_bytes(shape, tokens, use.trained, layout):
-        working["messages between pipeline ranks"] = messages
-    if shape.four_bit:
-        working["weights of a layer"] = shape.layer_parameters * shape.element_bytes
-    if use.trained:
-        working["activations"] = activations(shape, tokens, use.checkpointing, layout)
-    if not use.scalar:
-        working["logits"] = logits_bytes(shape, tokens, layout)
-    return working
 
 
 def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:

@@ -36,7 +36,7 @@ from braidrl.training.acceptance import AXES, FILES, HALF, check_accepted
 from braidrl.training.backends import BACKENDS, supported
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.loading import read_model_config, read_object
-from braidrl.training.lora import import_bitsandbytes
+from braidrl.training.lora import import_optional
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.optimizer import check_optimizer
 from braidrl.training.role_settings import inference_layouts, settings_of
@@ -425,7 +425,7 @@ def check_adapters(config: Config, flow: Flow) -> None:
             model_shape(resolved.model, torch.float32, role in flow.scalar_roles, lora)
             if lora.base_dtype:
                 key = f"{resolved.key('lora')}.base_dtype={lora.base_dtype}"
-                import_bitsandbytes(key)
+                import_optional("bitsandbytes", key, "bits")
                 if resolved.dtype == torch.float64:
                     raise UserError(
                         f"{key}: weights of float64 are not kept in 4 bits; write dtype=bfloat16 or float32"

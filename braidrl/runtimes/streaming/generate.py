@@ -33,7 +33,7 @@ from braidrl.runtimes.generating.generation import TO_THE_END, limits_of, reques
 from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile
 

@@ -40,7 +40,7 @@ from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
 from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext, serve_rows
 from braidrl.training.loading import load_tokenizer
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 
 RANKS_LIMIT_S = 600.0
 """Seconds after which ranks give up waiting for another one."""

@@ -29,7 +29,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface
 
-from braidrl.native.kernels import attend_short, kernel_fits
+from braidrl.native.kernels import attend_short
 
 ATTENTION = "braid"
 COMPILED = "compiled_attention"
@@ -180,8 +180,10 @@ class PackedSequences(AttentionContext):
             )  # fmt: skip
             assert isinstance(output, Tensor)
             return output[None, ..., :out]
-        if plain and longest and getattr(module, COMPILED, False) and kernel_fits(longest, query, key, value):
-            return attend_short(query, key, value, self.offsets, longest, scores.scaling, scores.window)[None]
+        if plain and longest and getattr(module, COMPILED, False):
+            compiled = attend_short(query, key, value, self.offsets, longest, scores.scaling, scores.window)
+            if compiled is not None:
+                return compiled[None]
         # Once per length, over the batch of sequences of that length.
         batches = self.in_batches(1)
         sizes = [count * length for count, length in batches.shapes]
@@ -199,13 +201,8 @@ class PackedSequences(AttentionContext):
     ) -> Any:  # fmt: skip
         """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no earlier token.
 
-        Args:
-            module: The mixer.
-            forward: Its forward.
-            given: Its arguments; tensors (1, N, ...) hold the tokens of all sequences.
-            named: Its named arguments, likewise.
-            more: Returns further named arguments of the call for some sequences, given their numbers.
-            multiple: Sequences whose lengths round up to the same multiple of this are one batch, padded to its longest.
+        Tensors (1, N, ...) among its arguments hold the tokens of all sequences. `more` returns further named arguments for the sequences
+        of a batch, given their numbers. Sequences whose lengths round up to one multiple of `multiple` are one batch.
         """
         total, batches = sum(self.lengths), self.in_batches(multiple)
         buckets = batches.shapes
@@ -258,9 +255,8 @@ class PackedSequences(AttentionContext):
 
     def position_ids(self) -> Tensor:
         """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""
-        if not len(self.lengths):
-            return torch.empty((1, 0), dtype=torch.int64, device=self.offsets.device)
-        return torch.cat([torch.arange(length) for length in self.lengths]).to(self.offsets.device)[None]
+        places = torch.cat([torch.arange(length) for length in (0, *self.lengths)])
+        return places.to(self.offsets.device)[None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ separate operations compute the same.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,13 +37,7 @@ class ChunkKernels(NamedTuple):
 
 
 def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs at the targets (C,), log Σ exp of the logits over temperature, and the entropies, in float32.
-
-    Args:
-        logits: (C, V), not divided by the temperature.
-        targets: (C,) int64.
-        temperature: Divides the logits.
-    """
+    """Return log-probs at the targets (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in float32."""
     scaled = logits.float() / temperature
     log_sum = scaled.logsumexp(-1)
     log_softmax = scaled - log_sum[:, None]
@@ -69,11 +63,8 @@ def chunk_gradient(
     return (grad / temperature).to(logits.dtype)
 
 
-@cache
-def compiled_chunks() -> ChunkKernels:
-    """Return both functions under torch.compile, for chunks of any length."""
-    made: list[Any] = [torch.compile(function, dynamic=True) for function in (chunk_statistics, chunk_gradient)]
-    return ChunkKernels(*made)
+compile_once: Callable[[Any], Any] = cache(partial(torch.compile, dynamic=True))
+"""Compiles a function once, for chunks of any length."""
 
 
 def chunk_kernels(weight: Tensor, wanted: bool) -> ChunkKernels | None:
@@ -81,7 +72,7 @@ def chunk_kernels(weight: Tensor, wanted: bool) -> ChunkKernels | None:
     if not wanted or weight.dtype == torch.float64:
         return None
     if weight.is_cuda:
-        return compiled_chunks() if has_triton() else None
+        return ChunkKernels(compile_once(chunk_statistics), compile_once(chunk_gradient)) if has_triton() else None
     return ChunkKernels(statistics, gradient) if has_kernels(weight) else None
 
 
@@ -140,7 +131,12 @@ class _LinearLogProbs(torch.autograd.Function):
                 log_probs[part], log_sums[part], entropy[part] = found
                 continue
             logits = scaled_logits(hidden[part], weight, temperature, dtype, cap)
-            log_sums[part] = vocabulary.log_sum(logits.logsumexp(-1))
+            log_sum = logits.logsumexp(-1)
+            if vocabulary.group is not None:
+                shards = [torch.empty_like(log_sum) for _ in range(vocabulary.group.size())]
+                dist.all_gather(shards, log_sum, group=vocabulary.group)
+                log_sum = torch.stack(shards).logsumexp(0)
+            log_sums[part] = log_sum
             columns, here = vocabulary.columns(targets[part], logits)
             at_target = logits.gather(-1, columns[:, None]).squeeze(-1)
             log_probs[part] = (at_target if here is None else vocabulary.sum(at_target * here)) - log_sums[part]
@@ -200,14 +196,6 @@ class Vocabulary:
         if self.group is not None:
             dist.all_reduce(part, group=self.group)
         return part
-
-    def log_sum(self, own: Tensor) -> Tensor:
-        """Return log Σ exp over the global vocabulary from each rank's local value (C,)."""
-        if self.group is None:
-            return own
-        parts = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(parts, own, group=self.group)
-        return torch.stack(parts).logsumexp(0)
 
     def columns(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local ones, None if all are local."""

@@ -14,6 +14,7 @@ The first token of every response is predicted from the prompt's last position.
 Shapes: N tokens packed, P of a prompt, R of its responses, H query heads, K key/value heads, D head width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -35,6 +36,10 @@ from braidrl.training.compute.attention import (
     attention_weights,
 )
 
+Predict = Callable[..., dict[str, Tensor]]
+"""Computes the predictions of a packed micro-batch by name."""
+OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
+"""Called with a micro-batch's number and predictions; returns the loss for the backward pass, or None."""
 FILLER = 64
 """Length of padding sequences; attention over many short sequences costs less than over a long one."""
 LEAST_SAVED = 0.25

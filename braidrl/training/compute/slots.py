@@ -230,7 +230,7 @@ class MixerCache(Cache):
     def __init__(self, states: Mapping[str, Tensor] | None = None) -> None:
         """Start empty, or continue `states`, which are updated in place."""
         self.layer = LinearAttentionLayer()
-        super().__init__(layers=_EveryNumber([self.layer]))
+        super().__init__(layers=[self.layer] * 1000)  # under each number that a config.json may have
         self._linear: Tensor | None = None
         for name, state in (states or {}).items():
             if name == "linear":
@@ -258,16 +258,6 @@ class MixerCache(Cache):
     def set_linear_cache(self, _: int, state: Tensor) -> None:
         """Set the state of MiniMax' lightning attention."""
         self._linear = state
-
-
-class _EveryNumber(list[Any]):
-    """A list of one element, returned for every index."""
-
-    def __getitem__(self, place: Any) -> Any:
-        return super().__getitem__(0)
-
-    def __len__(self) -> int:
-        return 1 << 30
 
 
 def cache_name(module: Any) -> str:

@@ -136,15 +136,10 @@ def run_body(
     model: Any, input_ids: Tensor | None, position_ids: Tensor, context: AttentionContext, hidden: Tensor | None = None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Return the last hidden states (B, N, D) of tokens (B, N) in the context of a forward pass.
+    """Return the last hidden states (B, N, D) of tokens (B, N), at `position_ids` within their sequences, in an attention context.
 
-    Args:
-        model: A causal or scalar model.
-        input_ids: The tokens; None with `hidden`.
-        position_ids: Positions within each sequence.
-        context: The attention context.
-        hidden: Replaces the embedded tokens, or the output of layers on earlier pipeline ranks.
-        options: Further arguments of the decoder's forward.
+    `hidden`, without `input_ids`, replaces the embedded tokens, or the output of layers on earlier pipeline ranks; `options` are further
+    arguments of the decoder's forward.
     """
     decoder = decoder_of(model)
     inputs = {"input_ids": input_ids, "inputs_embeds": hidden, "position_ids": position_ids, "use_cache": False}

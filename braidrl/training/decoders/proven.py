@@ -35,15 +35,9 @@ UNNAMED = (
 
 
 def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> ForwardPlan:
-    """Return the proven forward plan of a configuration, measured once on this machine.
+    """Return the proven forward plan of a configuration, measured once on this machine; messages name its `folder`.
 
-    Args:
-        config: A model's configuration.
-        folder: Its directory, for messages.
-        decodes: Whether the embedded engine, too, must compute the trainer's log-probs.
-
-    Raises:
-        UserError: No plan is proven correct.
+    Raises UserError if no plan is proven correct, and with `decodes` if the embedded engine does not compute the trainer's log-probs.
     """
 
     def measured() -> dict[str, Any]:

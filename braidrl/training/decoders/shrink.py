@@ -57,18 +57,7 @@ MOST = {
 
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     """Return a configuration of the same class and structure with some ten thousand parameters."""
-    return type(config)(**_shrunk(_own_settings(config.to_dict()), head_width))
-
-
-def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that are specific to a model type."""
-    common = PreTrainedConfig().to_dict()
-    own = {}
-    for name, value in settings.items():
-        if name in LEFT_OUT or name.startswith("_") or (name in common and value == common[name]):
-            continue
-        own[name] = _own_settings(value) if isinstance(value, dict) and name.endswith("config") else value
-    return own
+    return type(config)(**_shrunk(config.to_dict(), head_width))
 
 
 def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
@@ -91,6 +80,13 @@ def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
 
 
 def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
+    """Return the settings that are specific to a model type, made small."""
+    common = PreTrainedConfig().to_dict()
+    settings = {
+        name: value
+        for name, value in settings.items()
+        if not (name in LEFT_OUT or name.startswith("_") or (name in common and value == common[name]))
+    }
     found = {
         name: _shrunk(value, head_width)
         if isinstance(value, dict) and name.endswith("config") and not name.startswith("per_")

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from braidrl.config import LoraConfig
 from braidrl.config.layout import ParallelLayout
-from braidrl.training.compute.attention import ATTENTION, AttentionContext, Forward, Scores
+from braidrl.training.compute.attention import ATTENTION, AttentionContext, PackedSequences, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
-from braidrl.training.compute.slots import MixerCache, cache_name
+from braidrl.training.compute.slots import PrefillSequences
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body, use_plan
 from braidrl.training.decoders.proof import FAILURES
 from braidrl.training.decoders.proven import proven_plan
@@ -130,17 +130,12 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
                 for name, style in block.products.items():
                     if hasattr(product := each.get_submodule(name), "base_layer"):
                         # The factor of an adapter that tensor parallelism replicates.
-                        copied += elements((product.lora_B if style in ROWS else product.lora_A)[NAME])
+                        copied += (product.lora_B if style in ROWS else product.lora_A)[NAME].weight.numel()
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
-        MEASURED[key] = Shape(
-            type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied, four_bit
-        )
+        every, one = (sum(parameter.numel() for parameter in module.parameters()) for module in (model, layer))
+        MEASURED[key] = Shape(type(model).__name__, config, every, one, dtype, trained, copied, four_bit)
     return replace(MEASURED[key], config=config)
-
-
-def elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
@@ -174,17 +169,39 @@ def resident_bytes(
     return parts
 
 
-def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
-    """Return the bytes of gathered weights during a micro-batch.
+def working_bytes(
+    shape: Shape, layout: ParallelLayout, tokens: int, trained: bool, activations: int = 0, scalar: bool = False
+) -> dict[str, int]:
+    """Return the bytes, beside the resident ones, of computing a micro-batch, by kind.
 
-    `full` holds two layers (one computes while the next is prefetched) and everything outside layers; `optimizer` holds all layers.
+    Args:
+        shape: The model.
+        layout: `shard: full` gathers two layers (one computes while the next is prefetched) and everything outside layers,
+            `shard: optimizer` all layers.
+        tokens: Tokens of the micro-batch.
+        trained: Whether it has a backward pass.
+        activations: The bytes saved for that.
+        scalar: Whether the model has a scalar head and no logits.
     """
-    if layout.shard == "none":
-        return 0
-    layers = shape.sizes.num_hidden_layers // layout.pipeline
-    gathered = layers if layout.shard == "optimizer" else min(2, layers)
-    held = beside_layers(shape, layout) + gathered * shape.layer_parameters
-    return held * shape.element_bytes // layout.tensor
+    layers, width, parts = shape.sizes.num_hidden_layers // layout.pipeline, shape.element_bytes, dict[str, int]()
+    if layout.shard != "none":
+        gathered = layers if layout.shard == "optimizer" else min(2, layers)
+        held = beside_layers(shape, layout) + gathered * shape.layer_parameters
+        parts["weights gathered"] = held * width // layout.tensor
+    if layout.pipeline > 1:
+        # A pipeline rank's receive buffers for one run: activations and, in training, gradients.
+        one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * width
+        buffers = RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
+        parts["messages between pipeline ranks"] = one * buffers
+    if shape.four_bit:
+        parts["weights of a layer"] = shape.layer_parameters * width
+    if trained:
+        parts["activations"] = activations
+    if not scalar:
+        # Simultaneous logits: one chunk, with its copy in at least float32 or its gradient.
+        logits = tokens * shape.sizes.vocab_size // layout.tensor
+        parts["logits"] = min(2 * CHUNK_BYTES, logits * (max(MASTER_BYTES, width) + width))
+    return parts
 
 
 def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
@@ -197,14 +214,6 @@ def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
     return both if both < 2 * embedding else both - embedding
 
 
-def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayout) -> int:
-    """Return the bytes of a pipeline rank's receive buffers for one run: activations and, in training, gradients."""
-    if layout.pipeline == 1:
-        return 0
-    one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * shape.element_bytes
-    return one * RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
-
-
 def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
     """Return the bytes of the keys, values and states of `slots` rows of `tokens` tokens."""
     key = config.to_json_string(use_diff=False)
@@ -213,40 +222,22 @@ def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int
         CACHED[key] = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim, 0
         if not plan.by_rows:
             # Count in a forward pass on the meta device, where torch supports grouped expert products only in bfloat16.
-            counting, places = CachedNumbers(), torch.zeros((1, 1), dtype=torch.int64, device="meta")
-            model = on_meta(config, torch.bfloat16)
+            prompt = PrefillSequences(PackedSequences.of([1], "meta"))
+            model, token = on_meta(config, torch.bfloat16), torch.zeros((1, 1), dtype=torch.int64, device="meta")
             use_plan(model, plan)
             with contextlib.suppress(*FAILURES), torch.no_grad():
-                run_body(model, places, places, counting)
-                CACHED[key] = counting.per_token, counting.per_row
+                run_body(model, token, token, prompt)
+                (kept,) = prompt.prefixes(1)
+                CACHED[key] = (
+                    sum(part.numel() for keys_values in kept.keys_values for part in keys_values),
+                    sum(state.numel() for states in kept.states for state in states.values()),
+                )
     per_token, per_row = CACHED[key]
     return element_bytes * slots * (per_token * tokens + per_row)
 
 
 CACHED: dict[str, tuple[int, int]] = {}
 """The elements that an engine caches per token and per row, by configuration."""
-
-
-class CachedNumbers(AttentionContext):
-    """An attention context that counts the elements which layers and mixers would cache for one token."""
-
-    per_token = per_row = 0
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        self.per_token += key.shape[1] * (key.shape[-1] + value.shape[-1])
-        return query.new_empty((*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]))
-
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        carried = MixerCache()
-        found = forward(*given, **{**named, cache_name(module): carried})
-        self.per_row += sum(state.numel() for state in carried.states().values())
-        return found
-
-
-def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
-    """Return the bytes of simultaneous logits: one chunk, with its copy in at least float32 or its gradient."""
-    logits = tokens * shape.sizes.vocab_size // layout.tensor
-    return min(2 * CHUNK_BYTES, logits * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes))
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:

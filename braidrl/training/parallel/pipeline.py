@@ -8,7 +8,7 @@ buffers for all micro-batches, so a run has at most `RUN` of them per pipeline r
 `PassThrough` in place of other ranks' layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from braidrl.training.compute.packed import Packed
+from braidrl.training.compute.packed import OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import RECEIVED, body_of
-from braidrl.training.parallel.replicated import OnPrediction, Predict
 
 RUN = 8
 """Most micro-batches per pipeline rank in one run: a trade-off of receive buffers against the pipeline bubble."""
@@ -49,11 +48,11 @@ class Pipeline:
         """
         rank, size, train = self.group.rank(), self.group.size(), torch.is_grad_enabled()
 
-        def forward(tokens: int, number: int, hidden: Tensor | None) -> Tensor:
-            predicted = compute(replace(micro_batches[number].padded(tokens), hidden=hidden))
+        def forward(tokens: int, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
+            predicted = compute(replace(micro_batches[int(number)].padded(tokens), hidden=hidden))
             if rank < size - 1:
                 return predicted[HIDDEN]
-            loss = on_prediction(number, predicted)
+            loss = on_prediction(int(number), predicted)
             return torch.zeros(()) if loss is None else loss
 
         for numbers in runs(len(micro_batches), size):
@@ -62,8 +61,11 @@ class Pipeline:
             message = torch.empty(
                 1, own, model.config.hidden_size, dtype=model.dtype, device="meta", requires_grad=train
             )
+            # The module that torch's schedule calls with a micro-batch's number and the previous pipeline rank's output.
+            module: Any = nn.Module()
+            module.forward = partial(forward, own * self.divisor)
             pipeline_stage = PipelineStage(
-                RankModule(partial(forward, own * self.divisor)), rank, size, self.device,
+                module, rank, size, self.device,
                 input_args=() if rank == 0 else (message,), output_args=(message,), group=self.group,
             )  # fmt: skip
             # The last pipeline rank outputs its loss; sums are divided once, at `step`.
@@ -79,17 +81,6 @@ class Pipeline:
 def runs(micro_batches: int, ranks: int) -> tuple[Tensor, ...]:
     """Split the micro-batch numbers into runs of about equal size, with at least one per pipeline rank if possible."""
     return torch.arange(micro_batches).tensor_split(-(-micro_batches // (RUN * ranks))) if micro_batches else ()
-
-
-class RankModule(nn.Module):
-    """The module that torch's schedule calls with a micro-batch's number and the previous pipeline rank's output."""
-
-    def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
-        return self.run(int(number), hidden)
 
 
 class PassThrough(nn.Module):

@@ -8,7 +8,6 @@ some sequences. Predictions are gathered, so that each rank computes the global 
 gradient is the sum over ranks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,8 +25,7 @@ from braidrl.training.compute.attention import (
     Scores,
     token_dimension,
 )
-from braidrl.training.compute.packed import Packed
-from braidrl.training.parallel.replicated import Predict
+from braidrl.training.compute.packed import Packed, Predict
 
 
 class TokenMoves(NamedTuple):
@@ -146,7 +144,15 @@ def predict_own_tokens(
         length = torch.tensor([len(values)], device=values.device)
         lengths = [torch.empty_like(length) for _ in range(group.size())]
         dist.all_gather(lengths, length, group=group)
-        found[name] = _AllGather.apply(values, [int(each) for each in lengths], group)
+        counts = [int(each) for each in lengths]
+        padded = values.new_zeros(max(counts))
+        padded[: len(values)] = values.detach()
+        parts = [torch.empty_like(padded) for _ in counts]
+        if len(padded):
+            dist.all_gather(parts, padded, group=group)
+        parts = [part[:count] for part, count in zip(parts, counts, strict=True)]
+        parts[group.rank()] = values  # with its gradient
+        found[name] = torch.cat(parts)
     return found
 
 
@@ -165,20 +171,3 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _AllToAll.apply(gradients[0], *ctx.back), None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        before = sum(counts[: group.rank()])
-        ctx.own = slice(before, before + len(values))
-        most = values.new_zeros(max(counts))
-        most[: len(values)] = values
-        found = [torch.empty_like(most) for _ in counts]
-        if len(most):
-            dist.all_gather(found, most, group=group)
-        return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0][ctx.own], None, None

@@ -76,7 +76,6 @@ def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
         # Summed, and scattered to the ranks' tokens.
         parallelize_module(module, mesh, RowwiseParallel(output_layouts=TOKENS))
         return
-
     # By default, torch would all-reduce the gradient of the input here, for each product of a block.
     module.register_forward_pre_hook(
         lambda _, given: (
@@ -126,12 +125,9 @@ class LayerBlock:
 
 
 def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[LayerBlock]:
-    """Return the blocks of a layer that are sharded; the weights of others, such as norms, are replicated.
+    """Return the blocks of a layer that are sharded by the styles of `plan_of`; the weights of others, such as norms, are replicated.
 
-    Args:
-        layer: The layer.
-        plan: The styles of `plan_of`.
-        mixers: Names of the model's classes that mix tokens outside attention.
+    `mixers` are names of the model's classes that mix tokens outside attention.
     """
     styles: dict[str, dict[str, str]] = {}
     for name, _ in layer.named_modules():
@@ -161,13 +157,9 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
 def parallelize_layer(
     layer: nn.Module, blocks: Iterable[LayerBlock], mesh: DeviceMesh, shard: Callable[[nn.Module], None]
 ) -> None:
-    """Shard a decoder layer in place.
+    """Shard a decoder layer's blocks in place over the mesh of the tensor ranks.
 
-    Args:
-        layer: The layer.
-        blocks: Its blocks.
-        mesh: The one-dimensional mesh of the tensor ranks.
-        shard: Shards a module's weights over ranks that compute different tokens.
+    `shard` shards a module's weights over ranks that compute different tokens.
     """
     for block in blocks:
         module = layer.get_submodule(block.name)

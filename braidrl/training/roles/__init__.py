@@ -1,3 +1,3 @@
-"""Braid's own training backend: `model` holds a rank's part of a role, `base` runs micro-batches through it, `make` computes predictions of
-decoders and scalar models and creates backends, `copies` copies weights, `checkpoint` saves and loads.
+"""Braid's own training backend: `model` holds a rank's part of a role, `worker` runs micro-batches through it, predicts for decoders and
+scalar models, and copies weights, `checkpoint` saves and loads.
 """

@@ -2,11 +2,6 @@
 
 rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
 
-tokens       p  p  p  a1 a2 a3
-log_probs             l1 l2 l3       of each action, by an actor or a reference
-values             v1 v2 v3          of the state before each action, by a critic, at the predicting position
-score                     s          of the row, by a reward model, at its last token
-
 Weights are copied to infer in another layout, or to a role that follows another one (target network, EMA), which then has
 own = decay · own + (1 - decay) · source:
 
@@ -35,11 +30,9 @@ from braidrl.observe.metrics import Sums
 from braidrl.training.backends import BACKENDS, Advance, BackendSpec, ShardedBackend, TrainingBackend
 from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_enough
 from braidrl.training.decoders.body import PACKED, plan_of_model, set_training
-from braidrl.training.decoders.head import predicted_log_probs
-from braidrl.training.loading import load_decoder, load_scorer
 from braidrl.training.lora import adapters_of, plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import merges_adapters, settings_of
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, saving_tasks
 from braidrl.training.roles.model import RoleModel
@@ -69,9 +62,7 @@ class RoleWorker(RoleModel, ShardedBackend):
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
         """Pack this rank's rows into micro-batches of at most `max_tokens` tokens, and add empty ones up to the number that all ranks run.
 
-        Args:
-            rows: This rank's rows.
-            whole_groups: Keep the rows of a group together.
+        With `whole_groups`, the rows of a group stay together.
         """
         # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was planned for.
         plan, shares = list[list[int]](), self.shares_prompts(rows)
@@ -191,48 +182,6 @@ class RoleWorker(RoleModel, ShardedBackend):
         return norm
 
 
-class ScalarWorker(RoleWorker):
-    """A worker that predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
-
-    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
-        return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
-
-    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        hidden = self.hidden_states(packed)
-        wanted = {"values": packed.predictors, "scores": packed.row_ends}
-        if objective is not None:
-            wanted = {name: places for name, places in wanted.items() if name in objective.loss.reads}
-        # At least float32: returns and margins need more precision than bfloat16.
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        weight = self.model.score.weight.to(dtype)
-        return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in wanted.items()}
-
-
-class DecoderWorker(RoleWorker):
-    """A worker that predicts `log_probs` and `entropy` (A,) of the action tokens."""
-
-    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
-        return load_decoder(folder, self.dtype, on_meta=on_meta)
-
-    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """Predict every action token of a micro-batch.
-
-        Args:
-            packed: Its N tokens, of which P are predicted.
-            objective: The loss; None for inference.
-
-        Returns:
-            `log_probs` and `entropy`, (P,) float32 or float64, in nats at the run's temperature.
-        """
-        hidden = self.hidden_states(packed)[packed.predictors]
-        with_entropy_grad = objective is not None and objective.entropy_coef != 0
-        temperature = self.config.rollout.temperature
-        log_probs, entropy = predicted_log_probs(
-            self.model, hidden, packed.targets, temperature, with_entropy_grad, compiled=self.config.trainer.compile
-        )
-        return {"log_probs": log_probs, "entropy": entropy}
-
-
 def make_worker(
     role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
 ) -> TrainingBackend:
@@ -250,8 +199,7 @@ def make_worker(
 
 def torch_backend(spec: BackendSpec) -> RoleWorker:
     """Create the built-in backend."""
-    kind = ScalarWorker if spec.is_scalar else DecoderWorker
-    return kind(spec.role, spec.config, spec.train, spec.ranks, is_copy=spec.is_copy)
+    return RoleWorker(spec.role, spec.config, spec.train, spec.ranks, spec.is_copy, spec.is_scalar)
 
 
 def torch_worker(worker: TrainingBackend) -> RoleWorker:
@@ -291,15 +239,9 @@ class RoleCopy:
 
 
 def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
-    """Return the worker's parts as targets of an EMA copy: decay · own + (1 - decay) · source.
+    """Return the worker's parts as targets of an EMA copy: decay · own + (1 - decay) · the weights of the role `source`.
 
-    Args:
-        worker: A worker without an optimizer.
-        source: The source role's name, for messages.
-        decay: The weight of the old values; 0 copies the source.
-
-    Raises:
-        UserError: The worker has an optimizer.
+    Raises UserError if the worker has an optimizer.
     """
     check_copies(worker, source, worker.base_shapes)
     worker.weight_updates += 1

@@ -18,15 +18,15 @@ from braidrl.training.loading import load_decoder
 from braidrl.training.memory.footprint import (
     activation_bytes,
     cache_bytes,
-    gathered_bytes,
-    message_bytes,
     model_shape,
     resident_bytes,
+    working_bytes,
 )
 from braidrl.training.optimizer import MasterOptimizer
 from tests.training.activations import kept_bytes
 
 TOKENS = 96
+MESSAGES = "messages between pipeline ranks"
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
@@ -40,7 +40,8 @@ def test_resident_bytes_are_those_of_a_model_that_trains(
         input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None], use_cache=False,
         sequences=PackedSequences.of([8]),
     ).last_hidden_state  # fmt: skip
-    optimizer.backward({"rows": hidden.sum() + model.get_output_embeddings().weight.sum()})
+    optimizer.collect("rows")
+    (hidden.sum() + model.get_output_embeddings().weight.sum()).backward()
     gradients = [part for part in optimizer.sums["rows"] if part is not None]
     found = {"weights": size(list(model.parameters())), "gradients": size(gradients)}
     optimizer.step({"rows": 1.0}, 1)
@@ -100,8 +101,9 @@ def test_counted_memory_is_sharded_by_the_layouts_axes(tiny_models: dict[str, Pa
     layouts = [ParallelLayout(data=4), ParallelLayout(data=4, shard="full"), ParallelLayout(data=4, shard="optimizer")]
     deeper = replace(shape, config=deepcopy(shape.config), parameters=shape.parameters + 6 * shape.layer_parameters)
     deeper.config.num_hidden_layers += 6
-    none, full, optimizer = (gathered_bytes(deeper, layout) for layout in layouts)
-    assert none == 0 < full < optimizer
+    needed = [working_bytes(deeper, layout, TOKENS, False) for layout in layouts]
+    assert "weights gathered" not in needed[0]
+    assert 0 < needed[1]["weights gathered"] < needed[2]["weights gathered"]
     hybrid = resident_bytes(shape, True, ParallelLayout(data=4, nodes=2, shard="full"))
     assert hybrid == {part: pytest.approx(size / 2, abs=8) for part, size in whole.items()}
     stages = ParallelLayout(data=1, pipeline=4)
@@ -109,8 +111,10 @@ def test_counted_memory_is_sharded_by_the_layouts_axes(tiny_models: dict[str, Pa
     own = 2 * shape.layer_parameters + deeper.config.vocab_size * deeper.config.hidden_size + deeper.config.hidden_size
     assert resident_bytes(deeper, False, stages) == {"weights": 2 * own}
     sharded = ParallelLayout(data=2, pipeline=4, shard="full")
-    assert resident_bytes(deeper, False, sharded) == {"weights": own} and gathered_bytes(deeper, sharded) == 2 * own
-    assert message_bytes(deeper, TOKENS, True, stages) == 2 * message_bytes(deeper, TOKENS, False, stages) > 0
-    assert message_bytes(deeper, TOKENS, True, ParallelLayout(data=4)) == 0
+    assert resident_bytes(deeper, False, sharded) == {"weights": own}
+    assert working_bytes(deeper, sharded, TOKENS, False)["weights gathered"] == 2 * own
+    trained, inferring = (working_bytes(deeper, stages, TOKENS, how)[MESSAGES] for how in (True, False))
+    assert trained == 2 * inferring > 0
+    assert MESSAGES not in working_bytes(deeper, ParallelLayout(data=4), TOKENS, True)
     alone, divided = (activation_bytes(shape, TOKENS, False, ParallelLayout(data=1, tensor=n)) for n in (1, 2))
     assert alone / 2 < divided < alone

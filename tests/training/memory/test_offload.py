@@ -12,7 +12,7 @@ import torch
 from braidrl.errors import UserError
 from braidrl.training.memory import offload
 from braidrl.training.memory.offload import OffloadableTensors, storages
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from tests.training.parallel.laid_out import config_of, make_rows, one_step
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ def test_full_disk_raises_one_line_error_and_loses_no_data(monkeypatch: pytest.M
 def test_offloaded_worker_trains_identically_to_one_that_never_moved(tiny_models: dict[str, Path], dtype: str) -> None:
     config = config_of(str(tiny_models["qwen2"]), dtype=dtype)
     everything = torch.arange(len(make_rows()))
-    moved, stayed = (DecoderWorker("actor", config, train=True) for _ in range(2))
+    moved, stayed = (RoleWorker("actor", config, train=True) for _ in range(2))
     for iteration in (1, 2, 3):
         expected, found = one_step(stayed, everything, iteration), one_step(moved, everything, iteration)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -25,9 +25,9 @@ from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.objective import Objective, denominators, with_group_tokens
-from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.checkpoint import divided_state, full_state_dict
-from braidrl.training.roles.worker import DecoderWorker, RoleCopy, copy_within
+from braidrl.training.roles.worker import RoleCopy, RoleWorker, copy_within
 from braidrl.weights import file as weight_file
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.publisher import TransferVolume
@@ -82,7 +82,7 @@ def own_rows(rows: Rows, world: World) -> torch.Tensor:
     return (owner == world.rank).nonzero().flatten()
 
 
-def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1, prompt: int = 0) -> Found:
+def one_step(worker: RoleWorker, mine: torch.Tensor, iteration: int = 1, prompt: int = 0) -> Found:
     """Return log-probs of own rows, then the results of one optimizer step on all rows: norm, Adam's gradients, weights."""
     rows, objective = make_rows(prompt), Objective.of("actor", OBJECTIVE)
     own = rows.take(mine)
@@ -100,7 +100,7 @@ def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1, prom
 @cache
 def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -> Found:
     """Return the results of the last of several steps of one process on all rows."""
-    worker = DecoderWorker("actor", config_of(model, dtype=dtype), train=True)
+    worker = RoleWorker("actor", config_of(model, dtype=dtype), train=True)
     for iteration in range(1, steps + 1):
         found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt)
     return found
@@ -122,7 +122,7 @@ def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "f
     ]
 
 
-def not_divided(worker: DecoderWorker, ranks: int) -> list[str]:
+def not_divided(worker: RoleWorker, ranks: int) -> list[str]:
     """Report a rank that holds more of the weights and of Adam's moments than its share, norms aside."""
     layout, parameters = worker.config.trainer.layout.resolve(ranks), list(worker.model.parameters())
     assert layout.data is not None and worker.optimizer is not None
@@ -145,7 +145,7 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
     for name, (model, layout, dtype) in task["cases"].items():
         world.at(name)
         mine = own_rows(make_rows(), world)
-        worker = DecoderWorker("actor", config_of(model, layout, dtype), True, DataParallel(world.group, world))
+        worker = RoleWorker("actor", config_of(model, layout, dtype), True, DataParallel(world.group, world))
         differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(
             worker, world.size
         )
@@ -174,9 +174,7 @@ def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt
     """Return differences from a single process with shared prompts of this many tokens."""
     config, mine = config_of(model, layout), own_rows(make_rows(), world)
     trainer = config.trainer.model_copy(update={"share_prompts": True})
-    worker = DecoderWorker(
-        "actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world)
-    )
+    worker = RoleWorker("actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world))
     assert worker.shares_prompts(make_rows(prompt))
     return differences(one_step(worker, mine, prompt=prompt), alone(model, prompt=prompt), mine)
 
@@ -192,7 +190,7 @@ def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str
     for checkpointing, wanted in counted.items():
         config = config_of(model, layout)
         trainer = config.trainer.model_copy(update={"activation_checkpointing": checkpointing})
-        worker = DecoderWorker(
+        worker = RoleWorker(
             "actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world)
         )
         worker.model.train()
@@ -205,7 +203,7 @@ def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str
 def copied_weights(world: World, model: str, other: str, layouts: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Move a role's weights towards those of a role with another sharding; return deviations from the expected values."""
     first, second = (
-        DecoderWorker("reference", config_of(path, layout), False, DataParallel(world.group, world))
+        RoleWorker("reference", config_of(path, layout), False, DataParallel(world.group, world))
         for path, layout in zip((model, other), layouts, strict=True)
     )
     own, others = full_state_dict(first), full_state_dict(second)
@@ -232,12 +230,12 @@ class Largest(TorchDispatchMode):
 def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool) -> dict[str, list[str]]:
     """Reshard after a step from the first layout to each other one and to files of all ranks; return what differs or is too large."""
     config = adapted_config(model, layouts[0]) if lora else config_of(model, layouts[0])
-    worker = DecoderWorker("actor", config, True, DataParallel(world.group, world))
+    worker = RoleWorker("actor", config, True, DataParallel(world.group, world))
     found, wanted = {}, one_step(worker, own_rows(make_rows(), world))
     wanted = {name.removeprefix("weight "): tensor for name, tensor in wanted.items() if name.startswith("weight ")}
     limit = 8192  # Less than a matrix of a layer.
     for layout in layouts[1:]:
-        other = DecoderWorker("actor", config_of(model, layout), False, DataParallel(world.group, world), is_copy=True)
+        other = RoleWorker("actor", config_of(model, layout), False, DataParallel(world.group, world), is_copy=True)
         copy = copy_within(worker, other.weights, other.ranks.is_sharded, limit)
         with Largest() as largest:
             copy.refresh()
@@ -257,7 +255,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     return found
 
 
-def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+def written(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> list[str]:
     """Return errors of files that all ranks write together, in memory, in a folder, and without space."""
     ranks, parts = worker.ranks, worker.weights()
     writer, to_folder = WeightWriter(parts, ranks, check=True), WeightWriter(parts, ranks, repeat=True)
@@ -285,7 +283,7 @@ def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) ->
     return problems + ["the folder is still there"] * in_folder.folder.exists()
 
 
-def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+def on_two_machines(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> list[str]:
     """Return errors of the files of two machines with alternating ranks, which exchange missing blocks."""
     parts = worker.weights()
     with patch.object(weight_file, "machine", lambda: f"machine {world.rank % 2}"):
@@ -297,7 +295,7 @@ def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: 
     return problems + traffic_problems(writer.transfer, writer.traffic, LIMIT_BYTES)
 
 
-def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+def sliced(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> list[str]:
     """Return errors of the slices that pairs of ranks decode with; slices already held are not sent."""
     group = subgroup(torch.arange(world.size).view(-1, 2))
     assert group is not None
@@ -337,7 +335,7 @@ def keep_contract(world: World, config: Config, folder: Path) -> None:
     """Run every check of a training backend; a failure ends the ranks."""
     rows = make_rows()
     subject = BackendUnderTest(
-        lambda: DecoderWorker("actor", config, True, DataParallel(world.group, world)), Objective.of("actor", OBJECTIVE),
+        lambda: RoleWorker("actor", config, True, DataParallel(world.group, world)), Objective.of("actor", OBJECTIVE),
         rows.take(own_rows(rows, world)), {"tokens": denominators(rows)["tokens"]}, folder,
         lambda: world.gather("exported", b""), world.first,
     )  # fmt: skip
@@ -349,17 +347,17 @@ def keep_contract(world: World, config: Config, folder: Path) -> None:
 def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:
     """Save after a step in the first layout, resume in each layout, and export each in float32."""
     found, mine = {}, own_rows(make_rows(), world)
-    first = DecoderWorker("actor", config_of(model, layouts[0]), True, DataParallel(world.group, world))
+    first = RoleWorker("actor", config_of(model, layouts[0]), True, DataParallel(world.group, world))
     one_step(first, mine)
     first.export(Path(folder, "saved"), world.first)
     for number, layout in enumerate(layouts):
         world.gather("saved", b"")
-        worker = DecoderWorker("actor", config_of(model, layout), True, DataParallel(world.group, world))
+        worker = RoleWorker("actor", config_of(model, layout), True, DataParallel(world.group, world))
         worker.load(Path(folder, "saved"))
         found[f"loaded under {layout} from {layouts[0]}"] = differences(
             one_step(worker, mine, 2), alone(model, steps=2), mine
         ) + not_divided(worker, world.size)
-        single = DecoderWorker("actor", config_of(model, layout, "float32"), True, DataParallel(world.group, world))
+        single = RoleWorker("actor", config_of(model, layout, "float32"), True, DataParallel(world.group, world))
         single.export(Path(folder, f"export-{number}"), world.first)
     return found
 
@@ -372,13 +370,13 @@ def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         world.at(str(layout))
         config = adapted_config(task["model"], layout)
         mine, folder = own_rows(make_rows(), world), Path(task["folder"], f"saved-{number}")
-        worker = DecoderWorker("actor", config, True, DataParallel(world.group, world))
+        worker = RoleWorker("actor", config, True, DataParallel(world.group, world))
         differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
         worker.export(folder, world.first)
         world.gather("saved", b"")
         # The state saved by this layout, by the previous one, and by one process.
         for saved in (folder, Path(task["folder"], f"saved-{number - 1}" if number else "alone")):
-            again = DecoderWorker("actor", config, True, DataParallel(world.group, world))
+            again = RoleWorker("actor", config, True, DataParallel(world.group, world))
             again.load(saved)
             differing += differences(one_step(again, mine, 2), alone_adapted(task["model"], 2), mine)
         found[str(layout)] = of_all_ranks(world, differing)
@@ -393,7 +391,7 @@ def adapted_config(model: str, layout: dict[str, Any] | None = None) -> Config:
 
 @cache
 def alone_adapted(model: str, steps: int) -> Found:
-    worker = DecoderWorker("actor", adapted_config(model), train=True)
+    worker = RoleWorker("actor", adapted_config(model), train=True)
     for iteration in range(1, steps + 1):
         found = one_step(worker, torch.arange(len(make_rows())), iteration)
     return found

@@ -18,7 +18,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import UserError
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.worker import DecoderWorker
+from braidrl.training.roles.worker import RoleWorker
 from tests.tiny import MODELS, TOKENIZER
 from tests.training.parallel.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step
 
@@ -96,7 +96,7 @@ def test_four_ranks_agree_and_resume_checkpoints_of_other_layouts(models: dict[s
 
     source = load_file(Path(model, "model.safetensors"))
     for name, tried in SAVED.items():
-        worker = DecoderWorker("actor", config_of(model), train=True)
+        worker = RoleWorker("actor", config_of(model), train=True)
         worker.load(tmp_path / name / "saved")
         assert differences(one_step(worker, everything, 2), alone(model, steps=2), everything) == []
         for number in range(len(tried)):
@@ -144,7 +144,7 @@ def test_weights_go_from_every_layout_to_every_other(models: dict[str, str], lor
 
 
 def refused_as_another_model(model: str, saved: Path) -> None:
-    other = DecoderWorker("actor", config_of(model), train=True)
+    other = RoleWorker("actor", config_of(model), train=True)
     before = [p.detach().clone() for p in other.model.parameters()]
     with pytest.raises(UserError, match="holds another model") as caught:
         other.load(saved)
@@ -152,7 +152,7 @@ def refused_as_another_model(model: str, saved: Path) -> None:
     assert all(torch.equal(p, q) for p, q in zip(other.model.parameters(), before, strict=True))
 
 
-def refused_as_damaged(worker: DecoderWorker, saved: Path) -> None:
+def refused_as_damaged(worker: RoleWorker, saved: Path) -> None:
     shard = max((saved / "optimizer").glob("*.distcp"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     with pytest.raises(UserError, match="is damaged or incomplete") as caught:
@@ -170,7 +170,7 @@ def test_one_process_keeps_the_contract_of_training_backends(
     config, rows = config_of(models["llama"]), make_rows()
     check(
         BackendUnderTest(
-            lambda: DecoderWorker("actor", config, train=True), Objective.of("actor", OBJECTIVE), rows,
+            lambda: RoleWorker("actor", config, train=True), Objective.of("actor", OBJECTIVE), rows,
             {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
         )
     )  # fmt: skip

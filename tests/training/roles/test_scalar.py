@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.loading import load_scorer
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.worker import ScalarWorker
+from braidrl.training.roles.worker import RoleWorker
 from tests.recipes.tiny import make_config, write_decoder, write_scorer
 
 
@@ -30,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_worker(folder: Path, model: str, train: bool = False, **changes: Any) -> ScalarWorker:
+def make_worker(folder: Path, model: str, train: bool = False, **changes: Any) -> RoleWorker:
     changes = {"dtype": "float64", "roles": {"reward": {"model": str(folder / model)}}} | changes
-    return ScalarWorker("reward", make_config(folder, "reward_model", **changes), train)
+    return RoleWorker("reward", make_config(folder, "reward_model", **changes), train, is_scalar=True)
 
 
 def make_rows(sequences: list[list[list[int]]], prompts: int = 2) -> Rows:
@@ -131,7 +131,7 @@ def test_fresh_head_is_zero_and_export_loads_as_sequence_classification(folder: 
     )
 
 
-def train_once(worker: ScalarWorker, rows: Rows, step: int) -> float:
+def train_once(worker: RoleWorker, rows: Rows, step: int) -> float:
     objective = Objective.of("reward", {"loss": "bradley_terry", "aggregate": "seq-mean-token-mean"})
     losses = worker.forward_backward(objective, rows, Sums())
     counts = denominators(rows)

@@ -1,4 +1,4 @@
-"""Sharded layouts of a role: the device mesh, and the data that each axis shards.
+"""The layout of one role's ranks: the device mesh, and the data that each axis shards.
 
                     data 0                      data 1
             tensor 0    tensor 1        tensor 0    tensor 1
@@ -9,18 +9,20 @@ tokens      all, or with sequence > 1 a share of the replica's        `predict_o
             between matrices, half of these on each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
 
-The ranks of one replica compute the same rows: each contributes its own rows.
+The ranks of one replica compute the same rows: each contributes its own rows. In a layout with data parallelism alone, each rank has a
+replica, and ranks exchange only gradients.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -31,28 +33,34 @@ from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
 from braidrl.data.rows import Rows
-from braidrl.training.compute.packed import Packed
+from braidrl.training.compute.packed import OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
-from braidrl.training.parallel.replicated import (
-    DataParallel,
-    OnPrediction,
-    Predict,
-    ReadParameters,
-    sum_in_buckets,
-)
 from braidrl.training.parallel.sequence import predict_own_tokens
 from braidrl.weights.shards import NamedTensor, by_tensor
 
+BUCKET_BYTES = 64 << 20
+"""Bytes of gradients in one all-reduce."""
+ReadParameters = Callable[[nn.Module], None]
+"""Reads the parameters of a module that are still on the meta device."""
+
 
 @dataclass(frozen=True)
-class Sharded(DataParallel):
-    """The ranks of a layout without full replicas; created by `apply_layout`."""
+class DataParallel(Ranks):
+    """The ranks of one role in their layout, which `apply_layout` makes; without one, each rank has a full replica."""
 
+    is_reporting_rank: bool = True
+    """Whether this rank reports its replica's losses and metrics; one rank per replica does."""
+    forward_is_collective: bool = False
+    """Whether a rank without rows must still join the forward passes of the others."""
+    has_predictions: bool = True
+    """Whether this rank holds the model's last layer and computes predictions."""
+    is_sharded: bool = False
+    """Whether no rank holds the full model."""
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     mesh: DeviceMesh | None = None
-    """Mesh with dimensions (pipeline, node, shard, tensor); ranks along `node` and `shard` have different tokens."""
+    """Mesh with dimensions (pipeline, node, shard, tensor); ranks along `node` and `shard` have different tokens. None for replicas."""
     token_mesh: DeviceMesh | None = None
     """Mesh with dimensions (pipeline, node, tokens), where `tokens` are `shard` and `tensor`; None without tensor parallelism."""
     replica_group: dist.ProcessGroup | None = None
@@ -69,7 +77,14 @@ class Sharded(DataParallel):
     """Whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
-        assert self.mesh is not None and self.sequence_group is not None
+        """Shard a model in place, whose parameters may still be on the meta device; return the function to call in place of `predict`.
+
+        `read_parameters` reads a module's parameters just before it is sharded.
+        """
+        if self.mesh is None:
+            read_parameters(model)
+            return predict
+        assert self.sequence_group is not None
         tied = is_tied(model)
         if self.pipeline is not None:
             split_layers(model, self.pipeline.group.rank(), self.pipeline.group.size())
@@ -88,8 +103,9 @@ class Sharded(DataParallel):
             read_parameters(layer)
             if plan:
                 blocks = tensor_parallel.blocks_of(layer, plan, plan_of_model(model).mixers)
-                shard = partial(self._shard, mesh=tokens_mesh)
-                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], shard)
+                tensor_parallel.parallelize_layer(
+                    layer, blocks, self.mesh["tensor"], partial(self._shard, mesh=tokens_mesh)
+                )
             if self.uses_fsdp:
                 self._shard(layer, rows_mesh)
         read_parameters(model)
@@ -123,12 +139,13 @@ class Sharded(DataParallel):
         module.set_reshard_after_backward(not keep, recurse=False)
 
     def reshard(self, model: Any) -> None:
-        # The modules that FSDP gathers as units.
+        """Free parameters that were gathered for a forward pass, so that each rank holds only its local shards."""
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule):  # the modules that FSDP gathers as units
                 module.reshard()
 
     def gather_rows(self, rows: Rows) -> tuple[Rows, slice]:
+        """Gather the rows of all ranks of this replica; return them and the slice of this rank's own rows."""
         if self.layout.ranks_per_replica == 1:
             return rows, slice(0, len(rows))
         assert self.replica_group is not None
@@ -139,6 +156,7 @@ class Sharded(DataParallel):
         return Rows.cat(filled) if filled else rows, slice(before, before + len(rows))
 
     def num_micro_batches(self, micro_batches: int) -> int:
+        """Return the number of micro-batches to run, equal on all ranks; a rank pads its own with empty ones."""
         if self.uses_fsdp:
             most = torch.tensor(micro_batches)
             with self.meeting("the number of micro-batches"):
@@ -150,12 +168,17 @@ class Sharded(DataParallel):
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
     ) -> None:
-        if self.pipeline is None:
-            super().run_micro_batches(model, compute, micro_batches, on_prediction)
-        else:
+        """Compute each micro-batch, call `on_prediction` on the rank with predictions, and run backward from the returned loss."""
+        if self.pipeline is not None:
             self.pipeline.run_micro_batches(model, compute, micro_batches, on_prediction)
+            return
+        for number, packed in enumerate(micro_batches):
+            loss = on_prediction(number, compute(packed))
+            if loss is not None:
+                loss.backward()
 
     def broadcast_predictions(self, values: Tensor) -> Tensor:
+        """Broadcast values from the rank with predictions; other ranks pass a buffer of the same shape and dtype."""
         if self.pipeline is not None:
             dist.broadcast(values, group_src=self.pipeline.group.size() - 1, group=self.pipeline.group)
         return values
@@ -163,31 +186,36 @@ class Sharded(DataParallel):
     def full_tensors(
         self, named: Mapping[str, NamedTensor], materialize: Callable[[NamedTensor], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield each tensor with its names; each pipeline rank broadcasts its own. Tied tensors may appear twice."""
+        """Yield each tensor of the model with its names; `materialize` builds it from its local form.
+
+        All ranks of a sharded model call this at the same time. Each pipeline rank broadcasts its own; tied tensors may appear twice.
+        """
         if self.pipeline is None:
-            yield from super().full_tensors(named, materialize)
+            for names, tensor in by_tensor(named):
+                yield names, materialize(tensor)
             return
         group = self.pipeline.group
         own: list[tuple[list[str], Any]] = by_tensor(named)
-        about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
+        about = [(names, list(each.shape), str(each.dtype).removeprefix("torch.")) for names, each in own]
         for rank, described in enumerate(Ranks(group).all_gather("tensors", about)):
             for number, (names, shape, dtype) in enumerate(described):
                 if rank == group.rank():
-                    tensor = materialize(own[number][1])
+                    sent = materialize(own[number][1])
                 else:
-                    tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.pipeline.device)
-                dist.broadcast(tensor, group_src=rank, group=group)
-                yield names, tensor
+                    sent = torch.empty(shape, dtype=getattr(torch, dtype), device=self.pipeline.device)
+                dist.broadcast(sent, group_src=rank, group=group)
+                yield names, sent
 
     def all_reduce_gradients(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Replace each parameter's gradient by its sum over all ranks; every rank passes tensors of the same shapes."""
+        if self.size == 1:
+            return
         with self.meeting("all-reduce of gradients"):
-            assert self.mesh is not None
             if not self.uses_fsdp:
-                sum_in_buckets(tensors, self.mesh["shard"].get_group())
-            embedding_group = self.pipeline.embedding_group if self.pipeline is not None else None
+                sum_in_buckets(tensors, self.group if self.mesh is None else self.mesh["shard"].get_group())
             for known, group in (
-                (self.partial_gradients, self.mesh["tensor"].get_group()),
-                (self.tied_embedding, embedding_group),
+                (self.partial_gradients, self.mesh["tensor"].get_group() if self.mesh is not None else None),
+                (self.tied_embedding, self.pipeline.embedding_group if self.pipeline is not None else None),
             ):
                 numbers = {id(parameter) for parameter in known}
                 shared = [t for t, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
@@ -195,7 +223,9 @@ class Sharded(DataParallel):
                     sum_in_buckets(shared, group)
 
     def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """Return the global norm; each rank weights its squares so that every element counts once."""
+        """Return the global 2-norm of the gradients; some may be None. Each rank weights its squares so that every element counts once."""
+        if self.mesh is None:
+            return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
         squares = torch.zeros((), dtype=torch.float64)
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is not None:
@@ -237,7 +267,7 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         pipeline = Pipeline(pipeline_ranks, embedding_group, layout.sequence * layout.tensor, device)
     replica = subgroup(pools)
     assert replica is not None
-    return Sharded(
+    return DataParallel(
         world.group, world.supervisor,
         # The first rank of the replica's last pipeline stage.
         is_reporting_rank=replica.rank() == layout.ranks_per_replica - layout.ranks_per_replica // layout.pipeline,
@@ -247,3 +277,21 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         layout=layout, mesh=mesh, token_mesh=tokens, replica_group=replica,
         sequence_group=subgroup(sequence_group), pipeline=pipeline, uses_fsdp=layout.shard != "none",
     )  # fmt: skip
+
+
+def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """All-reduce tensors in place, consecutive ones of one dtype together in buckets of about BUCKET_BYTES."""
+    buckets: list[list[Tensor]] = []
+    for _, run in groupby(tensors, key=lambda tensor: tensor.dtype):
+        size = BUCKET_BYTES
+        for tensor in run:
+            if size >= BUCKET_BYTES:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(tensor)
+            size += tensor.nbytes
+    for bucket in buckets:
+        joined = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(joined, group=group)
+        for tensor, part in zip(bucket, joined.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
