@@ -16,6 +16,7 @@ import asyncio
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,8 @@ from braidrl.weights.shards import Parts, WeightPart
 
 TURNS = 10
 """Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the step."""
+OWN = "this process's engine"
+"""The name of an engine in errors."""
 
 
 class SteppingEngine(RoleEngine):
@@ -48,14 +51,7 @@ class SteppingEngine(RoleEngine):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
     ) -> None:
-        """Make an engine without rows.
-
-        Args:
-            tokenizer: The model's tokenizer.
-            end_ids: Tokens with which the model ends a response.
-            max_sequence_tokens: Maximum length of prompt and response together.
-            seed: The run's seed, which determines all draws.
-        """
+        """Make an engine without rows; `end_ids` end a response, and `seed` is the run's, which determines all draws."""
         self.seed, self.version = seed, 0
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
@@ -106,14 +102,15 @@ class SteppingEngine(RoleEngine):
             for request in requests:
                 self.add(request)
                 order.append(request.uid)
-            while self._under_way:
-                for row in self.step():
-                    finished[row.uid] = row
-                    if on_finished:
-                        on_finished(row)
-                for uid in rows_to_end() if rows_to_end else ():
-                    if uid in self._under_way:
-                        finished[uid] = self.abort(uid)
+            with self._decoding():
+                while self._under_way:
+                    for row in self.step():
+                        finished[row.uid] = row
+                        if on_finished:
+                            on_finished(row)
+                    for uid in rows_to_end() if rows_to_end else ():
+                        if uid in self._under_way:
+                            finished[uid] = self.abort(uid)
         finally:
             self.clear(release=False)
         return [finished[uid] for uid in order]
@@ -144,6 +141,10 @@ class SteppingEngine(RoleEngine):
     def _done(self, finished: list[Response]) -> list[Response]:
         self._under_way.difference_update(row.uid for row in finished)
         return finished
+
+    def _decoding(self) -> AbstractContextManager[None]:
+        """Return a context for all steps of a batch."""
+        return nullcontext()
 
 
 class SpmdEngine(SteppingEngine):
@@ -209,8 +210,8 @@ class EngineReplica:
     It belongs to the event loop that uses it first. Steps run in the loop itself, so a breakpoint stops there.
     """
 
-    def __init__(self, engine: "SteppingEngine", name: str = "this process's engine") -> None:
-        self.engine, self.name, self.max_sequence_tokens = engine, name, engine.max_sequence_tokens
+    def __init__(self, engine: SteppingEngine) -> None:
+        self.engine, self.max_sequence_tokens = engine, engine.max_sequence_tokens
         self._answers: dict[Uid, asyncio.Future[Response]] = {}
         self._awake = asyncio.Event()
         self._awake.set()
@@ -249,9 +250,7 @@ class EngineReplica:
 
     async def sleep(self) -> None:
         if self._answers:
-            raise RuntimeError(
-                f"{self.name}: {len(self._answers)} rows are under way; an engine sleeps when it has none"
-            )
+            raise RuntimeError(f"{OWN}: {len(self._answers)} rows are under way; an engine sleeps when it has none")
         self._awake.clear()
         self.engine.sleep()
 
@@ -279,7 +278,7 @@ class EngineReplica:
             except Exception as error:
                 failure = error
                 if not isinstance(error, UserError | EngineError):
-                    failure = EngineError(f"{self.name}: {type(error).__name__}: {error}")
+                    failure = EngineError(f"{OWN}: {type(error).__name__}: {error}")
                     failure.__cause__ = error
                 if isinstance(failure, EngineError):
                     self._failure = failure

@@ -23,8 +23,6 @@ from braidrl.weights.publisher import WeightSource
 class PlainEngine(SteppingEngine):
     """An engine chosen by `rollout.engine: examples/plugins/engine.py:PlainEngine`."""
 
-    slots, waiting = 0, 0
-
     def __init__(self, spec: EngineSpec) -> None:
         tokenizer, folder = load_tokenizer(spec.model), Path(spec.model)
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), spec.max_sequence_tokens, spec.seed)

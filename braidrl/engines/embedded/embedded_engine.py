@@ -280,7 +280,8 @@ class EmbeddedEngine(SteppingEngine):
     def _decoding(self) -> Iterator[None]:
         """Disable gradients and activation checkpointing, and restore the module's mode afterwards."""
         training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
+        if training:
+            self.model.eval()
         try:
             with torch.no_grad():
                 yield

@@ -145,12 +145,9 @@ PARALLEL_MODULES: dict[str, type[nn.Module]] = {
 
 
 def load_for_decoding(
-    path: str | Path,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    ranks: TensorRanks,
+    path: str | Path, dtype: torch.dtype, device: torch.device | str, ranks: TensorRanks,
     pipeline: dist.ProcessGroup | None = None,
-) -> tuple[PreTrainedModel, Slices]:
+) -> tuple[PreTrainedModel, Slices]:  # fmt: skip
     """Load this rank's layers and slices of the decoder in a Hugging Face directory, and read nothing else of it.
 
     Raises UserError as `load_decoder`, and for a model without a tensor-parallel plan or that cannot be sharded over so many ranks.

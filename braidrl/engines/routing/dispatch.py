@@ -16,6 +16,8 @@ from braidrl.data.rows import Uid
 
 PROMPT_WORK = 0.1
 """Work of prefilling one prompt token, relative to decoding one token."""
+FIRST_GUESS = 512.0
+"""The assumed length of responses in tokens until some have been seen."""
 SLACK = 0.25
 """The most load of an engine with a row's prefix beyond the least loaded engine's, as a share of its capacity."""
 PREFIXES = 4096
@@ -54,13 +56,11 @@ class EngineState:
 class Dispatcher:
     """The assignment of rows to engines; `slots` is the number of rows that each engine may have at once."""
 
-    def __init__(self, slots: Sequence[int], expected_tokens: float = 512.0) -> None:
-        """Start without rows; `expected_tokens` is the assumed response length until responses have been seen."""
+    def __init__(self, slots: Sequence[int]) -> None:
         self.engines = [EngineState(count) for count in slots]
         self.waiting: OrderedDict[Uid, Job] = OrderedDict()
         """The rows without an engine."""
         self._prefixes: OrderedDict[Prefix, dict[int, int]] = OrderedDict()
-        self._first_guess = expected_tokens
         self._seen: Counter[str] = Counter()
 
     def engine_of(self, uid: Uid) -> int | None:
@@ -84,7 +84,7 @@ class Dispatcher:
         A row goes to the least loaded engine, or to one with its prefix that is only slightly more loaded.
         """
         assigned = []
-        expected = self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else self._first_guess
+        expected = self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else FIRST_GUESS
         while self.waiting:
             work = {n: s.work for n, s in enumerate(self.engines) if s.alive and len(s.jobs) < s.slots}
             if not work:

@@ -4,6 +4,10 @@ submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
               ▲                    |
               └──── EngineError ───┘      the router tries every `retry_s` seconds to recover the engine, and sends it the current weights
 
+`ResumingEngine` preempts the rows of an engine, and resumes them:
+
+submit ──▶ engine ──preempt──▶ tokens, log-probs, versions so far ──resume──▶ the rest, with the draws that come next ──▶ Response
+
 `EngineService` puts a router over engines in other processes for callers that generate batches without an event loop. It writes weights
 once, where all engines read them.
 """
@@ -20,7 +24,7 @@ from torch import Tensor
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import Engine, EngineError, Load, RoleEngine, ServedEngine, T
-from braidrl.engines.requests import Request, Response
+from braidrl.engines.requests import Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_in_memory
@@ -29,6 +33,8 @@ from braidrl.weights.publisher import WeightSource
 logger = logging.getLogger(__name__)
 ASK_EVERY_S = 0.02
 """Seconds between calls of `rows_to_end`."""
+PREEMPT_AGAIN_S = 0.005
+"""Seconds between aborts of one request: it may still be on its way to its engine, so it is aborted until it returns."""
 
 
 class Router:
@@ -219,6 +225,73 @@ class Router:
                 raise result
 
 
+class ResumingEngine:
+    """An engine whose rows can be preempted at any token and resumed with the weights that the engine has by then.
+
+    The tokens of a preempted row are prefilled again with the new weights, so no token is drawn from keys and values of earlier weights.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._running = asyncio.Event()
+        self._running.set()
+        self._in_engine: dict[Uid, bool] = {}
+        """Rows that the engine has, and whether each is being preempted."""
+
+    async def submit(self, request: Request) -> Response:
+        parts: list[Response] = []
+        rest: Request | None = request
+        while rest is not None:
+            if not self._running.is_set():
+                await self._running.wait()
+            self._in_engine[rest.uid] = False
+            try:
+                part = await self.engine.submit(rest)
+                preempted = self._in_engine[rest.uid]
+            finally:
+                del self._in_engine[rest.uid]
+            parts.append(part)
+            if not preempted or part.finish_reason is not FinishReason.ABORT:
+                break
+            rest = remaining_request(rest, part)
+        return joined(parts)
+
+    async def preempt(self) -> None:
+        """Preempt all rows, and return when the engine has none."""
+        self._running.clear()
+        while self._in_engine:
+            for uid in list(self._in_engine):
+                self._in_engine[uid] = True
+                # The row may not have arrived yet, or has ended.
+                with contextlib.suppress(KeyError, EngineError):
+                    await self.engine.abort(uid)
+            await asyncio.sleep(PREEMPT_AGAIN_S)
+
+    async def abort(self, uid: Uid) -> None:
+        await self.engine.abort(uid)
+
+    async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
+        """Preempt all rows, change the weights, and resume."""
+        await self.preempt()
+        try:
+            await self.engine.update_weights(version, source)
+        finally:
+            # Resumes preempted rows, and starts rows that were submitted meanwhile.
+            self._running.set()
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def recover(self) -> int:
+        return await self.engine.recover()
+
+    def load(self) -> Load:
+        return self.engine.load()
+
+
 class EngineService(RoleEngine):
     """Engines with an event loop that runs only inside this object's methods. `close` ends the engines.
 
@@ -226,11 +299,9 @@ class EngineService(RoleEngine):
     """
 
     def __init__(
-        self,
-        engines: Sequence[ServedEngine],
-        limit_s: float = 600.0,
+        self, engines: Sequence[ServedEngine], limit_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_memory,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start the engines.
 
         Args:

@@ -101,14 +101,13 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
             return LLMEngine(config, RankExecutor, loggers is not None, multiprocess_mode=False, stat_loggers=loggers)
 
     def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
-        """Let generation and training weights take turns on the device; all ranks call this at the same time."""
         if torch.cuda.is_available():
             # vLLM's CUDA graphs know its tensors' addresses, which its sleep mode keeps.
             self._memory.level = DROPPED
             bring, stay = (lambda *_: self._memory.bring("weights")), (lambda _: None)
             self.phases = GenerationWeights(trained, training, ranks, self.parts, layout, occupy=bring, empty=stay)
         else:
-            self.phases = GenerationWeights(trained, training, ranks, self.parts, layout)
+            super().take_turns(trained, training, ranks, layout)
 
     def parts(self) -> Mapping[str, WeightPart]:
         self._memory.bring("weights")

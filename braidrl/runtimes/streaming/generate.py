@@ -22,7 +22,7 @@ from braidrl.agents.trajectory import response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.resuming import ResumingEngine
+from braidrl.engines.routing.router import ResumingEngine
 from braidrl.flow import Stage
 from braidrl.flow.compute import of_namespace
 from braidrl.observe.metrics import Sums
