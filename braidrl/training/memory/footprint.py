@@ -172,16 +172,10 @@ def resident_bytes(
 def working_bytes(
     shape: Shape, layout: ParallelLayout, tokens: int, trained: bool, activations: int = 0, scalar: bool = False
 ) -> dict[str, int]:
-    """Return the bytes, beside the resident ones, of computing a micro-batch, by kind.
+    """Return the bytes, beside the resident ones, of computing a micro-batch, by kind; `activations` are those saved for a backward pass.
 
-    Args:
-        shape: The model.
-        layout: `shard: full` gathers two layers (one computes while the next is prefetched) and everything outside layers,
-            `shard: optimizer` all layers.
-        tokens: Tokens of the micro-batch.
-        trained: Whether it has a backward pass.
-        activations: The bytes saved for that.
-        scalar: Whether the model has a scalar head and no logits.
+    `shard: full` gathers two layers (one computes while the next is prefetched) and everything outside layers, `shard: optimizer` all
+    layers. A `scalar` model has no logits.
     """
     layers, width, parts = shape.sizes.num_hidden_layers // layout.pipeline, shape.element_bytes, dict[str, int]()
     if layout.shard != "none":
