@@ -222,7 +222,8 @@ def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
                 named = {node.id for node in used if isinstance(node, ast.Name)}
                 modules = {name: importlib.import_module(name) for name in named & sys.stdlib_module_names}
                 names = Names(modules, __name__="tests", __builtins__=dict(vars(builtins)))
-                names.calls = ProgramCalls(running, asked, answered)
+                running.asked, running.answered = asked, answered
+                names.program = running
                 exec(compile(tree, "tests.py", "exec"), names)
                 return True
             except (ProgramEnded, MemoryError):
@@ -235,27 +236,54 @@ def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
 
 
 class Names(dict[str, Any]):
-    """The names in a test: its own, Python's, and the program's, which `calls` reaches."""
+    """The names in a test: its own, Python's, and those of `program`."""
 
-    calls: "ProgramCalls"
+    program: "Running"
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             return getattr(builtins, name)
         try:
-            return self.calls.ask("name", None, name)
+            return self.program.ask("name", None, name)
         except KeyError:
             raise NameError(f"name {name!r} is not defined") from None
 
 
 @dataclass
-class ProgramCalls:
-    """A connection to a program's process: requests and plain answers, one at a time, over this process's ends of its pipes."""
+class Running:
+    """A running program with `seconds` of processor time, its output in files of this call's own folder, and its answers to requests."""
 
-    running: "Running"
-    asked: Any
-    answered: Any
+    process: "subprocess.Popen[bytes]"
+    out: Any
+    err: Any
+    seconds: int
+    asked: Any = None
+    answered: Any = None
+    """This process's ends of the pipes for requests and plain answers, one at a time, if the program is asked."""
     unread: bytes = b""
+
+    def output(self) -> str | None:
+        """Wait for the program's end, and return its output; None if the program failed by itself.
+
+        Raises ProgramEnded if it took too long, was killed, or ended by an error of memory, files, processes or the network.
+        """
+        # A sleeping program is ended with its row, after reward.timeout_s.
+        status = self.process.wait()
+        if status == 0:
+            self.out.seek(0)
+            return str(self.out.read(OUTPUT_BYTES).decode(errors="replace"))
+        self.err.seek(0)
+        last = self.err.read(OUTPUT_BYTES).decode(errors="replace").strip().rpartition("\n")[2]
+        if status == -signal.SIGXCPU:
+            raise ProgramEnded(f"it took over {self.seconds} s of a processor")
+        if status < 0:
+            raise ProgramEnded(f"killed by signal {-status}")
+        # The last line of a traceback names an error: of memory, files, processes or the network?
+        name = last.partition(":")[0].strip().rpartition(".")[2]
+        kind = getattr(builtins, name, None)
+        if name in DENIED or (isinstance(kind, type) and issubclass(kind, (OSError, MemoryError))):
+            raise ProgramEnded(shown(last[:200]))
+        return None
 
     def ask(self, verb: str, on: int | None, name: str, *positional: Any, **named: Any) -> Any:
         """Return a request's plain result, or a `Kept` that stands for a value that is not plain; raise the program's exception."""
@@ -265,7 +293,7 @@ class ProgramCalls:
         while b"\n" not in self.unread:
             piece = os.read(self.answered.fileno(), 1 << 16)
             if not piece or len(self.unread) > OUTPUT_BYTES:
-                self.running.output()
+                self.output()
                 raise WrongProgram("it ended before it answered")
             self.unread += piece
         line, _, self.unread = self.unread.partition(b"\n")
@@ -299,19 +327,19 @@ def number_of(value: Any) -> int:
 class Kept:
     """A value of the program that is not plain. It equals only itself: the program cannot influence a comparison."""
 
-    def __init__(self, calls: ProgramCalls, number: int) -> None:
+    def __init__(self, program: Running, number: int) -> None:
         """Name the value by its `number` in the program's process."""
-        self._calls, self._number = calls, number
+        self._program, self._number = program, number
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
-        return self._calls.ask("call", self._number, "", *positional, **named)
+        return self._program.ask("call", self._number, "", *positional, **named)
 
     def __getattr__(self, name: str) -> Any:
-        return self._calls.ask("attribute", self._number, name)
+        return self._program.ask("attribute", self._number, name)
 
     def _method(self, name: str, kind: type, *positional: Any) -> Any:
         try:
-            found = self._calls.ask("method", self._number, name, *positional)
+            found = self._program.ask("method", self._number, name, *positional)
         except AttributeError as error:  # Python raises TypeError for missing special methods
             raise TypeError(str(error)) from None
         if type(found) is not kind:
@@ -319,7 +347,7 @@ class Kept:
         return found
 
     def __bool__(self) -> bool:
-        return self._calls.ask("truth", self._number, "") is True
+        return self._program.ask("truth", self._number, "") is True
 
     def __len__(self) -> int:
         return int(self._method("__len__", int))
@@ -331,54 +359,21 @@ class Kept:
         return str(self._method("__repr__", str))
 
     def __getitem__(self, place: Any) -> Any:
-        return self._calls.ask("method", self._number, "__getitem__", place)
+        return self._program.ask("method", self._number, "__getitem__", place)
 
     def __setitem__(self, place: Any, value: Any) -> None:
-        self._calls.ask("method", self._number, "__setitem__", place, value)
+        self._program.ask("method", self._number, "__setitem__", place, value)
 
     def __contains__(self, value: Any) -> bool:
         return bool(self._method("__contains__", bool, value))
 
     def __iter__(self) -> Iterator[Any]:
-        steps = self._calls.ask("method", self._number, "__iter__")
+        steps = self._program.ask("method", self._number, "__iter__")
         while True:
             try:
-                yield self._calls.ask("attribute", steps._number, "__next__")()
+                yield self._program.ask("attribute", steps._number, "__next__")()
             except StopIteration:
                 return
-
-
-@dataclass
-class Running:
-    """A running program with `seconds` of processor time, and its output in files of this call's own folder."""
-
-    process: "subprocess.Popen[bytes]"
-    out: Any
-    err: Any
-    seconds: int
-
-    def output(self) -> str | None:
-        """Wait for the program's end, and return its output; None if the program failed by itself.
-
-        Raises ProgramEnded if it took too long, was killed, or ended by an error of memory, files, processes or the network.
-        """
-        # A sleeping program is ended with its row, after reward.timeout_s.
-        status = self.process.wait()
-        if status == 0:
-            self.out.seek(0)
-            return str(self.out.read(OUTPUT_BYTES).decode(errors="replace"))
-        self.err.seek(0)
-        last = self.err.read(OUTPUT_BYTES).decode(errors="replace").strip().rpartition("\n")[2]
-        if status == -signal.SIGXCPU:
-            raise ProgramEnded(f"it took over {self.seconds} s of a processor")
-        if status < 0:
-            raise ProgramEnded(f"killed by signal {-status}")
-        # The last line of a traceback names an error: of memory, files, processes or the network?
-        name = last.partition(":")[0].strip().rpartition(".")[2]
-        kind = getattr(builtins, name, None)
-        if name in DENIED or (isinstance(kind, type) and issubclass(kind, (OSError, MemoryError))):
-            raise ProgramEnded(shown(last[:200]))
-        return None
 
 
 @contextlib.contextmanager
