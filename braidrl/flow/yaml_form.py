@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from braidrl.config.reading import found_beside
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
 from braidrl.flow.stage import ALWAYS, Stage, When, default_name
@@ -99,7 +100,7 @@ def _read_stage(tree: Any, place: str, folder: Path) -> Stage:
             raise UserError(f"{place}: {key} must be a {'mapping' if kind is Mapping else 'text'}, got {tree[key]!r}")
     if not tree.get("type"):
         raise UserError(f"{place}: the stage has no type, as in `type: generate`")
-    params = _with_files(tree.get("params") or {}, folder)
+    params = found_beside(folder, tree.get("params") or {}, "params")
     given = tree.get("after")
     when = _mapping({} if tree.get("when") is None else tree["when"], WHEN_KEYS, f"{place}: when")
     for key, value in when.items():
@@ -114,15 +115,6 @@ def _read_stage(tree: Any, place: str, folder: Path) -> Stage:
         return make_stage(name, tree.get("role"), params, id=tree.get("id"), when=times, after=after)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-
-
-def _with_files(value: Any, folder: Path) -> Any:
-    """Return the parameters with an absolute path for every `file.py:function` in the folder."""
-    if isinstance(value, Mapping):
-        return {name: _with_files(item, folder) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_with_files(item, folder) for item in value]
-    return relative_to(folder, value) if isinstance(value, str) else value
 
 
 def _mapping(tree: Any, known: Collection[str], place: str) -> dict[str, Any]:
