@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 from braidrl.algorithms.random import permutation
 from braidrl.data.rows import Uid
 from braidrl.errors import UserError
-from braidrl.flow.selecting import GroupSelector
 
 
 class Update(NamedTuple):
@@ -50,12 +49,6 @@ class Sizes:
     def ahead(self) -> int:
         """Return by how many versions the weights may lag at the start of a row; suspended rows need the last one of `max_staleness`."""
         return self.max_staleness - self.sets_aside
-
-    def sampling(self) -> GroupSelector:
-        """Return the selector in its initial state."""
-        return GroupSelector(
-            self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness, self.over_sampling
-        )
 
     def updates(self, iteration: int, uids: Sequence[Uid]) -> list[Update]:
         """Return the optimizer steps of a batch, in order."""
@@ -186,11 +179,6 @@ class TrainingBatch:
     def updates_of(self, uids: Iterable[Uid]) -> list[list[int]]:
         """Return the updates of rows, which are certain."""
         return [(self.joined[group] or [])[sample] for _, group, sample in uids]
-
-    def sure_updates(self, least: int, largest: int) -> list[list[int]] | None:
-        """Return the updates of each row of a group, or None while they depend on which of these positions it will have."""
-        found = [self.plan[place * self.samples : (place + 1) * self.samples] for place in range(least, largest + 1)]
-        return found[0] if all(other == found[0] for other in found) else None
 
 
 @dataclass

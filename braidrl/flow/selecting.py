@@ -14,7 +14,7 @@ stages overlap, `groups_wanted` admits groups ahead of the waves; this never cha
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -387,17 +387,6 @@ def older_places(share: float, prompts: int) -> int | None:
     """Return how many groups of a batch of `prompts` may start on an older version than the batch's own; None means all."""
     # Rounding first makes a share of 0.9 of 10 leave 1.
     return int(round((1 - share) * prompts, 6)) if share else None
-
-
-def waiting_groups(begun: Mapping[int, int | None], groups: Set[int], version: int, places: int) -> set[int]:
-    """Return the `groups` expected in a batch whose rows may start only on an engine with the batch's own `version`.
-
-    `begun` has for each candidate the oldest version on which one of its rows started, None before; at most `places` groups may be
-    older.
-    """
-    older = {group for group, with_version in begun.items() if with_version is not None and with_version < version}
-    others = sorted(groups - older)
-    return set(others[max(0, places - len(older)) :])
 
 
 def begun_too_many(begun: Mapping[int, int | None], places: int) -> set[int]:

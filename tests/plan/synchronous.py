@@ -14,7 +14,7 @@ from braidrl.data.rows import Uid
 from braidrl.flow.batches import check_staleness, trained_on
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import is_optimized, touched_weights
-from braidrl.flow.selecting import Verdict
+from braidrl.flow.selecting import GroupSelector, Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.plan.simulation import SimulatedSpan, Simulation, Workload
 
@@ -37,7 +37,10 @@ class Iterations(ABC):
         """Return the time at which all started work ends."""
 
     def simulate(self) -> Simulation:
-        sampling = self.work.sizes.sampling()
+        sizes = self.work.sizes
+        sampling = GroupSelector(
+            sizes.prompts_per_step, sizes.epoch_groups, sizes.surplus, sizes.max_staleness, sizes.over_sampling
+        )
         versions: dict[int, int] = {}
         segment, flow = self.work.flow.sampling_segment, self.work.flow
         for iteration in range(1, self.work.sizes.iterations + 1):

@@ -13,7 +13,7 @@ from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes, TrainingBatch, admissible, check_staleness, trained_on
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow
-from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many, waiting_groups
+from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many
 from braidrl.flow.stage import Kind
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.table import Lease
@@ -40,7 +40,9 @@ class StreamSchedule(TrainersProgress):
         self.sizes, self.tasks.facts = sizes, self._facts
         every = list(self.consumers)
         self.samplers = {c.name: s for c in every for stage in c.stages if (s := (samplers or {}).get(stage.name))}
-        self.sampling = sizes.sampling()
+        self.sampling = GroupSelector(
+            sizes.prompts_per_step, sizes.epoch_groups, sizes.surplus, sizes.max_staleness, sizes.over_sampling
+        )
         segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
         self.segment = [c for c in every if c.stages[0] in segment and c.kind is not Kind.TRAIN]
         """Consumers of groups that may not be in the batch."""
@@ -366,9 +368,12 @@ class StreamSchedule(TrainersProgress):
                 batch.joined[group] = None
                 joined += self.rows_of[group]
                 self.iteration_of[group] = batch.iteration
-            if batch.joined[group] is None and (numbers := batch.sure_updates(least, largest)) is not None:
-                batch.joined[group] = numbers
-                sure += self.rows_of[group]
+            if batch.joined[group] is None:
+                size = batch.samples
+                found = [batch.plan[at * size : (at + 1) * size] for at in range(least, largest + 1)]
+                if all(numbers == found[0] for numbers in found):
+                    batch.joined[group] = found[0]
+                    sure += self.rows_of[group]
         batch.uids += joined
         table = batch.iteration, 1
         for name in self.early if joined else ():
@@ -436,7 +441,9 @@ class StreamSchedule(TrainersProgress):
         batch = self.batches.get(iteration)
         begun = self._begun(group for group, expected in self.iteration_of.items() if expected >= iteration)
         groups = {group for group in begun if self.iteration_of[group] == iteration}
-        waiting = waiting_groups(begun, groups, trained_on(iteration), self.sizes.older_groups)
+        version = trained_on(iteration)
+        older = {group for group, with_version in begun.items() if with_version is not None and with_version < version}
+        waiting = set(sorted(groups - older)[max(0, self.sizes.older_groups - len(older)) :])
         for group in groups:
             table = iteration, (batch is not None and group in batch.joined) + OWN_VERSION * (group in waiting)
             for name in self.generating:
