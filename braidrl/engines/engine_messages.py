@@ -83,12 +83,12 @@ class CallFailed(Reply, tag=True):
     text: str
 
     @staticmethod
-    def of(id: int, error: Exception, load: tuple[int, int, int] | None = None) -> "CallFailed":
+    def of(id: int, error: Exception) -> "CallFailed":
         """Encode an exception."""
         name, text = type(error).__name__, str(error.args[0]) if error.args else ""
         if name not in ERRORS:
             name, text = "EngineError", f"{name}: {text}"
-        return CallFailed(id=id, error=name, text=text, load=load)
+        return CallFailed(id=id, error=name, text=text)
 
 
 class TokenDrawn(Reply, tag=True):
