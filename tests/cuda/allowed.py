@@ -6,7 +6,7 @@ WAITS = {
     "training/optimizer.py:all_finite": "once an optimizer step the host learns whether the weights are finite",
     "engines/embedded/embedded_engine.py:EmbeddedEngine.step": "once a step the host learns which rows have ended, and fills their slots",
     "engines/embedded/embedded_engine.py:EmbeddedEngine._take": "finished responses go to the host",
-    "engines/sampling.py:_nucleus_threshold": "the vocabulary is sorted only where its likeliest tokens do not reach top-p",
+    "engines/sampling.py:sample": "the vocabulary is sorted only where its likeliest tokens do not reach top-p",
     "training/roles/worker.py:RoleWorker.forward": "answers of inference go to the host, once for each micro-batch",
     "training/roles/worker.py:RoleWorker.forward_backward": "once for each micro-batch: whether its loss is finite",
     "observe/metrics.py:Sums.add_per_token": "once for each micro-batch: all of its metrics",
@@ -18,5 +18,5 @@ WAITS = {
 }
 DOUBLES = {
     "engines/sampling.py:inverse_cdf": "running sums over the vocabulary, by which a token is found as on a CPU",
-    "engines/sampling.py:_nucleus_threshold": "running sums of the likeliest tokens",
+    "engines/sampling.py:sample": "running sums of the likeliest tokens",
 }
