@@ -122,7 +122,7 @@ def resolve(stage: Stage, config: Config) -> Stage:
         single, old = one_step and config.trainer.max_staleness == 0, stage.params.get("old")
         if not needs_old(str(stage.role), stage.params):
             # After an update the log-probs of this pass are no longer those of the weights that generated the batch.
-            drifts = not single and old is None and "rollout_log_probs" in stage.optional
+            drifts = not single and old is None and "rollout_log_probs" in (*stage.reads, *stage.optional)
             return with_params(stage, {"old": "rollout"}) if drifts else stage
         if old == "self" and not single:
             raise UserError(
