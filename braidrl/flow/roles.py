@@ -85,7 +85,7 @@ class Role:
             entropy_coef: Weight of the entropy bonus.
             correction: Correction for tokens sampled by other numerics or older weights.
             source: The role whose weights are copied.
-            decay: Share of the old weights in each copy (EMA).
+            decay: Share of the old weights in each copy (EMA); above 0.5 the role needs weights of float32.
             ptx_coef: Weight of the likelihood of pre-training text.
             positive_coef: Weight of the likelihood of right answers.
         """

@@ -173,7 +173,7 @@ class Objective:
         if old is not None:
             found["kl_old"] = old - current
             rollout = look.find("rollout_log_probs")
-            if rollout is not None:
+            if rollout is not None and self.old != "rollout":
                 found["rollout_log_prob_gap"] = (old - rollout).abs()
         reference = look.find("ref_log_probs")
         if reference is not None:

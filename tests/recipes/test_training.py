@@ -129,6 +129,21 @@ def test_remax_compares_with_one_greedy_response_per_prompt(folder: Path, tmp_pa
     assert torch.equal(rows["advantage"], rows["reward"] - rows["greedy.reward"])
 
 
+@pytest.mark.parametrize("loss", ["reinforce", "dppo_tv"])
+def test_several_updates_of_a_loss_without_old_log_probs_are_not_taken_for_a_wrong_engine(
+    folder: Path, tmp_path: Path, loss: str
+) -> None:
+    def gaps(**changes: Any) -> list[float | None]:
+        config = make_config(
+            folder, "grpo", output=str(tmp_path), algorithm__loss=loss, trainer__learning_rate=3e-2,
+            rollout__max_log_prob_gap=1e-4, **changes,
+        )  # fmt: skip
+        return [line["train/rollout_log_prob_gap"] for line in read_metrics(train(config))]
+
+    assert all(gap is not None for gap in gaps(name="one"))
+    assert gaps(name="several", trainer__rows_per_update=4) == [None, None]
+
+
 def test_multiplier_adapts_to_cost_is_reported_and_resumes(folder: Path, tmp_path: Path) -> None:
     roles = placed(folder, {"roles": {**SCORED, "cost": {"model": "scorer"}}})["roles"]
     algorithm = {"cost_limit": -1.0, "multiplier": 0.5, "multiplier_learning_rate": 0.2}

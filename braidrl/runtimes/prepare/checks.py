@@ -372,10 +372,20 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
             check_accepted(config, plan, path, name, f"{key}: write {axis}=1")
 
 
-def check_dtypes(config: Config, roles: Iterable[str]) -> None:
-    """Raise UserError for a data type that the device or the model does not support."""
+def check_dtypes(config: Config, flow: Flow) -> None:
+    """Raise UserError for a data type that the device, the model or a moving average of weights does not support."""
+    for stage in flow.stages:
+        decay = stage.params.get("decay", 0.0) if stage.kind is Kind.TRAIN else 0.0
+        if not 0 <= decay < 1:
+            raise UserError(f"{stage.name}: decay is a share of the old weights from 0 to below 1, got {decay:g}")
+        if decay > 0.5 and settings_of(str(stage.role), config).dtype == torch.bfloat16:
+            # A move of less than half the distance to the next number is rounded away, at every step anew.
+            raise UserError(
+                f"{stage.name}: decay={decay:g} moves weights by less than bfloat16 can tell, and they would stay where they are; write "
+                f"roles.{stage.role}.dtype=float32"
+            )
     on_cuda = choose_device(config.device).type == "cuda"
-    for role in roles:
+    for role in flow.roles:
         own = settings_of(role, config)
         if on_cuda and own.dtype == torch.bfloat16 and not has_bfloat16():
             key = own.key("dtype")

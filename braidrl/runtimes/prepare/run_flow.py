@@ -115,11 +115,15 @@ def resolve(stage: Stage, config: Config) -> Stage:
             "wrong_score": stage.params.get("wrong_score", 0.0) if wrong is None else wrong,
         }
         return with_params(stage, scores)
-    if is_optimized(stage) and needs_old(str(stage.role), stage.params):
+    if is_optimized(stage):
         rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
         one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
         # With a single update each batch trains, in one optimizer step, the weights that generated it.
         single, old = one_step and config.trainer.max_staleness == 0, stage.params.get("old")
+        if not needs_old(str(stage.role), stage.params):
+            # After an update the log-probs of this pass are no longer those of the weights that generated the batch.
+            drifts = not single and old is None and "rollout_log_probs" in (*stage.reads, *stage.optional)
+            return with_params(stage, {"old": "rollout"}) if drifts else stage
         if old == "self" and not single:
             raise UserError(
                 f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"

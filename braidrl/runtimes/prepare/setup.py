@@ -60,7 +60,7 @@ class Prepared:
         """Raise UserError for parts that do not fit together."""
         config, held_out, check = self.config, list(self.eval_sources.values()), self.check
         check(lambda: checks.check_names(config))
-        check(lambda: checks.check_dtypes(config, self.flow.roles))
+        check(lambda: checks.check_dtypes(config, self.flow))
         check(lambda: checks.check_backends(config, self.flow))
         check(lambda: checks.check_layouts(config, self.flow, self.flow.roles))
         check(lambda: checks.check_divided_engines(config, self.stages))

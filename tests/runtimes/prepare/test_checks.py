@@ -1,4 +1,4 @@
-"""Settings that a runtime ignores are accepted and reported."""
+"""Settings that a runtime ignores are accepted and reported; moving averages that would not move are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from braidrl.config import parse_config
-from braidrl.runtimes.prepare.checks import without_effect
+from braidrl.errors import UserError
+from braidrl.flow import Flow, actor, loss, reference
+from braidrl.runtimes.prepare.checks import check_dtypes, without_effect
 from tests.tiny import Workshop
 
 
@@ -40,3 +42,26 @@ def test_an_ignored_setting_is_reported_before_the_first_step(
     workshop.run(workers=2, trainer={"steps": 1})
     said = capfd.readouterr().err
     assert "workers=2 has no effect" in said[: said.index("step 1")]
+
+
+@pytest.mark.parametrize(
+    ("decay", "dtype", "fault"),
+    [
+        (0.99, "bfloat16", r"reference.update: decay=0.99 moves weights by less.* roles.reference.dtype=float32"),
+        (0.5, "bfloat16", None),
+        (0.99, "float32", None),
+        (1.0, "float32", "share of the old weights from 0 to below 1, got 1"),
+    ],
+)
+def test_an_average_that_would_not_move_is_refused(
+    workshop: Workshop, decay: float, dtype: str, fault: str | None
+) -> None:
+    config = parse_config(workshop.tree(dtype="bfloat16", roles={"reference": {"dtype": dtype}}))
+    flow = Flow(
+        "average", [actor.generate(), actor.update(loss=loss.sft()), reference.update(source=actor, decay=decay)]
+    )
+    if fault is None:
+        check_dtypes(config, flow)
+    else:
+        with pytest.raises(UserError, match=fault):
+            check_dtypes(config, flow)
