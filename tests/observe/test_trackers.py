@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -138,6 +139,9 @@ def test_tensorboard_shows_the_resumed_steps_once(tmp_path: Path) -> None:
             writer.write(metrics_of(step) | {"reward/mean": reward})
         writer.close()
         assert not said
+        time.sleep(
+            1.0
+        )  # Files of the same second are read in the order of their names, whose last numbers are not padded.
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 1.0), (2, 1.0), (3, 9.0)]
