@@ -6,7 +6,7 @@ split        [actor] [reference critic]           generating roles, and the othe
 lists        [actor.generate] [actor] [...]       any partition; a role may generate in another pool than it trains in
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from braidrl.config import PlacementConfig, PoolConfig
@@ -108,24 +108,6 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
     missing = [role for role in roles if role not in placed]
     if missing:
         raise UserError(f"placement: {missing[0]} is in no pool; add it to one, or write placement=colocate")
-
-
-def check_exchange(pools: Sequence[Pool], whole: Mapping[str, str], grouped: bool) -> None:
-    """Raise UserError if a role generates in another pool than it trains in, and its weights cannot be sent there.
-
-    `whole` names the training backend of roles whose weights go only to engines of their own process. `grouped` is true if the
-    configuration groups training ranks for generation.
-    """
-    for role in (role for pool in pools for role in pool.generating if role not in pool.models):
-        if role in whole:
-            raise UserError(
-                f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {whole[role]} cannot go "
-                f"from one to the other; remove {role}{GENERATE}, or write backend=torch"
-            )
-        if grouped:
-            raise UserError(
-                f"rollout.grouping groups the ranks that train {role}, which generates in a pool of its own; remove one of them"
-            )
 
 
 def check_devices(pools: Sequence[Pool], devices: int, kind: str) -> None:

@@ -209,13 +209,6 @@ class RayCluster:
             if found or left <= BEAT_S:
                 return found
 
-    def lost_among(self, actors: Sequence[Any]) -> list[Any]:
-        """Return the actors that are dead, or sent no heartbeat for `cluster.silence_s`."""
-        limit_s = mute_after(self.config.silence_s)
-        mute = [actor for actor in actors if self.silence(actor) > limit_s]
-        dead, silent = self.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
-        return [*mute, *dead, *silent]
-
     def dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
         """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only be busy."""
         asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
@@ -228,27 +221,28 @@ class RayCluster:
                 dead.append(asked[reference])
         return dead, [asked[reference] for reference in silent]
 
-    def end(self, actor: Any, process: int | None = None) -> None:
-        """End one actor at once and free its bundle.
+    def end(self, actors: Sequence[Any], processes: Sequence[int] = (), names: Sequence[str] = ()) -> None:
+        """End actors at once, free their bundles, and wait until their `names` are free. Raises WorkerError if one stays taken.
 
-        `process` is its own, if known and on this machine: Ray alone cannot end a process that a signal has stopped.
+        `processes` are their own, if known and on this machine: Ray alone cannot end a process that a signal has stopped.
         """
-        self.ray.kill(actor)
-        if process is not None:
+        for actor in actors:
+            self.ray.kill(actor)
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        self.actors = [other for other in self.actors if other is not actor]
-
-    def await_end(self, name: str) -> None:
-        """Wait until the actor name is free. Raises WorkerError if it stays taken."""
+        self.actors = [other for other in self.actors if not any(other is actor for actor in actors)]
         deadline = time.monotonic() + self.config.start_limit_s
-        while time.monotonic() < deadline:
-            try:
-                self.ray.get_actor(name)
-            except ValueError:
-                return
-            time.sleep(0.05)
-        raise WorkerError(f"waited {self.config.start_limit_s:g} s for the end of the actor {name}")
+        for name in names:
+            while True:
+                try:
+                    self.ray.get_actor(name)
+                except ValueError:
+                    break
+                if time.monotonic() > deadline:
+                    limit_s = self.config.start_limit_s
+                    raise WorkerError(f"waited {limit_s:g} s for the end of the actor {name}")
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Give every worker a moment to clean up, end it, and free its device."""

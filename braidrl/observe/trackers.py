@@ -7,7 +7,6 @@ config.trackers ──factory(run, **params)──▶ tracker ◀──write(ste
 `tracker_libraries.py` holds the built-in trackers. `check_tracker` is the contract test for your own.
 """
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,12 +72,6 @@ TRACKERS = PluginRegistry(
     },
 )
 """Opens a tracker: called with a `TrackedRun` and the configured `params`, returns a `Tracker`."""
-
-
-def check_installed(name: str) -> None:
-    """Raise UserError if the package of a built-in tracker is not installed. Imports nothing."""
-    if name in TRACKERS and importlib.util.find_spec(name) is None:
-        raise UserError(f"trackers={name}: the package is not installed; write pip install 'braidrl[{name}]'")
 
 
 class Trackers:

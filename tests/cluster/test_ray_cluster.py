@@ -195,7 +195,7 @@ def test_pools_pin_nodes_and_kinds_and_ranks_are_in_node_order(monkeypatch: pyte
         nodes.wait_for_nodes()
         ray.init(nodes.address)
         with pytest.raises(
-            UserError, match=r"actor needs 4 CUDA devices on one node, and the largest has 2; .* rollout.nodes=2"
+            UserError, match=r"actor needs 5 CUDA devices on one node, and the largest has 2; .* rollout.nodes=2"
         ):
             RayCluster(ClusterConfig(), "cuda").reserve([Pool(("actor",), 1, engines=1, engine_devices=4)])
         cluster = RayCluster(ClusterConfig(start_limit_s=120), "cpu")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from braidrl.config import TrackerConfig
+from braidrl.config import Config, TrackerConfig
 from braidrl.config.config import default_trackers
 from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter, read_metrics
 from braidrl.observe.report import samples_of_step
-from braidrl.observe.trackers import Samples, TrackedRun, Trackers, check_installed, check_tracker
+from braidrl.observe.trackers import Samples, TrackedRun, Trackers, check_tracker
+from braidrl.runtimes.prepare.checks import check_names
 from tests.observe.made_up import metrics_of
 from tests.tiny import ROOT, Workshop
 
@@ -127,7 +129,7 @@ def test_missing_library_names_install_command() -> None:
     with pytest.raises(
         UserError, match=r"trackers=swanlab: the package is not installed; write pip install 'braidrl\[swanlab\]'"
     ):
-        check_installed("swanlab")
+        check_names(Config(flow="grpo", model="m", trackers=[TrackerConfig(name="swanlab")]))
 
 
 def test_tensorboard_shows_the_resumed_steps_once(tmp_path: Path) -> None:
@@ -138,6 +140,9 @@ def test_tensorboard_shows_the_resumed_steps_once(tmp_path: Path) -> None:
             writer.write(metrics_of(step) | {"reward/mean": reward})
         writer.close()
         assert not said
+        time.sleep(
+            1.0
+        )  # Files of the same second are read in the order of their names, whose last numbers are not padded.
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 1.0), (2, 1.0), (3, 9.0)]

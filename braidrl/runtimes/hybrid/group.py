@@ -68,10 +68,8 @@ class WorkerGroup:
 
     def end(self) -> None:
         """End all actors at once, also stopped ones, and wait until their names are free."""
-        for actor, process in zip(self.actors, self.processes, strict=True):
-            self.cluster.end(actor, process)
-        for number in self.numbers:
-            self.cluster.await_end(f"{self.cluster.family}-{number}")
+        names = [f"{self.cluster.family}-{number}" for number in self.numbers]
+        self.cluster.end(self.actors, [process for process in self.processes if process is not None], names)
 
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.

@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 
 from braidrl.cluster.ray_cluster import RayCluster
+from braidrl.cluster.watchdog import mute_after
 from braidrl.data.loader import Admissions
 from braidrl.errors import UserError, WorkerError
 from braidrl.importing import import_function
@@ -129,7 +130,13 @@ class RunWorkers:
         """
         cluster = self.home.cluster
         cluster.look()
-        lost = set(map(id, cluster.lost_among([actor for group in self.groups for actor in group.actors])))
+        actors, limit_s = (
+            [actor for group in self.groups for actor in group.actors],
+            mute_after(cluster.config.silence_s),
+        )
+        mute = [actor for actor in actors if cluster.silence(actor) > limit_s]
+        dead, silent = cluster.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
+        lost = set(map(id, [*mute, *dead, *silent]))
         fresh = [group for group in self.groups if lost & set(map(id, group.actors))]
         for group in fresh:
             group.end()

@@ -26,7 +26,7 @@ from braidrl.engines.factory import (
 from braidrl.engines.http.dialects import DIALECTS, vllm_log_prob_modes
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.observe.trackers import TRACKERS, check_installed
+from braidrl.observe.trackers import TRACKERS
 from braidrl.rewards.pool import check_requirements
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
@@ -78,7 +78,11 @@ def check_names(config: Config) -> None:
     for tracker in config.trackers:
         TRACKERS.check(tracker.name)
         TRACKERS.check_settings(tracker.name, tracker.params)
-        check_installed(tracker.name)
+        # A built-in tracker has the name of its package.
+        if tracker.name in TRACKERS and importlib.util.find_spec(tracker.name) is None:
+            raise UserError(
+                f"trackers={tracker.name}: the package is not installed; write pip install 'braidrl[{tracker.name}]'"
+            )
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from braidrl.cluster.devices import device_count, device_memory
-from braidrl.cluster.pools import check_exchange, place
+from braidrl.cluster.pools import GENERATE, place
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
@@ -171,7 +171,16 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
                 )
         backends = {role: settings_of(role, config).backend for role in prepared.roles()}
         whole = {role: name for role, name in backends.items() if "streaming" not in supported(name)}
-        check_exchange(pools, whole, bool(config.rollout.grouping))
+        for role in (role for pool in pools for role in pool.generating if role not in pool.models):
+            if role in whole:
+                raise UserError(
+                    f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {whole[role]} "
+                    f"cannot go from one to the other; remove {role}{GENERATE}, or write backend=torch"
+                )
+            if config.rollout.grouping:
+                raise UserError(
+                    f"rollout.grouping groups the ranks that train {role}, which generates in a pool of its own; remove one of them"
+                )
         for pool in pools:
             checks.check_layouts(config, flow, pool.models, pool)
     return prepared
