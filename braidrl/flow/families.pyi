@@ -101,7 +101,7 @@ class AdvantageNames:
             k: Size of the subsets.
 
         Raises:
-            ValueError: A group has fewer than k samples.
+            ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
         """
 
     def reinforce_plus_plus(
