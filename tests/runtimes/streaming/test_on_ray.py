@@ -124,7 +124,7 @@ def test_an_exception_on_a_node_ends_the_run_with_its_traceback(workshop: Worksh
 def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster: RayNodes) -> None:
     process = braid("train", workshop.config_file("interrupted", **cluster.run(**sections_of("grpo", 1000))))
     wait_for_steps(workshop.folder / "interrupted", 2, process, 250)
-    assert len(cluster.actors()) == 5, "four workers, and the server of the node beside the main program's"
+    assert len(cluster.actors()) == 4, "three workers, and the server of the node beside the main program's"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
