@@ -30,7 +30,7 @@ from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.spmd.rank_backend import EagerBackend
-from braidrl.runtimes.start import RunContext, start_backend
+from braidrl.runtimes.start import start_backend
 from tests.commands import Command
 
 logging.disable_progress_bar()
@@ -182,7 +182,7 @@ def recorded(run: Path, step: int) -> Any:
 def eager_backend(config: Config) -> EagerBackend:
     """Return the objects that execute a run's stages, without the run: loader, workers, engines."""
     prepared = prepare(config)
-    backend = start_backend(RunContext(prepared, Progress(0)))
+    backend = start_backend(prepared, Progress(0))
     assert isinstance(backend, EagerBackend)
     return backend
 

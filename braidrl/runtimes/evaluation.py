@@ -20,7 +20,7 @@ from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.row_store import HeldOut
 from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
 from braidrl.runtimes.spmd.launch import in_ranks
-from braidrl.runtimes.start import RunContext, start_backend
+from braidrl.runtimes.start import start_backend
 from braidrl.runtimes.step_metrics import failures_beyond
 
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
@@ -92,7 +92,7 @@ def evaluated(config: Config, world: World) -> dict[str, float]:
         write_config(made, config)
     folder = Path(world.share("folder", str(made)))
     progress.print(f"responses are kept in {folder / 'rollouts'}")
-    backend = start_backend(RunContext(prepared, progress, train=False, world=world))
+    backend = start_backend(prepared, progress, train=False, world=world)
     sums = Sums()
     try:
         metrics = evaluate_sets(backend, prepared.evaluation, config, folder, 0, sums=sums)

@@ -111,7 +111,7 @@ class RowStore:
 
     def __init__(
         self, config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource],
-        eval_sources: Mapping[str, LoadedSource], texts: LoadedSource | None = None,
+        eval_sources: Mapping[str, LoadedSource], texts: LoadedSource | None,
     ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.eval_sources = config, tokenizer, eval_sources
         self.ends = end_ids_of(config.model.expanduser(), tokenizer)

@@ -34,7 +34,7 @@ from braidrl.runtimes.saving.fingerprints import fingerprints
 from braidrl.runtimes.saving.folders import held_alone, identity, new_run_folder, unused_folder, write_config
 from braidrl.runtimes.sizing import check_engine_memory, with_fitting_sizes
 from braidrl.runtimes.spmd.launch import in_ranks
-from braidrl.runtimes.start import RunContext, check_runtime, start_controller
+from braidrl.runtimes.start import check_runtime, start_controller
 from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, summary
 from braidrl.training.objective import NAMES_A_TOKEN
 from braidrl.training.role_settings import unusual_rates
@@ -98,8 +98,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if world is None:  # the launcher watches ranks
                 resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
             saved = self._saved(newest_whole) if resume else None
-            context = RunContext(self.prepared, self.progress, True, self.folder, self.world, self.interrupts)
-            self.controller = start_controller(context)
+            self.controller = start_controller(self.prepared, self.progress, self.folder, self.world, self.interrupts)
             self.backend = self.controller.backend
             resources.callback(self.backend.close)
             if saved:

@@ -40,7 +40,7 @@ from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.row_store import Admission, RowText
 from braidrl.runtimes.sizing import with_fitting_sizes
 from braidrl.runtimes.spmd.launch import joined_world
-from braidrl.runtimes.start import RunContext, start_backend
+from braidrl.runtimes.start import start_backend
 
 SessionTable = Any
 """Rows under eager, a handle to rows under hybrid."""
@@ -66,7 +66,7 @@ class Session(AbstractContextManager["Session"]):
         self.progress = Progress(shown=self.world.first)
         for line in chosen:
             self.progress.print(line)
-        self.backend = start_backend(RunContext(self.prepared, self.progress, world=self.world))
+        self.backend = start_backend(self.prepared, self.progress, world=self.world)
         self.controller = SerialController(config, self.prepared.flow, self.backend)
         self.iteration = self.version = 0
         self.sums = Sums()

@@ -1,6 +1,5 @@
 """Start of a run: from a checked configuration to its backend and controller. Only this module knows all runtimes."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,6 @@ from braidrl.runtimes.streaming.program import StreamingProgram
 from braidrl.training.parallel.layouts import DataParallel
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """The input of a runtime. Without `train` it only evaluates.
-
-    `folder` is the run's, for files of workers. `world` holds the ranks of a distributed run, which stop together by `interrupts`.
-    """
-
-    prepared: Prepared
-    progress: Progress
-    train: bool = True
-    folder: Path | None = None
-    world: World = field(default_factory=World)
-    interrupts: Interrupts = field(default_factory=Interrupts)
-
-
 def start_fork_server(config: Config) -> None:
     """Start the fork server of a run with local ranks, workers or engines. `copy_as_fork_server` explains when to call it."""
     engines = own_engines(config)
@@ -49,26 +33,30 @@ def start_fork_server(config: Config) -> None:
         copy_as_fork_server(ENGINES if engines else ())
 
 
-def start_backend(context: RunContext) -> SerialBackend[Any]:
+def start_backend(
+    prepared: Prepared, progress: Progress, folder: Path | None = None, train: bool = True, world: World | None = None,
+    interrupts: Interrupts | None = None,
+) -> SerialBackend[Any]:  # fmt: skip
     """Return the backend of `config.runtime`, whose stages the serial controller or a session calls; streaming evaluates eagerly.
 
-    Raises UserError if the runtime does not support the request.
+    `folder` is the run's, for files of workers; without `train` the backend only evaluates. `world` holds the ranks of a distributed
+    run, which stop together by `interrupts`. Raises UserError if the runtime does not support the request.
     """
-    prepared, world, folder = context.prepared, context.world, context.folder
+    world, interrupts = world or World(), interrupts or Interrupts()
     if prepared.config.runtime == "hybrid":
         # Imported here: Ray is optional, and its import takes a second.
         import_ray()
         from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
 
-        return start_hybrid_backend(prepared, context.progress, folder, context.train)
-    config, flow = prepared.config, prepared.flow if context.train else prepared.evaluation
-    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if context.train else None
+        return start_hybrid_backend(prepared, progress, folder, train)
+    config, flow = prepared.config, prepared.flow if train else prepared.evaluation
+    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if train else None
     # The first ranks generate for a role, by default all of them.
     given = {role: own.generate_workers for role, own in config.roles.items()}
     ranks = {role: given.get(role) or world.size for role in prepared.generating}
     executor = StageExecutor(
-        config, flow, prepared.roles(context.train), prepared.tokenizer,
-        rule_rewards(config, prepared.stages, prepared.tokenizer), context.progress,
+        config, flow, prepared.roles(train), prepared.tokenizer,
+        rule_rewards(config, prepared.stages, prepared.tokenizer), progress,
         [role for role, count in ranks.items() if world.rank < count],
         DataParallel(world.group, world) if world.group is not None else None,
     )  # fmt: skip
@@ -78,19 +66,19 @@ def start_backend(context: RunContext) -> SerialBackend[Any]:
         return EagerBackend(config, loader, executor, prepared.store(), world, trace)
     at_end.append(executor.close)
     trace = executor.generation.moves.trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
-    return DistributedBackend(
-        config, flow, loader, executor, prepared.store(), world, ranks, context.interrupts, trace
-    )  # fmt: skip
+    return DistributedBackend(config, flow, loader, executor, prepared.store(), world, ranks, interrupts, trace)
 
 
-def start_controller(context: RunContext) -> Controller[Any]:
-    """Return the controller of `config.runtime`, with its backend and workers started."""
-    prepared, config = context.prepared, context.prepared.config
-    if config.runtime != "streaming":
-        return SerialController(config, prepared.flow, start_backend(context))
-    assert context.train and context.folder is not None, "workers write into its folder"
-    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
-    return StreamingProgram(prepared, loader, context.folder, context.progress)
+def start_controller(
+    prepared: Prepared, progress: Progress, folder: Path, world: World, interrupts: Interrupts
+) -> Controller[Any]:
+    """Return the controller of `config.runtime`, with its backend and workers started; arguments are as for `start_backend`."""
+    config = prepared.config
+    if config.runtime == "streaming":
+        loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
+        return StreamingProgram(prepared, loader, folder, progress)
+    backend = start_backend(prepared, progress, folder, world=world, interrupts=interrupts)
+    return SerialController(config, prepared.flow, backend)
 
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, planned: bool = False) -> None:

@@ -86,7 +86,7 @@ class EarlyChecks:
 
     def __init__(
         self, checks: Checks, engine: RoleEngine, rows: Rows, place: Mapping[Uid, int], verify: Sequence[Stage],
-        bar: Bar, tell: Tell | None = None,
+        bar: Bar, tell: Tell | None,
     ) -> None:  # fmt: skip
         """Start; `place` gives the position of each row in `rows`, `verify` the stages that may start early.
 

@@ -63,7 +63,7 @@ class HybridBackend:
 
     def __init__(
         self, loader: Admissions | None, groups: Mapping[str, WorkerGroup], home: WorkerGroup, executor: StageExecutor,
-        resources: ExitStack, replace_lost: Callable[[], None], trace: TraceWriter | None = None,
+        resources: ExitStack, replace_lost: Callable[[], None], trace: TraceWriter | None,
     ) -> None:  # fmt: skip
         """Store the parts that `start_hybrid_backend` has started. `home` reads data and writes rows to files.
 
