@@ -186,9 +186,10 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | 
     loss = (values - returns) ** 2
     clipped = torch.zeros_like(returns)
     if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
-        other = (near - returns) ** 2
-        clipped = (other > loss).to(returns.dtype)
+        change = values - old_values
+        other = (old_values + change.clamp(-clip, clip) - returns) ** 2
+        # Within the range `other` differs from `loss` by rounding.
+        clipped = ((change.abs() > clip) & (other > loss)).to(returns.dtype)
         loss = torch.maximum(loss, other)
     error = (returns - values).detach()
     return 0.5 * loss, {

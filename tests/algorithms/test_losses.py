@@ -264,3 +264,12 @@ def test_pair_metrics_averaged_over_rows_are_means_over_pairs() -> None:
 
 def test_the_value_loss_reads_the_critics_earlier_values_under_their_column_name() -> None:
     assert losses["value"].column("old_values") == "values"
+
+
+def test_a_value_within_its_range_is_not_counted_as_clipped() -> None:
+    old, values = torch.full((1000,), 0.03), torch.linspace(-0.06, 0.12, 1000)
+    returns = torch.linspace(-0.5, 0.5, 7).repeat(143)[:1000]
+    _, metrics = losses["value"].function(values, old, returns, clip=0.2)
+    assert not metrics["clip_fraction"].any()
+    _, metrics = losses["value"].function(values, old, returns, clip=0.05)
+    assert 0 < metrics["clip_fraction"].mean() < 0.5
