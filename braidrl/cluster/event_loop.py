@@ -6,6 +6,7 @@ and Python would print their tracebacks.
 
 import asyncio
 import contextvars
+import inspect
 import signal
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -79,14 +80,20 @@ def run_cancelled_by_interrupts(runner: Runner, work: Coroutine[Any, Any, T]) ->
             loop, task = running[0]
             loop.call_soon_threadsafe(task.cancel)
 
+    whole = cancellable()
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with interrupts_handled(handle, [number for number in handlers if callable(handlers[number])]):
-            result = runner.run(cancellable())
+            result = runner.run(whole)
     except BaseException:
         if interrupts:
             raise KeyboardInterrupt from None
         raise
+    finally:
+        # An interrupt may come before the loop: Python would warn of coroutines that were never awaited.
+        for coroutine in (whole, work):
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()
     if interrupts:  # the interrupt came after the end
         raise KeyboardInterrupt
     return result

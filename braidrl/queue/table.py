@@ -210,7 +210,7 @@ class Table:
     def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the locations of columns stored under their own names, as `payload` does. Raises KeyError if one is missing."""
         found: dict[tuple[StoredRows, tuple[int, ...]], list[str]] = {}
-        for name in names:
+        for name in names if rows else ():
             if not (parts := self._by_part(rows, name)):
                 raise KeyError(f"a row of {list(rows)[:4]} has no column {name}")
             for part, places in parts.items():

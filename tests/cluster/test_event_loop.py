@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import pytest
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.cluster.process import interrupts_handled
 from braidrl.runtimes.interfaces import Interrupts
+
+T = TypeVar("T")
 
 
 async def interrupted_rows(ended: list[int]) -> None:
@@ -38,6 +42,18 @@ def test_tasks_end_silently_before_the_interrupt_is_raised(caplog: pytest.LogCap
         assert sorted(ended) == [0, 1, 2]
     gc.collect()
     assert not caplog.records and signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_before_the_loop_leaves_no_coroutine_to_warn_of(recwarn: pytest.WarningsRecorder) -> None:
+    class Interrupted(Runner):
+        def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+            signal.raise_signal(signal.SIGINT)
+            return super().run(coroutine)
+
+    with Interrupted() as runner, interrupts_handled(Interrupts().handle), pytest.raises(KeyboardInterrupt):
+        run_cancelled_by_interrupts(runner, interrupted_rows([]))
+    gc.collect()
+    assert not [one for one in recwarn if "never awaited" in str(one.message)]
 
 
 def test_a_held_interrupt_lets_the_loop_go_on() -> None:
