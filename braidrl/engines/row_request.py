@@ -8,6 +8,7 @@ waiting rows ──prompt + expected part · limit──▶ begin while the keys
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -101,11 +102,17 @@ def row_of(
             f"row {request.uid}: a prompt of {length} tokens leaves no room for a response in a sequence of "
             f"{max_sequence_tokens}; shorten it or raise the limit"
         )
-    ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(end_ids if sampling.ends else ()))))
+    ids = ending_ids(sampling.stop_token_ids, end_ids if sampling.ends else ())
     row = EngineRow(request, min(sampling.max_tokens, room), ids)
     if sampling.stop:
         row.tokenizer, row.tail = tokenizer, request.prompt[length - request.continues :].tolist()
     return row
+
+
+@cache
+def ending_ids(stop_token_ids: tuple[int, ...], end_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that end a row, each once; mostly they are the same for all rows of a run."""
+    return tuple(dict.fromkeys((*stop_token_ids, *end_ids)))
 
 
 class RowTokens(NamedTuple):

@@ -56,6 +56,8 @@ class GenerateLoop:
         self.engine = self.generation.engines[self.role]
         # The queue limits the number of episodes.
         self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens, DataParallel())
+        self.has_budget = context.executor.config.rollout.tokens_per_iteration is not None
+        """True if rows are suspended after a number of tokens (partial rollout)."""
         self.version = 0
         self.flight: dict[Key, asyncio.Task[Ended]] = {}
         """The task that draws each running row."""
@@ -151,7 +153,7 @@ class GenerateLoop:
             if "environment" in stage.params:
                 (episode,) = await self.generation.played(engine, stage, rows.take([number]), self.limits)
                 return episode
-            if self.context.executor.config.rollout.tokens_per_iteration is None:
+            if not self.has_budget:
                 return await engine.submit(request)
             # The row may have tokens: it resumes within its budget, and stays as it is if it has ended.
             partial = self.generation.partial(stage, rows.take([number]), self.version)
