@@ -193,6 +193,9 @@ class WeightOffer:
             rank, size = self.senders.senders + receivers, self.senders.senders + total
             store.set(f"{request}/joined", json.dumps({"transfer": number, "rank": rank, "size": size}))
             receivers += requests.pop(request)["receivers"]
+            if store.check([f"{request}/cancelled"]):
+                # Cancelled since it was read: the canceller has not seen that the request joined.
+                store.set(f"transfer {number}/failed", "a request for weights was cancelled")
         return {"version": first["version"], "held": first["held"], "receivers": total}
 
     @torch.no_grad()
@@ -237,6 +240,10 @@ class OfferedWeights(Senders):
             yield TransferNotice(**senders, number=number, receivers=receivers, changes=known is not None)
         except BaseException:
             store.set(f"{number}/cancelled", "")
+            if store.check([f"{number}/joined"]):
+                # The senders wait for all workers of the transfer, and one of these may be gone.
+                joined = json.loads(store.get(f"{number}/joined"))["transfer"]
+                store.set(f"transfer {joined}/failed", "a request for weights was cancelled")
             raise
         self.received += store.add(f"{number}/received", 0)
 

@@ -184,6 +184,22 @@ def test_a_request_that_is_given_up_holds_nothing_up(offer: WeightOffer) -> None
     assert time.monotonic() - start < 30
 
 
+def test_a_worker_that_dies_between_its_request_and_the_transfer_holds_nothing_up(offer: WeightOffer) -> None:
+    source, start = kept(offer), time.monotonic()
+    store = source.store()
+
+    def die(number: int) -> None:
+        store.add(f"{number}/here", 1)
+        # The senders wait for the worker from here on.
+        store.wait([f"{number}/joined"])
+        raise KeyError
+
+    with pytest.raises(KeyError), source.asked(1) as notice:
+        die(notice.number)
+    assert len(dict(source.tensors())) == len(TENSORS)
+    assert time.monotonic() - start < 30
+
+
 def test_engines_that_ask_together_share_a_transfer_and_a_late_one_is_served_alone(
     offer: WeightOffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
