@@ -9,7 +9,7 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -173,6 +173,16 @@ def texts_and_numbers(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from texts_and_numbers(part, f"{place}.{number}")
     elif isinstance(value, str | int | float):
         yield place, value
+
+
+def flat(tree: Mapping[str, Any], whole: tuple[str, ...] = (), section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys and values of nested mappings. A mapping is a value if it is empty or its key ends with one of `whole`."""
+    for name, value in tree.items():
+        key = f"{section}{name}"
+        if isinstance(value, Mapping) and value and not key.endswith(whole):
+            yield from flat(value, whole, f"{key}.")
+        else:
+            yield key, value
 
 
 COLON_WITHOUT_SPACE = re.compile(r"([A-Za-z_][\w.-]*):(\S.*)")

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from braidrl.cli.import_config import KEYS, flat, import_config, row_of, write_imported
+from braidrl.cli.import_config import KEYS, WHOLE, import_config, row_of, write_imported
 from braidrl.config import Config, load_config, parse_config
 from braidrl.config.reading import section_keys
 from braidrl.errors import UserError
+from braidrl.parsing import flat
 from tests.tiny import ROOT, load_module
 
 VERL: dict[str, dict[str, Any]] = yaml.safe_load(KEYS.read_text())
@@ -146,7 +147,8 @@ def peer(name: str) -> Path:
 
 
 def verl_keys() -> Iterator[tuple[str, Any]]:
-    yield from flat(yaml.safe_load((peer("verl") / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text()))
+    keys = yaml.safe_load((peer("verl") / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text())
+    yield from flat(keys, WHOLE)
 
 
 def test_every_key_of_the_installed_verl_has_a_row_and_every_row_a_key() -> None:
