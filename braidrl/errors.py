@@ -4,6 +4,7 @@ import errno
 import os
 import reprlib
 import resource
+from collections.abc import Iterator
 from typing import Any
 
 from braidrl.algorithms.registry import suggest
@@ -49,18 +50,6 @@ class LostPeers(RuntimeError):
     """Other ranks did not join a collective operation, because one of them failed."""
 
 
-def no_room(error: BaseException) -> str:
-    """Return a message for an error caused by a full disk or a quota; empty text for any other."""
-    # Libraries wrap this error in their own types; only the system's text identifies it.
-    texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
-    found: BaseException | None = error
-    while found is not None:
-        if any(text in str(found) for text in texts):
-            return f"{first_line(found)}; make room and go on with `braid train --resume`"
-        found = found.__cause__ or found.__context__
-    return ""
-
-
 LIMITS = {
     os.strerror(errno.EMFILE): "open files (ulimit -n)",
     os.strerror(errno.ENFILE): "open files of the machine",
@@ -70,17 +59,29 @@ LIMITS = {
 """Exhausted resources, by the text of the error."""
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it. Libraries wrap the system's errors in their own types; only the text stays."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def no_room(error: BaseException) -> str:
+    """Return a message for an error caused by a full disk or a quota; empty text for any other."""
+    texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+    found = next((one for one in causes(error) if any(text in str(one) for text in texts)), None)
+    return f"{first_line(found)}; make room and go on with `braid train --resume`" if found else ""
+
+
 def limit_reached(error: BaseException) -> str:
     """Return a message for an error caused by a resource limit of this process; empty text for any other."""
-    found: BaseException | None = error
     # oneDNN says no more than this, also of primitives that it does not have.
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    while found is not None:
+    for found in causes(error):
         no_memory = isinstance(found, MemoryError) or (limited and "could not create a primitive" in str(found))
         for words, what in LIMITS.items():
             if words in str(found) or (no_memory and "ulimit -v" in what):
                 return f"this process may have no more {what}: {first_line(found)}; raise the limit"
-        found = found.__cause__ or found.__context__
     return ""
 
 

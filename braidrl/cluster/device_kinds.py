@@ -116,7 +116,7 @@ def read_cluster(text: str) -> Cluster:
         try:
             read = ClusterFile.model_validate(read_yaml(path))
         except ValidationError as error:
-            raise UserError(f"{path}: {explain(error)}") from None
+            raise UserError(f"{path}: {explain(error)[0]}") from None
         groups, kinds = read.groups, {**known_kinds(), **read.kinds}
     else:
         groups, kinds = [], known_kinds()

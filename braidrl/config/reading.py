@@ -22,6 +22,8 @@ CODE = re.compile(r"(?:agent:|verifiers:)?([^\s:]+\.py)(?::[A-Za-z_]\w*)?")
 """A value that names code in a file."""
 OTHERS_SETTINGS = re.compile(r".*\.(params|vllm|engine_settings|optimizer_settings)(\..*)?|data\.system_prompt")
 """Keys with free text, which is not checked for code."""
+UNION_MEMBER = re.compile(r"[\[(<]|^(str|int|float|bool)$")
+"""A part of an error's location that pydantic adds to the keys."""
 READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)(\.path)?|rollout\.servers\.folder")
 """Keys with input paths, which are searched in the folder of the configuration file."""
 
@@ -119,12 +121,8 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        if not every:
-            raise UserError(explain(error)) from None
-        lines = dict[str, str]()
-        for found in error.errors():
-            lines.setdefault(".".join(map(str, keys_of(found))), explain(error, found))
-        raise Problems("\n".join(lines.values())) from None
+        lines = explain(error)
+        raise (Problems("\n".join(lines)) if every else UserError(lines[0])) from None
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -149,25 +147,27 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             tree[last] = float(parsed)
 
 
-def keys_of(found: Any) -> tuple[int | str, ...]:
-    """Return the keys of an invalid value, without the names of union members that pydantic adds."""
-    return tuple(part for part in found["loc"] if not re.search(r"[\[(<]|^(str|int|float|bool)$", str(part)))
-
-
-def explain(error: ValidationError, one: Any = None) -> str:
-    """Build a message of one line for one of pydantic's errors, by default the first."""
-    first = error.errors()[0] if one is None else one
-    keys = keys_of(first)
-    place = shown(".".join(map(str, keys))).strip("'")
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {place!r}. {suggest(str(first['loc'][-1]), section_keys(first['loc'][:-1]))}"
-    if first["type"] == "missing":
-        return f"{place!r} is not set; give it in the file or as {place}=..."
-    if first["type"] == "int_parsing_size":
-        return f"{place}: Input should be an integer between -2^63 and 2^63 - 1, got {shown(first['input'])}"
-    others = error.errors() if keys != first["loc"] else []
-    also = [other["msg"] for other in others if other["loc"][: len(keys)] == keys]
-    return f"{place}: {' or '.join(dict.fromkeys([first['msg'], *also]))}, got {shown(first['input'])}"
+def explain(error: ValidationError) -> list[str]:
+    """Build a message of one line for each invalid key."""
+    lines, faults = dict[tuple[int | str, ...], str](), error.errors()
+    for first in faults:
+        keys = tuple(part for part in first["loc"] if not UNION_MEMBER.search(str(part)))
+        if keys in lines:
+            continue
+        place = shown(".".join(map(str, keys))).strip("'")
+        if first["type"] == "extra_forbidden":
+            known = suggest(str(first["loc"][-1]), section_keys(first["loc"][:-1]))
+            lines[keys] = f"unknown key {place!r}. {known}"
+        elif first["type"] == "missing":
+            lines[keys] = f"{place!r} is not set; give it in the file or as {place}=..."
+        else:
+            # One fault for each member of a union.
+            same = [one["msg"] for one in faults if keys != first["loc"] and one["loc"][: len(keys)] == keys]
+            if first["type"] == "int_parsing_size":
+                same = ["Input should be an integer between -2^63 and 2^63 - 1"]
+            said = " or ".join(dict.fromkeys(same or [first["msg"]]))
+            lines[keys] = f"{place}: {said}, got {shown(first['input'])}"
+    return list(lines.values())
 
 
 def section_keys(place: tuple[int | str, ...]) -> list[str]:

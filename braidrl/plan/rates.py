@@ -163,7 +163,7 @@ def read_rates(path: Path) -> dict[str, Rates]:
         tree: dict[str, Any] = read_yaml(path) or {}
         return {kind: Rates.model_validate(value) for kind, value in tree.items()}
     except ValidationError as error:
-        raise UserError(f"{path}: {explain(error)}") from None
+        raise UserError(f"{path}: {explain(error)[0]}") from None
 
 
 def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str, engine: str = "embedded") -> Cost:
