@@ -27,41 +27,37 @@ LEAST = {
     resource.RLIMIT_NOFILE: (128, 1, "open files (ulimit -n)"),
 }
 """The least value, the unit and the name of each limit: below it libraries wait without end or fail without a word."""
-ConfigFile = Annotated[
-    Path | None, typer.Argument(help="A YAML configuration; optional if overrides set all that is needed.")
-]
-Overrides = Annotated[
+Settings = Annotated[
     list[str] | None,
-    typer.Argument(help="Dotted key=value, as in trainer.steps=10, or a YAML file whose keys override the first."),
+    typer.Argument(
+        metavar="[CONFIG.yaml] [KEY=VALUE]...",
+        help="A configuration, if overrides do not set all that is needed; then dotted keys, as in trainer.steps=10, or YAML files whose "
+        "keys override the first.",
+    ),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
-def split_config(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+def split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
     """Separate the file from overrides: in `braid train flow=grpo model=...` the first argument is an override too."""
-    if config is not None and "=" in str(config) and not config.exists():
-        return None, [str(config), *(overrides or [])]
-    return config, overrides or []
+    first, *others = settings or [""]
+    is_file = first and ("=" not in first or Path(first).exists())
+    return (Path(first), others) if is_file else (None, settings or [])
 
 
-def show_version(asked: bool) -> None:
-    """Print the versions for a bug report, and exit."""
-    if asked:
+def before_commands(
+    version: Annotated[bool, typer.Option("--version", help="Print versions for a bug report, and exit.")] = False,
+) -> None:
+    """Reinforcement-learning post-training of language models."""
+    if version:
         packages = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
         typer.echo(f"braid {__version__}, {packages}, Python {platform.python_version()}")
         raise typer.Exit
 
 
-def before_commands(
-    version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print versions and exit.")
-    ] = False,
-) -> None:
-    """Reinforcement-learning post-training of language models."""
-
-
-app = typer.Typer(callback=before_commands,
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+app = typer.Typer(
+    callback=before_commands, no_args_is_help=True, invoke_without_command=True, add_completion=False,
+    pretty_exceptions_enable=False,
 )  # fmt: skip
 checkpoint = typer.Typer(no_args_is_help=True, help="A run's checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
@@ -69,8 +65,7 @@ app.add_typer(checkpoint, name="checkpoint")
 
 @app.command()
 def train(
-    config: ConfigFile = None,
-    overrides: Overrides = None,
+    settings: Settings = None,
     resume: Annotated[
         Path | None,
         typer.Option(help="Resume this run from its latest checkpoint; key=value changes keys that may change."),
@@ -94,27 +89,27 @@ def train(
     from braidrl.runtimes.start import start_fork_server
 
     if resume is not None:
-        file, changed = split_config(config, overrides)
+        file, changed = split(settings)
         if file is not None:
             raise UserError(
                 f"--resume takes its configuration from the run folder; write what changes as key=value, not {file}"
             )
-        settings = run_config(resume, changed)
+        config = run_config(resume, changed)
     else:
-        settings = load_config(*split_config(config, overrides), every=dry)
+        config = load_config(*split(settings), every=dry)
     if dry:
         from braidrl.cli.dry_run import dry_run
 
-        dry_run(settings)
+        dry_run(config)
         return
     if newest_whole and resume is None:
         raise UserError("--newest-whole is for --resume; a new run has no checkpoint")
-    start_fork_server(settings)
-    run_training(settings, resume=resume, newest_whole=newest_whole, replay=replay, rollout_only=rollout_only)
+    start_fork_server(config)
+    run_training(config, resume=resume, newest_whole=newest_whole, replay=replay, rollout_only=rollout_only)
 
 
 @app.command("eval")
-def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
+def evaluate(settings: Settings = None) -> None:
     """Evaluate a model, or a checkpoint given as model=, on the sets in data.eval; a reward model on pairs of responses."""
     from braidrl.config import load_config
     from braidrl.config.reading import given_keys
@@ -123,12 +118,12 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from braidrl.training.loading import has_score_head
 
     # The training flow does not matter: a policy generates and is verified, a model with a score head scores pairs.
-    file, changed = split_config(config, overrides)
-    settings = load_config(file, changed, flow="grpo")
-    if "flow" not in given_keys(file, changed) and has_score_head(settings.model):
-        settings = load_config(file, changed, flow="reward_model")
-    start_fork_server(settings)
-    metrics = evaluate_model(settings)
+    file, changed = split(settings)
+    config = load_config(file, changed, flow="grpo")
+    if "flow" not in given_keys(file, changed) and has_score_head(config.model):
+        config = load_config(file, changed, flow="reward_model")
+    start_fork_server(config)
+    metrics = evaluate_model(config)
     # Under torchrun only the first rank prints.
     for name, value in metrics.items() if os.environ.get("RANK", "0") == "0" else ():
         typer.echo(f"{name}\t{value:.4f}")
@@ -137,7 +132,7 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
 @app.command()
 def flow(
     config: Annotated[str, typer.Argument(help="A recipe, a YAML flow, module:function, or a configuration file.")],
-    overrides: Overrides = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted key=value.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Also write the text as a picture into this file.")] = None,
     yaml: Annotated[bool, typer.Option("--yaml", help="Print the flow's YAML form.")] = False,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the flow as a Mermaid flowchart.")] = False,
@@ -165,12 +160,12 @@ def flow(
 
 
 @app.command()
-def data(config: ConfigFile = None, overrides: Overrides = None) -> None:
+def data(settings: Settings = None) -> None:
     """Show the data of a configuration: counts, lengths, samples as the model sees them, and skipped records with reasons."""
     from braidrl.cli.show_data import show_data
     from braidrl.config import load_config
 
-    show_data(load_config(*split_config(config, overrides), flow="grpo"))
+    show_data(load_config(*split(settings), flow="grpo"))
 
 
 @app.command("import-config")
@@ -230,8 +225,7 @@ def check(
 
 @app.command()
 def plan(
-    config: ConfigFile = None,
-    overrides: Overrides = None,
+    settings: Settings = None,
     devices: Annotated[
         str, typer.Option(help="NODESxDEVICESxKIND, as in 8x8xH100-80GB; a .yaml file; or cpu.")
     ] = "cpu",
@@ -252,7 +246,10 @@ def plan(
         float | None, typer.Option(help="Seconds to search; then the best plan so far is used.")
     ] = None,
     overlay: Annotated[Path, typer.Option(help="File for the best plan.")] = Path("overlay.yaml"),
-    html: Annotated[Path | None, typer.Option(help="Draw the best plan's predicted timeline into this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the best plan's predicted timeline into this file, for Perfetto.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(hidden=True)] = None,
     calibrate: Annotated[
         list[Path] | None, typer.Option(help="A run to fit rates to; they are saved to --rates.")
     ] = None,
@@ -270,40 +267,39 @@ def plan(
     from braidrl.cli.plan_command import plan as find_plans
     from braidrl.config import load_config
 
+    if html is not None:
+        raise UserError("--html is gone; write --trace FILE.json, and open the file at ui.perfetto.dev")
+    file = rates or Path("rates.yaml")
     if calibrate:
-        file = rates or Path("rates.yaml")
         calibrated(calibrate, devices, file)
         typer.echo(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
         return
-    settings = load_config(*split_config(config, overrides))
+    config = load_config(*split(settings))
     if measure:
-        file = rates or Path("rates.yaml")
-        measured(settings, devices, file, typer.echo)
+        measured(config, devices, file, typer.echo)
         typer.echo(f"rates of {devices} are in {file}; use them with --rates {file}")
         return
     wanted = Wanted(devices, lengths, seconds or (), rates, like, max_staleness, time_limit)
-    find_plans(settings, wanted, overlay, html, Console())
+    find_plans(config, wanted, overlay, trace, Console())
 
 
 @app.command()
 def doctor(
-    config: ConfigFile = None,
-    overrides: Overrides = None,
+    settings: Settings = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Check the nodes of a Ray cluster, with the paths of a configuration.")
     ] = False,
 ) -> None:
     """Check this machine: versions, devices, memory, and a training step on a tiny model. With --cluster, every node of a Ray cluster."""
-    from braidrl.cli.cluster_doctor import examine_cluster
-    from braidrl.cli.doctor import examine
+    from braidrl.cli.doctor import examine, examine_cluster
     from braidrl.config import load_config
 
-    if not cluster and (config or overrides):
+    if not cluster and settings:
         raise UserError(
             "braid doctor looks at this machine and takes no configuration; write --cluster for a cluster's nodes"
         )
-    named = load_config(*split_config(config, overrides), flow="grpo") if config or overrides else None
-    if not (examine_cluster(named, typer.echo) if cluster else examine(typer.echo)):
+    config = load_config(*split(settings), flow="grpo") if settings else None
+    if not (examine_cluster(config, typer.echo) if cluster else examine(typer.echo)):
         raise typer.Exit(1)
 
 
@@ -317,13 +313,11 @@ def report(run: RunFolder) -> None:
 
 @app.command()
 def timeline(run: RunFolder) -> None:
-    """Show busy and idle times of processes, in a table here and in RUN/timeline.html; RUN/timeline.json is for Perfetto."""
-    from braidrl.observe.timeline import write_timeline
+    """Show busy and idle times of processes in a table, and write RUN/timeline.json for Perfetto."""
+    from braidrl.observe.trace import timeline
 
-    page, chrome, lines = write_timeline(run)
-    for line in lines:
+    for line in timeline(run):
         typer.echo(line)
-    typer.echo(f"{page}\n{chrome}")
 
 
 @app.command()
@@ -365,9 +359,8 @@ def main() -> None:
     debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("BRAID_DEBUG") == "1"
     sleep_at_barriers()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # as stderr: a character that the terminal cannot show is written as its number
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr: a character that the terminal cannot show is written as its number.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for limit, (least, unit, what) in LEAST.items():
@@ -377,26 +370,15 @@ def main() -> None:
                     f"this process may have {most / unit:.4g} {what}, and needs at least {least / unit:g}; raise the limit"
                 )
         app(arguments, standalone_mode=True)
-    except UserError as error:
-        if debug:
+    except Exception as error:
+        # A worker's message has its own traceback.
+        is_known = isinstance(error, UserError | WorkerError)
+        said = str(error) if is_known else no_room(error) or limit_reached(error)
+        if not said or (debug and not isinstance(error, WorkerError)):
             raise
-        for line in str(error).splitlines() if isinstance(error, Problems) else [error]:
+        for line in said.splitlines() if isinstance(error, Problems) else [said]:
             typer.echo(f"braid: {line}", err=True)
-        sys.exit(EXIT_FAILURE if isinstance(error, FailedStep) else EXIT_USER_ERROR)
-    except OSError as error:
-        said = no_room(error) or limit_reached(error)
-        if debug or not said:
-            raise
-        typer.echo(f"braid: {said}", err=True)
-        sys.exit(EXIT_USER_ERROR)
-    except WorkerError as error:
-        typer.echo(f"braid: {error}", err=True)
-        sys.exit(EXIT_FAILURE)
-    except (MemoryError, RuntimeError, ImportError) as error:
-        if debug or not limit_reached(error):
-            raise
-        typer.echo(f"braid: {limit_reached(error)}", err=True)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(EXIT_FAILURE if isinstance(error, FailedStep | WorkerError) else EXIT_USER_ERROR)
     finally:
         # Another Ctrl-C during the interpreter's shutdown would print tracebacks.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

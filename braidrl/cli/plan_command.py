@@ -1,6 +1,6 @@
 """`braid plan`: search for the best plan for a configuration and devices, and calibration of rates from runs.
 
-config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, timeline          runs ──calibrate──▶ rates.yaml
+config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, trace.json          runs ──calibrate──▶ rates.yaml
 """
 
 import time
@@ -20,8 +20,7 @@ from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
-from braidrl.observe.timeline import timeline_page
-from braidrl.observe.trace import read_trace
+from braidrl.observe.trace import read_trace, write_chrome_trace
 from braidrl.plan.calibration import WARM_UP, Observed, calibrate
 from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.plan_report import show, spans_of
@@ -56,15 +55,14 @@ class Wanted:
     runtimes: Sequence[str] = field(default_factory=lambda: ("eager", "hybrid", "distributed", "streaming"))
 
 
-def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None, console: Console) -> list[Plan]:
+def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | None, console: Console) -> list[Plan]:
     """Find the best plans, print them, and write the first. Raises UserError for what cannot be planned, and for models that do not fit."""
     problem = problem_of(config, wanted)
     plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
     show(problem, plans, console, search=wanted.like is None)
-    if html is not None:
-        page = timeline_page(f"{problem.flow.name} on {problem.cluster}: predicted", spans_of(plans[0]))
-        html.write_text(page, encoding="utf-8")
-        console.print(f"drawn in {html}", soft_wrap=True)
+    if trace is not None:
+        write_chrome_trace(trace, spans_of(plans[0]))
+        console.print(f"predicted timeline in {trace}; open it at ui.perfetto.dev", soft_wrap=True, highlight=False)
     if overlay is not None:
         overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")
         console.print(

@@ -1,19 +1,24 @@
 """`report.html`: the results of a run on one self-contained page, with recorded responses.
 
-Shown are the same held-out prompts over time, and the best and worst row of some steps; trackers get the samples of a step.
+metrics.jsonl ──▶ curves by name ──▶ charts for plotly.js ─╮
+rollouts/ ──▶ the same held-out prompts over time, and the best and worst row of some steps ─┴─▶ assets/report.html, which escapes all
+Trackers get the samples of a step.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from braidrl.data.records import whole_text
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError, first_line
-from braidrl.observe.chart import SMOOTH_FROM, TEMPLATES, Series, Tile, chart, mean, spell
 from braidrl.observe.metrics import read_metrics, whole_file
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.rollouts import (
@@ -25,8 +30,20 @@ from braidrl.observe.rollouts import (
     rollout_path,
 )  # fmt: skip
 
+TEMPLATES = Environment(
+    loader=PackageLoader("braidrl.observe", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    undefined=StrictUndefined,
+)  # fmt: skip
+MOST_POINTS, MOST_BARS = 400, 100
+SMOOTH_FROM = 40
+DOTS_UP_TO = 30
+PALETTE = (
+    "#2a78d6", "#eb6834", "#1baf7a", "#9154cf", "#eda100", "#e0518f", "#1497b0", "#8a6a3c", "#6b8e23", "#c23b3b",
+    "#5b6f95", "#7a7a7a",
+)  # fmt: skip
 # A headline number is the mean over this many first or last steps; a single batch is too noisy.
 HEADLINE_STEPS = 5
+HEADLINES = (("Reward", "reward/mean"), ("Response length", "response/length_mean"), ("Entropy", "actor/entropy"))
 MOST_STEPS = 6
 PROMPTS_PER_SET = 3
 SHOWN_CHARACTERS = 4000
@@ -47,7 +64,6 @@ EVALUATION = Picture(
     (r"eval/.+/avg@\d+", r"eval/.+/pair_accuracy"),
     "mean over held-out prompts and their responses, or share of pairs that are ranked right",
 )
-HEADLINES = (("Reward", "reward/mean"), ("Response length", "response/length_mean"), ("Entropy", "actor/entropy"))
 SECTIONS: dict[str, tuple[Picture, ...]] = {
     "What it learned": (
         EVALUATION,
@@ -85,6 +101,67 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class Series:
+    """A curve: one value per step. None is a gap."""
+
+    name: str
+    steps: tuple[float, ...]
+    values: tuple[float | None, ...]
+
+    @property
+    def numbers(self) -> list[float]:
+        return [value for value in self.values if value is not None]
+
+
+class Tile(NamedTuple):
+    """A headline number."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+class Curve(NamedTuple):
+    """An entry of a chart's legend; `last` is the last value."""
+
+    name: str
+    colour: str
+    last: str
+
+
+class Chart(NamedTuple):
+    """A chart as the page shows it, with the traces that plotly.js draws."""
+
+    title: str
+    about: str
+    curves: list[Curve]
+    traces: list[dict[str, Any]]
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One recorded row as text and numbers."""
+
+    step: int
+    prompt: str
+    response: str
+    score: float | None
+    correct: bool | None
+    finish_reason: str | None
+    answer: str | None = None
+    """The reference answer, as text."""
+
+
+class SampleGroup(NamedTuple):
+    """Samples shown together: all of one prompt, or, if the prompt is None, each with its own."""
+
+    title: str
+    samples: list[Sample]
+    prompt: str | None = None
+
+
 def write_report(run: Path) -> Path:
     """Write `run`/report.html from the run's metrics and recorded rollouts. Raises UserError without metrics, or if a package is
     missing.
@@ -115,7 +192,7 @@ def write_report(run: Path) -> Path:
         summary += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
     path, config = run / "report.html", run / "config.yaml"
     html = TEMPLATES.get_template("report.html").render(
-        kind="report", name=run.resolve().name, summary=summary, tiles=headlines(curves, series[EVALUATION]),
+        name=run.resolve().name, summary=summary, tiles=headlines(curves, series[EVALUATION]),
         sections=[
             (title, [chart(one.title, series[one], one.about, one.stacked) for one in pictures if series[one]])
             for title, pictures in SECTIONS.items()
@@ -127,6 +204,61 @@ def write_report(run: Path) -> Path:
     with whole_file(path) as unfinished:
         unfinished.write_text(html, encoding="utf-8")
     return path
+
+
+def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:
+    """Return a chart of several series as curves or `stacked` bars; `about` is a line below the title.
+
+    A point of a long series is the mean over equally many steps, placed at their middle. If all names share the part before the
+    first slash, the legend leaves it out.
+    """
+    if len(series) > 1 and len({one.name.partition("/")[0] for one in series}) == 1:
+        series = [replace(one, name=one.name.partition("/")[2]) for one in series]
+    curves, traces, longest_mean = list[Curve](), list[dict[str, Any]](), 1
+    for number, one in enumerate(series):
+        paint, steps, values = PALETTE[number % len(PALETTE)], one.steps, one.values
+        curves.append(Curve(one.name, paint, spell(one.numbers[-1])))
+        size = math.ceil(len(steps) / (MOST_BARS if stacked else MOST_POINTS))
+        if size > 1:
+            longest_mean = max(longest_mean, size)
+            stretches = [slice(i, i + size) for i in range(0, len(steps), size)]
+            steps = tuple(steps[s][len(steps[s]) // 2] for s in stretches)
+            values = tuple(mean(values[s]) for s in stretches)
+        trace: dict[str, Any] = {"x": steps, "y": values, "name": one.name}
+        curve = {**trace, "line": {"color": paint}, "mode": "lines"}
+        shown = sum(value is not None for value in values)
+        if stacked:
+            traces.append({**trace, "type": "bar", "marker": {"color": paint}})
+        elif shown < SMOOTH_FROM:
+            # Few points get dots.
+            traces.append(curve | {"mode": "lines+markers" if shown <= DOTS_UP_TO else "lines"})
+        else:
+            # Many points are drawn faintly behind their moving mean.
+            reach = max(2, len(values) // 30)
+            smooth = [
+                None if value is None else mean(values[max(0, i - reach) : i + reach + 1])
+                for i, value in enumerate(values)
+            ]
+            traces += [curve | {"opacity": 0.32}, curve | {"y": smooth, "hoverinfo": "skip"}]
+    note = ", ".join(filter(None, [about, f"means of {longest_mean} steps" if longest_mean > 1 else ""]))
+    return Chart(title, note, curves, traces, stacked)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def spell(value: float) -> str:
+    """Format a number in short: 0.0312, 12.4, 3,180, 31.8k, 1.2M, 1.0e-06."""
+    size = abs(value)
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= max(unit, 1e4):
+            scaled = value / unit
+            return f"{scaled:,.0f}{letter}" if abs(scaled) >= 100 else f"{scaled:.3g}{letter}"
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if size >= 1e-3 else f"{value:.1e}"
 
 
 def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> list[Tile]:
@@ -143,9 +275,9 @@ def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> li
             tiles.append(Tile(label, spell(numbers[0]), f"at step {series.steps[0]}"))
             continue
         count = max(1, min(steps, len(numbers) // 2))
-        first, last = sum(numbers[:count]) / count, sum(numbers[-count:]) / count
+        first, last = mean(numbers[:count]), mean(numbers[-count:])
         where = f"step {series.steps[0]} to {series.steps[-1]}" if count == 1 else f"first and last {count} steps"
-        tiles.append(Tile(label, f"{spell(first)} → {spell(last)}", where))
+        tiles.append(Tile(label, f"{spell(first or 0.0)} → {spell(last or 0.0)}", where))
     if "tokens/trained" in curves:
         speed = curves.get("throughput/tokens_per_second")
         note = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
@@ -153,32 +285,10 @@ def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> li
     return tiles
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One recorded row as text and numbers."""
-
-    step: int
-    prompt: str
-    response: str
-    score: float | None
-    correct: bool | None
-    finish_reason: str | None
-    answer: str | None = None
-    """The reference answer, as text."""
-
-
-class SampleGroup(NamedTuple):
-    """Samples shown together: all of one prompt, or, if the prompt is None, each with its own."""
-
-    title: str
-    samples: list[Sample]
-    prompt: str | None = None
-
-
-def read_samples(path: Path, step: int) -> list[Sample]:
-    """Read recorded rows. The score is the verifier's if present, else the reward."""
+def read_samples(run: Path, step: int, evaluation: str | None = None) -> list[Sample]:
+    """Read the recorded rows of a step. The score is the verifier's if present, else the reward."""
     found = []
-    for row in read_texts(path, COLUMNS):
+    for row in read_texts(rollout_path(run, step, evaluation), COLUMNS):
         correct, reason = row.get("correct"), row.get("finish_reason")
         named = None if reason is None else FinishReason(reason).name.lower()
         answer = json.loads(row.get("metadata") or "{}").get("answer")
@@ -190,9 +300,7 @@ def read_samples(path: Path, step: int) -> list[Sample]:
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
     """Pick at most `most` steps, evenly spread, including the first and the last."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+    return [steps[i] for i in np.linspace(0, len(steps) - 1, min(most, len(steps))).round().astype(int)]
 
 
 def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
@@ -205,14 +313,12 @@ def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
 
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
     """Return a step's samples for trackers: the best and worst training row, and the first prompts of each set evaluated then."""
-    path = rollout_path(run, step)
     found: list[tuple[str, Sample]] = []
-    if path.exists():
-        found += [("training", sample) for sample in best_and_worst(read_samples(path, step))]
+    if step in recorded_steps(run):
+        found += [("training", sample) for sample in best_and_worst(read_samples(run, step))]
     for name in recorded_evaluations(run):
         if step in recorded_steps(run, name):
-            samples = read_samples(rollout_path(run, step, name), step)
-            found += [(name, sample) for sample in samples[:PROMPTS_PER_SET]]
+            found += [(name, sample) for sample in read_samples(run, step, name)[:PROMPTS_PER_SET]]
     return [{"step": step, "set": name, **asdict(sample)} for name, sample in found]
 
 
@@ -226,7 +332,7 @@ def sample_groups(run: Path) -> list[SampleGroup]:
         chosen: dict[str, list[Sample]] = {}
         for step in spread(recorded_steps(run, name), MOST_STEPS):
             found: dict[str, Sample] = {}
-            for sample in read_samples(rollout_path(run, step, name), step):
+            for sample in read_samples(run, step, name):
                 found.setdefault(sample.prompt, sample)
             chosen = chosen or {prompt: [] for prompt in list(found)[:PROMPTS_PER_SET]}
             for prompt in chosen.keys() & found.keys():
@@ -234,6 +340,6 @@ def sample_groups(run: Path) -> list[SampleGroup]:
         title = f"{name}: the same prompt over time"
         groups += [SampleGroup(title, samples, prompt) for prompt, samples in chosen.items()]
     for step in spread(recorded_steps(run), MOST_STEPS):
-        if rows := best_and_worst(read_samples(rollout_path(run, step), step)):
+        if rows := best_and_worst(read_samples(run, step)):
             groups.append(SampleGroup(f"Training, step {step}", rows))
     return groups

@@ -13,7 +13,6 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -152,34 +151,35 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
     """
     check_recording(path)
     files = parts_of(path)
-    wanted = equal_share(sum(pq.read_metadata(file).num_rows for file in files), rank, size)
-    described, tables, first = b"", [], 0
-    for file in files:
-        rows = pq.read_metadata(file).num_rows
-        start, stop = max(wanted.start, first) - first, min(wanted.stop, first + rows) - first
-        schema = pq.read_schema(file)
-        described = described or schema.metadata[SCHEMA_KEY]
-        if start < stop or size == 1:
-            tables.append(pq.read_table(file).slice(start, stop - start))
-        first += rows
-    parts = [dict[str, Column]() for _ in tables]
-    for (name, about), (table, part) in product(json.loads(described).items(), zip(tables, parts, strict=True)):
-        array = table.column(name)
+    counts = [pq.read_metadata(file).num_rows for file in files]
+    wanted, first = equal_share(sum(counts), rank, size), 0
+    schema = pq.read_schema(files[0])
+    described: dict[str, Any] = json.loads(schema.metadata[SCHEMA_KEY])
+    names = list(described)
+    # Without rows the columns keep their types. Only files with rows of the share are read.
+    tables = [schema.empty_table().select(names)]
+    for file, count in zip(files, counts, strict=True):
+        start, stop = max(wanted.start, first) - first, min(wanted.stop, first + count) - first
+        if start < stop:
+            tables.append(pq.read_table(file, columns=names).select(names).slice(start, stop - start))
+        first += count
+    table, columns = pa.concat_tables(tables), dict[str, Column]()
+    for name, about in described.items():
+        array = table.column(name).combine_chunks()
         if about["kind"] == "objects":
-            part[name] = Objects(tuple(json.loads(text) for text in array.to_pylist()))
+            columns[name] = Objects(tuple(json.loads(text) for text in array.to_pylist()))
             continue
-        array = array.combine_chunks()
         is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
         # A copy, because parquet's buffers are read-only.
         values = torch.from_numpy(np.array((array.flatten() if is_list else array).to_numpy(zero_copy_only=False)))
         if DTYPES[about["dtype"]] == torch.bfloat16:
             values = (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-        part[name] = values = values.reshape(-1, *about["shape"])
+        columns[name] = values = values.reshape(-1, *about["shape"])
         if about["kind"] == "ragged":
             lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
             width = int(np.prod(about["shape"], dtype=np.int64))
-            part[name] = Ragged.from_lengths(values, torch.from_numpy(lengths // width))
-    rows = Rows.cat([Rows(part) for part in parts])
+            columns[name] = Ragged.from_lengths(values, torch.from_numpy(lengths // width))
+    rows = Rows(columns)
     return rows.ordered() if len(files) > 1 and size == 1 else rows
 
 

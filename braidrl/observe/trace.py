@@ -1,30 +1,37 @@
-"""The trace: each process appends spans of its work to its own file; the reader merges them.
+"""The trace: each process appends spans of its work to its own file; the reader merges them, and `braid timeline` adds them up.
 
 run/trace/actor-0.jsonl    one line per span, written when the span ends
-run/trace/actor-1.jsonl
+run/trace/actor-1.jsonl  ──read_trace──▶ spans ──▶ table of busy and waiting times; run/timeline.json (Chrome trace) for Perfetto
 
 Times are wall-clock seconds, because spans of several processes (and machines with synchronized clocks) are compared. Within
 a process they advance by its monotonic clock, so a corrected wall clock gives no negative span. The reader shifts the earliest
 start to zero.
 """
 
+import itertools
+import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from braidrl.errors import UserError
-from braidrl.observe.metrics import Sums, append_line, open_lines, read_lines
+from braidrl.observe.metrics import Sums, append_line, open_lines, read_lines, whole_file
 
 BusyState = Literal["busy", "waiting"]
 WAITING_WORTH_S = 1e-3
 """Shorter pauses of a worker are not recorded."""
 MOST_UIDS = 8
 """Rows that an error names."""
+LONGEST_GAP = 60.0
+"""A longer time without any span means that the run was stopped and resumed."""
+CLOCK_ROUNDING = 1e-6
+"""A double of seconds since 1970 is exact to less than a microsecond: a smaller overlap is none."""
+ALL_STAGES = "all"
 
 
 @dataclass
@@ -168,3 +175,104 @@ def read_trace(run: Path) -> list[Span]:
     origin = min(span.start for span in spans)
     moved = (replace(span, start=span.start - origin, end=span.end - origin) for span in spans)
     return sorted(moved, key=lambda span: (span.start, span.worker))
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Time of one role on one stage (or all stages), summed over its workers. Shares are of the workers' time in the run."""
+
+    role: str
+    stage: str
+    workers: int
+    rows: int
+    tokens: int
+    busy_seconds: float
+    waiting_seconds: float
+    busy_share: float
+    waiting_share: float
+
+
+def busy_table(spans: Sequence[Span]) -> list[Busy]:
+    """Return a line per role over all stages, and one per role and stage, in order of their first start.
+
+    A worker's time in the run lasts from the run's first start to its last end, less pauses of more than a minute. Spans of
+    one role that overlap in one worker count once in the role's line.
+    """
+    available = covered(spans, LONGEST_GAP)
+    table = []
+    for role in dict.fromkeys(span.role for span in spans):
+        of_role = [span for span in spans if span.role == role]
+        for stage in (ALL_STAGES, *dict.fromkeys(span.stage for span in of_role)):
+            own = of_role if stage == ALL_STAGES else [span for span in of_role if span.stage == stage]
+            workers = dict.fromkeys(span.worker for span in own)
+            busy, waiting = (
+                sum(covered([s for s in own if (s.worker, s.state) == (worker, state)]) for worker in workers)
+                for state in ("busy", "waiting")
+            )
+            whole = available * len(workers) or 1.0
+            done = [span for span in own if span.state == "busy"]
+            rows, tokens = sum(span.rows for span in done), sum(span.tokens for span in done)
+            table.append(Busy(role, stage, len(workers), rows, tokens, busy, waiting, busy / whole, waiting / whole))
+    return table
+
+
+def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
+    """Return the seconds covered by at least one span; gaps of up to `gap` seconds count as covered."""
+    total, end = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        begin = end if span.start - end <= gap else span.start
+        total += max(0.0, span.end - max(begin, end))
+        end = max(end, span.end)
+    return total
+
+
+def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """Return the spans in the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto.
+
+    A worker is a process of the format, and the spans of a thread do not overlap: a worker with parallel work has several.
+    """
+    # In this order `actor/10` comes after `actor/9`.
+    digits = re.compile(r"(\d+)")
+    workers = {
+        span.worker: [(int(part), "") if part.isdigit() else (-1, part) for part in digits.split(span.worker)]
+        for span in spans
+    }
+    events, thread_ids = list[dict[str, Any]](), itertools.count(1)
+    for number, worker in enumerate(sorted(workers, key=workers.__getitem__), start=1):
+        for name, about in (("process_name", {"name": worker}), ("process_sort_index", {"sort_index": number})):
+            events.append({"ph": "M", "name": name, "pid": number, "args": about})
+        ends: dict[int, float] = {}
+        for span in sorted((s for s in spans if s.worker == worker), key=lambda s: (s.start, s.end)):
+            free = (thread for thread, end in ends.items() if end <= span.start + CLOCK_ROUNDING)
+            thread = next(free, None) or next(thread_ids)
+            ends[thread] = span.end
+            events.append(
+                {
+                    "ph": "X", "name": span.stage if span.state == "busy" else f"waiting for {span.stage}",
+                    "pid": number, "tid": thread, "cat": f"{span.role},{span.state}",
+                    "ts": span.start * 1e6, "dur": span.seconds * 1e6,
+                    "args": {name: getattr(span, name) for name in ("iteration", "rows", "tokens", "version")},
+                }
+            )  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
+    """Write spans to a file that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
+    with whole_file(path) as unfinished:
+        unfinished.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+
+
+def timeline(run: Path) -> Iterator[str]:
+    """Write `run`/timeline.json, and yield the lines of the table of busy and waiting times, and the file's path.
+
+    Raises UserError if the run has no trace.
+    """
+    spans = read_trace(run)
+    heads = f"{'workers':>8}{'rows':>10}{'tokens':>13}{'busy s':>10}{'waiting s':>11}{'busy':>7}{'waiting':>9}"
+    yield f"{'role':<14}{'stage':<34}{heads}"
+    for one in busy_table(spans):
+        done = f"{one.workers:>8}{one.rows:>10,}{one.tokens:>13,}{one.busy_seconds:>10.2f}{one.waiting_seconds:>11.2f}"
+        yield f"{one.role:<14}{one.stage:<34}{done}{one.busy_share:>7.0%}{one.waiting_share:>9.0%}"
+    write_chrome_trace(run / "timeline.json", spans)
+    yield f"{run / 'timeline.json'}: open it at ui.perfetto.dev"

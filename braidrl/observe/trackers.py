@@ -4,19 +4,34 @@ config.trackers ──factory(run, **params)──▶ tracker ◀──write(ste
                                                    ◀──write_samples(step, samples)── every `samples_every` steps
                                                    ◀──write_report(path)──────────── at the end
 
-`tracker_libraries.py` holds the built-in trackers. `check_tracker` is the contract test for your own.
+Built in are TensorBoard, wandb, trackio, MLflow and SwanLab. Each library is imported when its tracker opens. A tracker's run has the
+name of the run folder; a resumed run finds it by this name. `check_tracker` is the contract test for your own.
 """
 
+import importlib
 import json
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
+
+import yaml
 
 from braidrl.config import TrackerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
+from braidrl.parsing import flat
+
+PROJECT = "braid"
+"""Default project (or experiment) for trackers that require one."""
+PARAMETERS_AT_A_TIME = 100
+MLFLOW_ODD = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow does not allow in a name."""
+Samples = Sequence[Mapping[str, Any]]
+"""Recorded responses with step, set, prompt, response, answer, score, correct and finish_reason; unknown values are None."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,11 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the numbers of each step. An error that it raises is printed in one line, and the run continues."""
+    """Takes the numbers of each step. An error that it raises is printed in one line, and the run continues.
+
+    It may also have `write_samples(step, samples)`, which takes some recorded responses of a step, at least one, and
+    `write_report(report)`, which takes the path of the report; the file itself stays in the run folder.
+    """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step, from 1, in order: finite numbers by name, in the units of docs/metrics.md."""
@@ -41,34 +60,14 @@ class Tracker(Protocol):
         """Flush and close; called once, also after a failed run."""
 
 
-Samples = Sequence[Mapping[str, Any]]
-"""Recorded responses with step, set, prompt, response, answer, score, correct and finish_reason; unknown values are None."""
-
-
-@runtime_checkable
-class TakesSamples(Protocol):
-    """A tracker that also shows responses."""
-
-    def write_samples(self, step: int, samples: Samples) -> None:
-        """Take some recorded responses of a step, at least one."""
-
-
-@runtime_checkable
-class TakesReport(Protocol):
-    """A tracker that also keeps the run's report."""
-
-    def write_report(self, report: Path) -> None:
-        """Take the report file; the file itself stays in the run folder."""
-
-
 TRACKERS = PluginRegistry(
     "tracker",
     {
-        "tensorboard": "braidrl.observe.tracker_libraries:TensorboardTracker",
-        "wandb": "braidrl.observe.tracker_libraries:WandbTracker",
-        "trackio": "braidrl.observe.tracker_libraries:TrackioTracker",
-        "mlflow": "braidrl.observe.tracker_libraries:MlflowTracker",
-        "swanlab": "braidrl.observe.tracker_libraries:SwanlabTracker",
+        "tensorboard": "braidrl.observe.trackers:TensorboardTracker",
+        "wandb": "braidrl.observe.trackers:WandbTracker",
+        "trackio": "braidrl.observe.trackers:TrackioTracker",
+        "mlflow": "braidrl.observe.trackers:MlflowTracker",
+        "swanlab": "braidrl.observe.trackers:SwanlabTracker",
     },
 )
 """Opens a tracker: called with a `TrackedRun` and the configured `params`, returns a `Tracker`."""
@@ -82,7 +81,7 @@ class Trackers:
     ) -> None:
         """Open the chosen trackers in order. If `must_open`, one that cannot be opened raises UserError; else `say` prints a line."""
         self._say, self._reported = say, set[str]()
-        self._open: list[tuple[TrackerConfig, Tracker]] = []
+        self._open: list[tuple[TrackerConfig, Any]] = []
         for one in chosen:
             with self._errors_of(one.name, raised=must_open):
                 self._open.append((one, TRACKERS.find(one.name)(run, **one.params)))
@@ -96,7 +95,7 @@ class Trackers:
         """Pass recorded responses of a step to the trackers that are due; reads them only if there are any."""
         samples: Samples | None = None
         for one, tracker in self._open:
-            if one.samples_every and step % one.samples_every == 0 and isinstance(tracker, TakesSamples):
+            if one.samples_every and step % one.samples_every == 0 and hasattr(tracker, "write_samples"):
                 with self._errors_of(one.name):
                     samples = read() if samples is None else samples
                     if samples:
@@ -104,8 +103,8 @@ class Trackers:
 
     def write_report(self, report: Path) -> None:
         for one, tracker in self._open:
-            if isinstance(tracker, TakesReport):
-                with self._errors_of(one.name):
+            with self._errors_of(one.name):
+                if hasattr(tracker, "write_report"):
                     tracker.write_report(report)
 
     def close(self) -> None:
@@ -130,6 +129,154 @@ class Trackers:
                 self._say(f"tracker {name}: {what}; the run goes on, and metrics.jsonl has every number")
 
 
+class TensorboardTracker:
+    """Event files in the run folder's `tensorboard`. A resumed run hides what was written after the checkpoint."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # Imported here: it takes a second, and readers of metrics do not need it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = None if run.resume_step is None else run.resume_step + 1
+        self._writer: Any = SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=purge_step)
+        self._writer.add_text("configuration", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```", 0)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        cells = (["" if value is None else str(value) for value in one.values()] for one in samples)
+        escaped = ([text.replace("|", "\\|").replace("\n", "<br>") for text in texts] for texts in cells)
+        rows = [list(samples[0]), ["---"] * len(samples[0]), *escaped]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class LoggedRun:
+    """A run of a library that logs numbers by step: wandb, trackio and SwanLab."""
+
+    _run: Any
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(LoggedRun):
+    """A wandb run named after the run folder. wandb's own variables, such as WANDB_PROJECT, select the project."""
+
+    def __init__(self, run: TrackedRun, **settings: Any) -> None:
+        """Open the run; further settings go to `wandb.init`."""
+        name = run.folder.name
+        # One id per run folder, so that a resumed run continues in the same wandb run.
+        arguments = {
+            "dir": str(run.folder), "id": name, "name": name, "resume": "allow", "config": dict(run.config), **settings,
+        }  # fmt: skip
+        self._library: Any = importlib.import_module("wandb")
+        self._run = self._library.init(**arguments)
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        # Scores and answers may be missing or of mixed types, which wandb refuses.
+        table = self._library.Table(list(samples[0]), [list(one.values()) for one in samples], allow_mixed_types=True)
+        self._run.log({"samples": table}, step=step)
+
+    def write_report(self, report: Path) -> None:
+        artifact = self._library.Artifact(f"{self._run.id}-report", type="report")
+        artifact.add_file(str(report))
+        self._run.log_artifact(artifact)
+
+
+class TrackioTracker(LoggedRun):
+    """A trackio run named after the run folder: in the local database, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL point."""
+
+    def __init__(self, run: TrackedRun, *, project: str = PROJECT, **settings: Any) -> None:
+        """Open the run; further settings go to `trackio.init`."""
+        self._library: Any = importlib.import_module("trackio")
+        arguments = {"name": run.folder.name, "resume": "allow", "config": dict(run.config), "embed": False, **settings}
+        self._run = self._library.init(project, **arguments)
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        self._run.log({"samples": self._library.Table(data=[dict(one) for one in samples])}, step=step)
+
+    def write_report(self, report: Path) -> None:
+        self._run.log_artifact(report, name=f"{self._run.name}-report", type="report")
+
+
+class MlflowTracker:
+    """An MLflow run named after the run folder. MLFLOW_TRACKING_URI selects the server. MLflow allows no @, so it becomes _at_."""
+
+    def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = PROJECT) -> None:
+        """Open the run in an experiment, created if missing, at a server or database such as `sqlite:///mlflow.db`; by default
+        MLFLOW_TRACKING_URI.
+        """
+        self._library: Any = importlib.import_module("mlflow")
+        self._client = self._library.MlflowClient(uri)
+        known = self._client.get_experiment_by_name(experiment)
+        where = known.experiment_id if known else self._client.create_experiment(experiment)
+        # The folder identifies the run: other runs may have the same name.
+        folder = {"braid.folder": str(run.folder.resolve())}
+        found = self._client.search_runs([where], f"tags.`braid.folder` = '{folder['braid.folder']}'")
+        opened = found[0] if found else self._client.create_run(where, run_name=run.folder.name, tags=folder)
+        self._id = opened.info.run_id
+        self._client.log_dict(self._id, dict(run.config), "config.yaml")
+        if not found:
+            param = self._library.entities.Param
+            settings = [
+                param(MLFLOW_ODD.sub("_", name.replace("@", "_at_")), str(value)) for name, value in flat(run.config)
+            ]
+            for first in range(0, len(settings), PARAMETERS_AT_A_TIME):
+                self._client.log_batch(self._id, params=settings[first : first + PARAMETERS_AT_A_TIME])
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        now, metric = int(time.time() * 1000), self._library.entities.Metric
+        self._client.log_batch(
+            self._id,
+            [
+                metric(MLFLOW_ODD.sub("_", name.replace("@", "_at_")), value, now, step)
+                for name, value in metrics.items()
+            ],
+        )
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        columns = {name: [one[name] for one in samples] for name in samples[0]}
+        self._client.log_table(self._id, columns, "samples.json")
+
+    def write_report(self, report: Path) -> None:
+        self._client.log_artifact(self._id, str(report))
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class SwanlabTracker(LoggedRun):
+    """A SwanLab run named after the run folder. SWANLAB_MODE=local or offline keeps it in the run folder's `swanlab`."""
+
+    def __init__(self, run: TrackedRun, **settings: Any) -> None:
+        """Open the run; further settings go to `swanlab.init`."""
+        self._library: Any = importlib.import_module("swanlab")
+        (run.folder / "swanlab").mkdir(parents=True, exist_ok=True)
+        arguments = {
+            "project": PROJECT, "name": run.folder.name, "id": run.folder.name, "resume": "allow", "config": dict(run.config),
+            "log_dir": str(run.folder / "swanlab"), **settings,
+        }  # fmt: skip
+        self._run = self._library.init(**arguments)
+
+    def write_samples(self, step: int, samples: Samples) -> None:
+        table = self._library.echarts.Table()
+        table.add(
+            list(samples[0]), [["" if value is None else str(value) for value in one.values()] for one in samples]
+        )
+        self._run.log({"samples": table}, step=step)
+
+    def write_report(self, report: Path) -> None:
+        self._run.save(str(report), base_path=str(report.parent), policy="now")
+
+
 def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = None) -> None:
     """Open a tracker in an empty folder, write steps, samples and a report, close it, and continue as a resumed run does.
 
@@ -150,8 +297,8 @@ def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = No
             given = dict(metrics)
             tracker.write(step, given)
             assert given == metrics, f"{name} changed the metrics that it was given, which others are given too"
-            if isinstance(tracker, TakesSamples):
+            if hasattr(tracker, "write_samples"):
                 tracker.write_samples(step, [{"step": step, **sample}])
-        if isinstance(tracker, TakesReport):
+        if hasattr(tracker, "write_report"):
             tracker.write_report(report)
         tracker.close()

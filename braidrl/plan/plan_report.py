@@ -1,6 +1,6 @@
 """The report of a plan in 80 columns: plans, the best one's stages and roles, what was varied, and what decided.
 
-plans ──▶ tables, neighbours of the best, reasons ──▶ terminal      best plan ──spans──▶ the page that `braid timeline` draws
+plans ──▶ tables, neighbours of the best, reasons ──▶ terminal      best plan ──spans──▶ the trace that `--trace` writes
 """
 
 from collections.abc import Iterator, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from braidrl.cli.cluster_doctor import NodeReport, paths_of, problems, unusable
+from braidrl.cli.doctor import NodeReport, paths_of, problems, unusable
 from braidrl.config import load_config
 
 GOOD = {"versions": {"python": "3.11.7", "torch": "2.11.0"}, "devices": ["H100"] * 8}

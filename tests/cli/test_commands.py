@@ -179,12 +179,6 @@ def test_report_command_rewrites_the_report(workshop: Workshop, braid: Any) -> N
     assert out.strip() == str(run / "report.html") and "Reward" in (run / "report.html").read_text()
 
 
-def test_timeline_command_draws_a_page(workshop: Workshop, braid: Any) -> None:
-    run = workshop.run()
-    out, _ = braid("timeline", run)
-    assert (run / "timeline.html").is_file() and "actor.generate" in (run / "timeline.html").read_text() and out
-
-
 def test_export_gives_a_directory_that_transformers_loads(workshop: Workshop, braid: Any) -> None:
     run, folder = workshop.run(), workshop.folder / "exported"
     out, _ = braid("export", run, folder)

@@ -161,7 +161,7 @@ def test_a_standalone_role_has_the_memory_of_its_plan(workshop: Workshop) -> Non
 
 def test_the_plan_for_one_core_trains_as_it_is(workshop: Workshop) -> None:
     config = workshop.config(**PPO)
-    overlay, page = workshop.folder / "overlay.yaml", workshop.folder / "plan.html"
+    overlay, page = workshop.folder / "overlay.yaml", workshop.folder / "plan.json"
     plans = plan(config, Wanted("1x1xcpu"), overlay, page, QUIET)
     assert plans[0].runtime == "eager" and "actor.generate" in page.read_text()
     with TrainingRun(load_config(workshop.folder / "run.yaml", [str(overlay), "trainer.steps=1"])) as run:

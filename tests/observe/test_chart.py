@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from braidrl.observe.chart import MOST_BARS, MOST_POINTS, SMOOTH_FROM, Series, chart, spell
+from braidrl.observe.report import MOST_BARS, MOST_POINTS, SMOOTH_FROM, Series, chart, spell
 
 
 @pytest.mark.parametrize(
