@@ -17,7 +17,7 @@ from benchmarks.turns import Turn
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.weights.boxes import Box, boxes_of, chunk
 from braidrl.weights.reshard_plan import ShardIndex, Tensors, describe, plan_moves
-from braidrl.weights.transfer import LIMIT_BYTES, Schedule, rounds_needed
+from braidrl.weights.transfer import LIMIT_BYTES
 
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 27648, 64, 40, 8, 128, 152064
 """Qwen2.5-32B."""
@@ -113,13 +113,13 @@ def prepare(case: Mapping[str, Any]) -> Turn:
             for known, some in zip(read, said, strict=True)
         )
         found = plan_moves(held.groups(wanted), case["rank"], len(held.ranks), held.machines)
-        count = rounds_needed(found, LIMIT_BYTES)
+        count = found.rounds_needed(LIMIT_BYTES)
         for moves in (found.sends, found.receives):
-            Schedule(moves, count).first_and_last(len(held.tensors))
+            moves.first_and_last(count, len(held.tensors))
         seconds = time.perf_counter() - begun
         most = max(found.sends.total, found.receives.total)
         return {
-            "seconds": seconds, "bytes": peak_bytes() - before, "moves": len(found.sends.peers) + len(found.receives.peers),
+            "seconds": seconds, "bytes": peak_bytes() - before, "moves": len(found.sends.tensors) + len(found.receives.tensors),
             "sent": found.sends.total, "received": found.receives.total,
             "rounds": count, "least_rounds": -(-most // LIMIT_BYTES),
         }  # fmt: skip

@@ -27,7 +27,7 @@ from braidrl.cluster.process_groups import address_towards, connect_store, group
 from braidrl.cluster.shared_memory import machine
 from braidrl.cluster.world import Ranks
 from braidrl.errors import first_line
-from braidrl.weights.publisher import TRANSPORTS, PublishedEngine, TransferVolume, WeightTransport, check_shapes
+from braidrl.weights.publisher import TRANSPORTS, PublishedEngine, TransferVolume, check_shapes
 from braidrl.weights.reshard_plan import ShardIndex, gather_shard_index
 from braidrl.weights.shards import Parts, WeightPart, check_parts, snapshot
 from braidrl.weights.transfer import WeightTransfer
@@ -140,9 +140,12 @@ class WeightOffer:
         self._closed.set()
         self._thread.join(END_S)
 
+    @torch.no_grad()
     def _serve(self) -> None:
         """Serve transfers one after another; report a failure to their receivers."""
-        store, number = self.senders.store(), 1
+        store, number, senders = self.senders.store(), 1, self.senders
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         while not self._closed.wait(POLL_S):
             try:
                 if self.rank == 0 and (transfer := self._next_transfer(store, number)):
@@ -155,13 +158,17 @@ class WeightOffer:
             try:
                 # Wait until this sender has the version.
                 with self._changed:
-                    self._changed.wait_for(lambda: asked["version"] in self._seen, self.senders.limit_s)  # noqa: B023
+                    self._changed.wait_for(lambda: asked["version"] in self._seen, senders.limit_s)  # noqa: B023
                     parts, is_current = self._kept.get(asked["version"], ({}, lambda: False))
                     before, is_before = self._kept.get(asked["held"], (None, lambda: True))
                 if not is_current():
                     raise TransferError("the weights have changed since that version; engines receive the next one")
                 before = before if is_before() else None
-                self._send(parts, dist.PrefixStore(f"transfer {number}", store), asked["receivers"], before)
+                meeting, size = dist.PrefixStore(f"transfer {number}", store), senders.senders + asked["receivers"]
+                with transfer_group(
+                    meeting, self.rank, size, self.device, senders.host, senders, parts, lambda held: {}, before
+                ) as transfer:
+                    self.sent_bytes += transfer.run(parts, {}).sent
             except (RuntimeError, ValueError) as error:
                 store.set(f"transfer {number}/failed", first_line(error))
             number += 1
@@ -197,24 +204,6 @@ class WeightOffer:
                 # Cancelled since it was read: the canceller has not seen that the request joined.
                 store.set(f"transfer {number}/failed", "a request for weights was cancelled")
         return {"version": first["version"], "held": first["held"], "receivers": total}
-
-    @torch.no_grad()
-    def _send(
-        self, parts: Mapping[str, WeightPart], store: dist.Store, receivers: int,
-        before: Mapping[str, WeightPart] | None,
-    ) -> None:  # fmt: skip
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        size, host = self.senders.senders + receivers, self.senders.host
-        with transfer_group(store, self.rank, size, self.device, host, self.senders) as (ranks, transport):
-            held = gather_shard_index(parts, ranks, machine())
-            groups = held.groups(gather_shard_index({}, ranks))
-            check = self.senders.check
-            transfer = WeightTransfer(held, groups, ranks, device=self.device, check=check, transport=transport)
-            # Changed values suffice if all processes hold the version before.
-            all_hold = all(ranks.all_gather("the version before", before is not None, bool))
-            transfer.before = before if all_hold else None
-            self.sent_bytes += transfer.run(parts, {}).sent
 
 
 @dataclass(kw_only=True)
@@ -268,7 +257,6 @@ class Incoming:
         """Receive as number `worker`, counted from 0; `device` holds the buffers with NCCL."""
         self.notice, self.worker = notice, worker
         self.device = device if self.notice.cuda else torch.device("cpu")
-        self.moved = TransferVolume()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
@@ -277,19 +265,14 @@ class Incoming:
             TransferError: A sender died or timed out.
             ValueError: A checksum is wrong.
         """
-        with self._joined() as (ranks, transport):
-            held = gather_shard_index({}, ranks, machine())
-            wanted = {
-                name: WeightPart(held.names[name], torch.empty(shape, dtype=held.dtypes[name], device="meta"))
-                for name, shape in held.shapes.items()
-            }
-            transfer, arriving = self._planned(held, wanted, ranks, transport, False), Arriving(held, self.device)
-            for number in transfer.steps({}, arriving, self.moved):
+        with self._joined(lambda held: held.tensors) as transfer:
+            known = transfer.known.tensors
+            arriving = Arriving(known, self.device)
+            for number in transfer.steps({}, arriving):
                 for name in transfer.arrivals[number]:
                     tensor = arriving[name].local
                     del arriving[name]
-                    for alias in held.names[name]:
-                        yield alias, tensor
+                    yield from ((alias, tensor) for alias in known[name].names)
 
     def receive(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
@@ -300,67 +283,58 @@ class Incoming:
             TransferError: A sender died or timed out.
             ValueError: The weights are another model's (nothing has changed then), or a checksum is wrong.
         """
-        differs = None
-        with self._joined() as (ranks, transport):
-            held = gather_shard_index({}, ranks, machine())
-            given = {alias: torch.Size(held.shapes[name]) for name, names in held.names.items() for alias in names}
+        differs = list[ValueError]()
+
+        def wanted(held: ShardIndex) -> Mapping[str, WeightPart]:
+            given = {alias: part.shape for part in held.tensors.values() for alias in part.names}
             try:
                 check_parts(given, parts) if shapes is None else check_shapes(given, shapes)
             except ValueError as error:
                 # The senders wait for this worker's request: send an empty one.
-                differs, parts = error, {}
-            for _ in self._planned(held, parts, ranks, transport, self.notice.changes).steps({}, parts, self.moved):
-                pass
-        if differs is not None:
-            raise differs
-        return self.moved
+                differs.append(error)
+            return {} if differs else parts
 
-    def _planned(
-        self, held: ShardIndex, wanted: Mapping[str, WeightPart], ranks: Ranks, transport: WeightTransport,
-        changes: bool,
-    ) -> WeightTransfer:  # fmt: skip
-        groups = held.groups(gather_shard_index(wanted, ranks))
-        planned = WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check, transport=transport)
-        # Changed values suffice if all processes hold the version before.
-        planned.before = {} if all(ranks.all_gather("the version before", changes, bool)) else None
-        return planned
+        with self._joined(wanted, {} if self.notice.changes else None) as transfer:
+            moved = transfer.run({}, {} if differs else parts)
+        if differs:
+            raise differs[0]
+        return moved
 
     @contextmanager
-    def _joined(self) -> Iterator[tuple[Ranks, WeightTransport]]:
+    def _joined(
+        self, wanted: Callable[[ShardIndex], Mapping[str, WeightPart]], before: Mapping[str, WeightPart] | None = None
+    ) -> Iterator[WeightTransfer]:
         """Join the transfer that the senders form once all workers of this request are there; leave it when all have their copies."""
-        notice = self.notice
+        notice, meeting = self.notice, None
         store = notice.store()
         request = dist.PrefixStore(str(notice.number), store)
-        store.add(f"{notice.number}/here", 1)
+        request.add("here", 1)
         try:
             meet(request, "joined", notice.senders, notice.senders + notice.receivers, notice.limit_s)
             place = json.loads(request.get("joined"))
-            transfer = dist.PrefixStore(f"transfer {place['transfer']}", store)
-        except TransferError:
-            raise
-        except RuntimeError as error:
-            raise TransferError(f"weights did not arrive: {first_line(error)}") from error
-        try:
+            meeting = dist.PrefixStore(f"transfer {place['transfer']}", store)
             rank, address = place["rank"] + self.worker, address_towards(notice.host)
-            with transfer_group(transfer, rank, place["size"], self.device, address, notice) as joined:
-                yield joined
-            store.add(f"{notice.number}/received", self.moved.received)
+            with transfer_group(
+                meeting, rank, place["size"], self.device, address, notice, {}, wanted, before
+            ) as transfer:
+                yield transfer
+            request.add("received", transfer.traffic.received)
         except TransferError:
             raise
         except RuntimeError as error:
-            reason = transfer.get("failed").decode() if transfer.check(["failed"]) else first_line(error)
+            failed = meeting is not None and meeting.check(["failed"])
+            reason = meeting.get("failed").decode() if failed else first_line(error)
             raise TransferError(f"weights did not arrive: {reason}") from error
 
 
 class Arriving(dict[str, WeightPart]):
     """Full tensors, each allocated when its first block arrives."""
 
-    def __init__(self, known: ShardIndex, device: torch.device) -> None:
+    def __init__(self, known: Mapping[str, WeightPart], device: torch.device) -> None:
         self._known, self._device = known, device
 
     def __missing__(self, name: str) -> WeightPart:
-        whole = torch.empty(self._known.shapes[name], dtype=self._known.dtypes[name], device=self._device)
-        self[name] = WeightPart([name], whole)
+        self[name] = WeightPart([name], torch.empty_like(self._known[name].local, device=self._device))
         return self[name]
 
 
@@ -380,11 +354,24 @@ def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) 
 
 @contextmanager
 def transfer_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, address: str, senders: Senders
-) -> Iterator[tuple[Ranks, WeightTransport]]:
-    """Join the processes of one transfer when all are there, and leave when all have finished their copies.
+    store: dist.Store, rank: int, size: int, device: torch.device, address: str, senders: Senders,
+    parts: Mapping[str, WeightPart], wanted: Callable[[ShardIndex], Mapping[str, WeightPart]],
+    before: Mapping[str, WeightPart] | None,
+) -> Iterator[WeightTransfer]:  # fmt: skip
+    """Join the processes of one transfer when all are there, plan it, and leave when all have finished their copies.
 
     Only then may senders change their tensors. A failed transfer leaves no state behind.
+
+    Args:
+        store: Meets the other processes.
+        rank: The number of this process, senders first.
+        size: The number of processes.
+        device: The device of the buffers.
+        address: This machine's address.
+        senders: The ranks that send, and how.
+        parts: What this process sends.
+        wanted: Returns what it receives of the tensors that the senders have.
+        before: The parts of the version before, at senders; an empty mapping at receivers that hold it.
 
     Raises:
         TransferError: A sender failed, or processes are missing after the time limit.
@@ -396,11 +383,17 @@ def transfer_group(
     # All are there: only one that dies now keeps the others waiting, and the next request with them.
     ranks = Ranks(group := group_between(store, rank, size, min(senders.limit_s, CONNECT_S), nccl, address))
     _set_pg_timeout(timedelta(seconds=senders.limit_s), group)
-    with closing(TRANSPORTS.find(senders.transport)(ranks, device)) as made:
-        yield ranks, made
+    with closing(TRANSPORTS.find(senders.transport)(ranks, device)) as transport:
+        known = gather_shard_index(parts, ranks, machine())
+        groups = known.groups(gather_shard_index(wanted(known), ranks))
+        transfer = WeightTransfer(known, groups, ranks, device=device, check=senders.check, transport=transport)
+        # Changed values suffice if all processes hold the version before.
+        if all(ranks.all_gather("the version before", before is not None, bool)):
+            transfer.before = before
+        yield transfer
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        dist.all_reduce(torch.zeros(1), group=ranks.group)
+        dist.all_reduce(torch.zeros(1), group=group)
 
 
 @dataclass

@@ -130,7 +130,7 @@ class WeightWriter:
         self.here = ranks_on[known.machines[ranks.rank]]
         self.is_leader = ranks.rank == self.here[0]
         """Whether this rank creates its machine's file."""
-        others = {other: first for first, names in known.names.items() for other in names if other != first}
+        others = {other: first for first, part in known.tensors.items() for other in part.names if other != first}
         self.notes = {} if repeat else others
         """Other names of tied tensors, and the stored names."""
         self.repeated = others if repeat else {}
@@ -138,11 +138,11 @@ class WeightWriter:
         self.tensors_at, at = dict[str, tuple[torch.dtype, torch.Size, int, int]](), 0
         """Dtype, shape, start and end byte (after the header) of each tensor."""
         # By descending element size, so that each is aligned.
-        stored = {**{name: name for name in known.shapes}, **self.repeated}
-        for name, same in sorted(stored.items(), key=lambda pair: (-known.dtypes[pair[1]].itemsize, pair[0])):
-            dtype, shape = known.dtypes[same], torch.Size(known.shapes[same])
-            end = at + dtype.itemsize * shape.numel()
-            self.tensors_at[name], at = (dtype, shape, at, end), end
+        stored = {name: part.local for name, part in known.tensors.items()}
+        stored |= {name: stored[same] for name, same in self.repeated.items()}
+        for name, tensor in sorted(stored.items(), key=lambda one: (-one[1].itemsize, one[0])):
+            end = at + tensor.nbytes
+            self.tensors_at[name], at = (tensor.dtype, tensor.shape, at, end), end
         # The ranks of each machine write every element once.
         groups = [
             replace(group, wanted=[block for here in ranks_on.values() for block in shared_blocks(group, here)])
@@ -150,7 +150,6 @@ class WeightWriter:
         ]
         # Readers map the file on the CPU, so blocks are exchanged there.
         self.transfer = WeightTransfer(known, groups, ranks, device=torch.device("cpu"))
-        self.traffic = TransferVolume()
 
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
         """Write this version; the machine's leader frees its file by `close`.
@@ -175,7 +174,7 @@ class WeightWriter:
                     for name, (dtype, shape, start, end) in self.tensors_at.items()
                 }
                 into = {name: WeightPart([name], own) for name, own in tensors.items()}
-                self.traffic = self.transfer.run(parts, into)
+                self.transfer.run(parts, into)
                 self.ranks.all_gather("blocks of other ranks", None)
                 if self.check or self.repeated:
                     if self.is_leader:
@@ -259,7 +258,7 @@ class FilePublisher:
         finally:
             if before is not None:
                 before.close()
-        return self.writer.traffic
+        return self.writer.transfer.traffic
 
     def close(self) -> None:
         if self._file is not None:

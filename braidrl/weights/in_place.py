@@ -131,16 +131,15 @@ class GenerationWeights:
         # With `neighbour`, a rank reads blocks from its own copy of the model: label ranks by copy.
         copy = ranks.rank // (training.tensor * training.sequence) % (training.data or 1)
         parts, wanted = trained(), generated()
-        self._known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
+        known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
         if self._gathers:
             every = range(ranks.size)
             groups = [
-                replace(group, wanted=[(rank, Box.whole(group.shape)) for rank in every])
-                for group in self._known.groups()
+                replace(group, wanted=[(rank, Box.whole(group.shape)) for rank in every]) for group in known.groups()
             ]
         else:
-            groups = self._known.groups(gather_shard_index(wanted, ranks))
-        self.transfer = WeightTransfer(self._known, groups, ranks, limit_bytes)
+            groups = known.groups(gather_shard_index(wanted, ranks))
+        self.transfer = WeightTransfer(known, groups, ranks, limit_bytes)
         shares = not self._gathers and training.shard == "none"
         # A training slice is stored inside the generation tensor if that contains it.
         self._shared = [
@@ -215,13 +214,9 @@ class GenerationWeights:
         """Gather every tensor, then cut the slices out."""
         generated = self._generated()
         device = next(iter(generated.values())).tensor.device
-        whole = {
-            name: torch.empty(shape, dtype=self._known.dtypes[name], device=device)
-            for name, shape in self._known.shapes.items()
-        }
-        volume = self.transfer.run(
-            self._trained(), {name: WeightPart([name], tensor) for name, tensor in whole.items()}
-        )
+        known = self.transfer.known.tensors
+        whole = {name: torch.empty_like(part.local, device=device) for name, part in known.items()}
+        volume = self.transfer.run(self._trained(), weight_parts(whole))
         there = self.peak_bytes = sum(tensor.nbytes for tensor in whole.values())
         for name in whole.keys() - generated.keys():
             there -= whole.pop(name).nbytes

@@ -1,4 +1,4 @@
-"""The reshard plan: which blocks each rank sends to and receives from each other rank, to go from one layout to another.
+"""The reshard plan: which blocks each rank sends to and receives from each other rank, to go from one layout to another, in rounds.
 
 has        rank 0: upper half   rank 1: lower half         wants    rank 0: left half    rank 1: left half
                                                                     ─────────────────────────────────────
@@ -8,17 +8,15 @@ node A ─ holder ──once──▶ relay ──▶ other ranks of node B that
 
 Each rank plans its own moves alone, once per group of tensors that are sharded alike, such as one matrix of all layers. The boxes
 that ranks hold and want cut a tensor into cells. A rank copies the cells that it holds locally; the holders of a cell send it
-round-robin. Pure functions of the two layouts, which the shard index describes, one line per rank and kind of tensor:
-
-model.layers.0.mlp.up_proj.weight ╮
-model.layers.1.mlp.up_proj.weight ┴─▶ model.layers.*.mlp.up_proj.weight, numbers 0 1 ..., shape, type, block
+round-robin. Pure functions of the two layouts, which the shard index describes: per rank a line for all tensors with the same block.
 """
 
-import re
+import zlib
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +29,6 @@ from braidrl.data.messages import pack_message, unpack_message
 from braidrl.weights.boxes import Box
 from braidrl.weights.shards import WeightPart
 
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Blocks = Sequence[tuple[int, Box]]
@@ -39,10 +36,9 @@ Blocks = Sequence[tuple[int, Box]]
 
 
 class Tensors(NamedTuple):
-    """One rank's blocks of tensors whose names differ only in numbers; `numbers` lists those of each tensor as text."""
+    """The tensors of which one rank holds the same block: the compressed text of their names, a line each with the names of ties."""
 
-    names: tuple[str, ...]
-    numbers: str
+    names: bytes
     shape: tuple[int, ...]
     dtype: str
     box: Box
@@ -70,42 +66,21 @@ class ShardIndex:
     machines: Sequence[str]
 
     @cached_property
-    def tensors(self) -> dict[str, Tensors]:
-        """The tensors by name, layer by layer, in an order that is equal on all ranks."""
-        kinds = {(said.names[0], said.numbers): said for rank in self.ranks for said in rank}
-        order = {
-            named(said.names[0], numbers): (tuple(map(int, numbers)), place, said)
-            for place, said in enumerate(kinds.values())
-            for numbers in numbers_in(said.numbers)
-        }
-        return {name: said for name, (*_, said) in sorted(order.items(), key=lambda one: one[1][:2])}
+    def tensors(self) -> dict[str, WeightPart]:
+        """The full tensors by name, on the meta device with all of their names, layer by layer in an order that is equal on all ranks."""
+        found: dict[str, WeightPart] = {}
+        for text, shape, dtype in dict.fromkeys(
+            (said.names, said.shape, said.dtype) for own in self.ranks for said in own
+        ):
+            for first, *others in names_in(text):
+                if first not in found:
+                    found[first] = WeightPart([first], torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+                found[first].names.extend(name for name in others if name not in found[first].names)
 
-    @cached_property
-    def names(self) -> dict[str, list[str]]:
-        """All names of each tensor, with ties collected over all ranks."""
-        found: dict[str, dict[str, None]] = {}
-        for patterns, text in dict.fromkeys((said.names, said.numbers) for rank in self.ranks for said in rank):
-            for numbers in numbers_in(text):
-                every = [named(pattern, numbers) for pattern in patterns]
-                found.setdefault(every[0], {}).update(dict.fromkeys(every))
-        return {name: list(every) for name, every in found.items()}
+        def layer(name: str) -> list[int]:
+            return [int(part) for part in name.split(".") if part.isdecimal()]
 
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: said.shape for name, said in self.tensors.items()}
-
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: getattr(torch, said.dtype) for name, said in self.tensors.items()}
-
-    @cached_property
-    def by_pattern(self) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
-        """(Rank, block) pairs by (pattern, shape), then by numbers."""
-        found: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]] = {}
-        for rank, own in enumerate(self.ranks):
-            for said in own:
-                found.setdefault((said.names[0], said.shape), {}).setdefault(said.numbers, []).append((rank, said.box))
-        return found
+        return {name: found[name] for name in sorted(found, key=layer)}
 
     def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
         """Return the tensors in groups that are sharded alike, in this index and in `wanted`.
@@ -113,37 +88,40 @@ class ShardIndex:
         Raises:
             ValueError: A wanted tensor is on no rank in this shape.
         """
-        place_of = {name: place for place, name in enumerate(self.tensors)}
-        held, targets = self.by_pattern, wanted.by_pattern if wanted else {}
-        found = []
-        for pattern, shape in {**held, **targets}:
-            here, there = held.get((pattern, shape), {}), targets.get((pattern, shape), {})
-            # Tensors are sharded alike if the same entries list their numbers.
-            listed_in: dict[tuple[str, ...], list[str]] = {}
-            for text in dict.fromkeys([*here, *there]):
-                for numbers in numbers_in(text):
-                    listed_in.setdefault(numbers, []).append(text)
-            alike: dict[frozenset[str], list[str]] = {}
-            for numbers, texts in listed_in.items():
-                alike.setdefault(frozenset(texts), []).append(named(pattern, numbers))
-            for some, names in alike.items():
-                if names[0] not in place_of or not here:
-                    raise ValueError(f"no rank has {names[0]} of shape {shape}")
-                item_bytes = self.dtypes[names[0]].itemsize
-                blocks = ([block for text in some for block in of_text.get(text, ())] for of_text in (here, there))
-                found.append(TensorGroup([place_of[n] for n in names], names[0], shape, item_bytes, *blocks))
+        blocks: dict[tuple[tuple[int, ...], bytes], tuple[list[tuple[int, Box]], list[tuple[int, Box]]]] = {}
+        for side, index in enumerate((self, wanted)):
+            for rank, own in enumerate(index.ranks if index else ()):
+                for said in own:
+                    blocks.setdefault((said.shape, said.names), ([], []))[side].append((rank, said.box))
+        # Tensors of one shape are sharded alike if the same lines list them.
+        listed_in: dict[tuple[str, tuple[int, ...]], list[bytes]] = {}
+        for shape, text in blocks:
+            for names in names_in(text):
+                listed_in.setdefault((names[0], shape), []).append(text)
+        alike: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[str]] = {}
+        for (name, shape), texts in listed_in.items():
+            alike.setdefault((shape, tuple(texts)), []).append(name)
+        place_of, found = {name: place for place, name in enumerate(self.tensors)}, []
+        for (shape, texts), names in alike.items():
+            held, targets = ([block for text in texts for block in blocks[shape, text][side]] for side in (0, 1))
+            if not held:
+                raise ValueError(f"no rank has {names[0]} of shape {shape}")
+            item_bytes = self.tensors[names[0]].tensor.dtype.itemsize
+            found.append(TensorGroup([place_of[name] for name in names], names[0], shape, item_bytes, held, targets))
         return found
 
 
-def numbers_in(text: str) -> list[tuple[str, ...]]:
-    """Return the numbers of each tensor of an entry; one empty tuple for a name without numbers."""
-    return [tuple(one.split(".")) if one else () for one in text.split(" ")]
+def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[Tensors]:
+    """Describe names, global shapes, dtypes and blocks; tensors that differ only in their names are one entry."""
+    found: dict[tuple[tuple[int, ...], str, Box], list[str]] = {}
+    for names, shape, dtype, box in blocks:
+        found.setdefault((tuple(shape), dtype, box), []).append("\t".join(names))
+    return [Tensors(zlib.compress("\n".join(lines).encode()), *about) for about, lines in found.items()]
 
 
-def named(pattern: str, numbers: Iterable[str]) -> str:
-    """Return a pattern with numbers in place of its asterisks."""
-    parts = pattern.split("*")
-    return "".join(part for pair in zip(parts, (*numbers, ""), strict=True) for part in pair)
+def names_in(text: bytes) -> list[list[str]]:
+    """Return the names of each tensor of an entry."""
+    return [line.split("\t") for line in zlib.decompress(text).decode().split("\n")]
 
 
 def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
@@ -160,80 +138,75 @@ def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: s
     return ShardIndex([read[one][1] for one in messages], [read[one][0] for one in messages])
 
 
-def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[Tensors]:
-    """Describe names, global shapes, dtypes and blocks; tensors that differ only in numbers are one entry."""
-    found: dict[tuple[tuple[str, ...], tuple[int, ...], str, Box], list[str]] = {}
-    for names, shape, dtype, box in blocks:
-        patterns = tuple(NUMBER.sub("*", name) for name in names)
-        numbers = {".".join(NUMBER.findall(name)) for name in names}
-        if len(numbers) > 1:
-            patterns, numbers = tuple(names), {""}
-        found.setdefault((patterns, tuple(shape), dtype, box), []).append(numbers.pop())
-    return [
-        Tensors(patterns, " ".join(numbers), shape, dtype, box)
-        for (patterns, shape, dtype, box), numbers in found.items()
-    ]
-
-
-class Found(NamedTuple):
-    """A block of some tensors that moves, or is passed on, to or from a peer."""
+class Block(NamedTuple):
+    """A block of some tensors that moves to or from a peer, and that the receiver passes on to the ranks `onward`."""
 
     tensors: Ints
-    item_bytes: int
     peer: int
     box: Box
     cell: int
+    onward: tuple[int, ...] = ()
+
+
+class Piece(NamedTuple):
+    """The part of a move within one round."""
+
+    peer: int
+    tensor: int
+    box: Box
     onward: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Moves:
-    """One rank's moves in one direction, sorted by stream and then by tensor and cell, which both ends can derive.
+    """One rank's moves in one direction: a block of a tensor each, sorted by stream, tensor and cell, which both ends can derive.
 
-    A stream is what goes to, or comes from, one peer and is passed on to the same ranks.
+    A stream is what goes to, or comes from, one peer and is passed on to the same ranks. Each round has an equal part of each stream.
     """
 
-    peers: Ints
-    tensors: Ints
-    streams: Ints
-    boxes: Ints
-    """The index of each move's block in `shapes` and `onward`."""
-    item_bytes: Ints
-    sizes: Ints
-    """The bytes of each move."""
-    shapes: Sequence[Box]
-    onward: Sequence[tuple[int, ...]]
-    """The ranks to which the receiver passes the block on."""
-
-    @classmethod
-    def of(cls, found: Sequence[Found]) -> "Moves":
-        """Sort moves."""
-        onward = [one.onward for one in found]
-        place = {ranks: number for number, ranks in enumerate(sorted(set(onward)))}
-        about = [
-            (one.peer, place[one.onward], one.cell, number, one.item_bytes, one.box.elements * one.item_bytes)
-            for number, one in enumerate(found)
-        ]
-        counts = [len(one.tensors) for one in found]
-        columns = np.repeat(np.array(about, dtype=np.int64).reshape(-1, 6), counts, axis=0)
-        tensors = np.concatenate([np.empty(0, dtype=np.int64), *(one.tensors for one in found)])
+    def __init__(self, blocks: Sequence[Block], item_bytes: int) -> None:
+        """Sort the moves of tensors with elements of `item_bytes`."""
+        self.blocks, self.item_bytes = blocks, item_bytes
+        place = {ranks: number for number, ranks in enumerate(sorted({block.onward for block in blocks}))}
+        about = [(b.peer, place[b.onward], b.cell, number, b.box.elements) for number, b in enumerate(blocks)]
+        counts = [len(block.tensors) for block in blocks]
+        columns = np.repeat(np.array(about, dtype=np.int64).reshape(-1, 5), counts, axis=0)
+        tensors = np.concatenate([np.empty(0, dtype=np.int64), *(block.tensors for block in blocks)])
         order = np.lexsort((columns[:, 2], tensors, columns[:, 1], columns[:, 0]))
-        peers, after, _, boxes, items, sizes = columns[order].T
-        streams = peers * (len(place) + 1) + after
-        return cls(peers, tensors[order], streams, boxes, items, sizes, [one.box for one in found], onward)
+        peers, after, _, self.block_of, self.elements = columns[order].T
+        self.tensors = tensors[order]
+        begins = np.unique(peers * (len(place) + 1) + after, return_index=True)[1]
+        self.streams = np.append(begins, len(order))
+        """The first move of each stream, and the end of the last."""
+        before = np.append(0, np.cumsum(self.elements))
+        self.totals = np.diff(before[self.streams])
+        """The elements of each stream."""
+        self.starts = before[:-1] - np.repeat(before[begins], np.diff(self.streams))
+        """Where in its stream each move starts, in elements."""
 
     @property
     def total(self) -> int:
         """The bytes of all moves."""
-        return int(self.sizes.sum())
+        return int(self.elements.sum()) * self.item_bytes
 
-    def of_item(self, item_bytes: int) -> "Moves":
-        """Return the moves of tensors of one element size."""
-        kept = self.item_bytes == item_bytes
-        return Moves(
-            self.peers[kept], self.tensors[kept], self.streams[kept], self.boxes[kept], self.item_bytes[kept],
-            self.sizes[kept], self.shapes, self.onward,
-        )  # fmt: skip
+    def first_and_last(self, rounds: int, tensors: int) -> tuple[Ints, Ints]:
+        """Return the first and the last of `rounds` that needs each of the `tensors`; `rounds` and -1 if none does."""
+        first, last = np.full(tensors, rounds, dtype=np.int64), np.full(tensors, -1, dtype=np.int64)
+        totals = np.repeat(self.totals, np.diff(self.streams))
+        # The round of element e of a stream of T is the last n with T * n // rounds <= e.
+        np.minimum.at(first, self.tensors, ((self.starts + 1) * rounds - 1) // totals)
+        np.maximum.at(last, self.tensors, ((self.starts + self.elements) * rounds - 1) // totals)
+        return first, last
+
+    def pieces(self, number: int, rounds: int) -> Iterator[Piece]:
+        """Yield the pieces of a round, by peer and in an order that both ends derive."""
+        for (begin, end), total in zip(pairwise(self.streams.tolist()), self.totals.tolist(), strict=True):
+            start, stop = total * number // rounds, total * (number + 1) // rounds
+            starts = self.starts[begin:end]
+            first = begin + max(0, int(np.searchsorted(starts, start, "right")) - 1)
+            for move in range(first, begin + int(np.searchsorted(starts, stop))):
+                block, tensor, at = self.blocks[self.block_of[move]], int(self.tensors[move]), int(self.starts[move])
+                for part in block.box.span(max(0, start - at), min(block.box.elements, stop - at)):
+                    yield Piece(block.peer, tensor, part, block.onward)
 
 
 @dataclass(frozen=True)
@@ -246,21 +219,43 @@ class RankPlan:
     relayed: dict[int, Moves]
     """By relay, the moves to it that it passes on to this rank."""
 
-    def of_item(self, item_bytes: int) -> "RankPlan":
-        """Return the moves of tensors of one element size."""
-        relayed = {relay: moves.of_item(item_bytes) for relay, moves in self.relayed.items()}
-        return RankPlan({}, self.sends.of_item(item_bytes), self.receives.of_item(item_bytes), relayed)
+    def passed(self, number: int, rounds: int) -> Iterator[Piece]:
+        """Yield the pieces that relays pass on to this rank in a round."""
+        for relay, moves in sorted(self.relayed.items()):
+            yield from (piece._replace(peer=relay, onward=()) for piece in moves.pieces(number, rounds))
+
+    def rounds_needed(self, limit_bytes: int) -> int:
+        """Return the number of rounds that keep what a rank sends, receives, passes on and is passed within `limit_bytes` each.
+
+        Raises:
+            ValueError: The limit is less than one element per stream.
+        """
+        needed, item = 0, self.sends.item_bytes
+        relayed = [*self.relayed.values()]
+        for every, passes_on in (([self.sends], 0), ([self.receives], 0), ([self.receives], 1), (relayed, 0)):
+            total = streams = 0
+            for moves in every:
+                times = np.array([len(one.onward) if passes_on else 1 for one in moves.blocks], dtype=np.int64)
+                times = times[moves.block_of]
+                total += item * int((moves.elements * times).sum())
+                streams += int(times[moves.streams[:-1]].sum())
+            # Rounds end at whole elements: each stream may need one extra element in a round.
+            room = limit_bytes - streams * item
+            if total and room <= 0:
+                raise ValueError(f"{limit_bytes} bytes are too few for a round with {streams} streams")
+            needed = max(needed, -(-total // room) if total else 0)
+        return needed
 
 
 def plan_moves(
-    groups: Iterable[TensorGroup], rank: int, ranks: int, machines: Sequence[Hashable] | None = None
+    groups: Sequence[TensorGroup], rank: int, ranks: int, machines: Sequence[Hashable] | None = None
 ) -> RankPlan:
     """Plan one rank's moves, so that each rank receives every element that it wants exactly once.
 
     An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the others there.
 
     Args:
-        groups: All tensors.
+        groups: Tensors with elements of one size.
         rank: The rank to plan.
         ranks: The number of ranks.
         machines: Each rank's machine; blocks come from the same machine if possible.
@@ -268,70 +263,55 @@ def plan_moves(
     Raises:
         ValueError: A wanted element is on no rank.
     """
-    places = Places.of(machines or [None] * ranks)
     stays: dict[int, list[Box]] = {}
-    sends: list[Found] = []
-    receives: list[Found] = []
-    relayed: dict[int, list[Found]] = {}
+    sends: list[Block] = []
+    receives: list[Block] = []
+    relayed: dict[int, list[Block]] = {}
     for number, group in enumerate(groups):
         held, wanted = ([box for owner, box in some if owner == rank] for some in (group.held, group.wanted))
         if kept := [piece for box in held for other in wanted if (piece := box.overlap(other))]:
             stays |= dict.fromkeys(group.tensors, kept)
-        cells, tensors = Cells(group, places), np.asarray(group.tensors, dtype=np.int64)
-        for cell, giver, target, chosen in cells.moves_with(rank, number):
+        tensors = np.asarray(group.tensors, dtype=np.int64)
+        cells = Cells(group, machines or [None] * ranks)
+        for cell, giver, target, chosen, onward in cells.moves_of(rank, number):
             to = receives if target == rank else sends if giver == rank else relayed.setdefault(target, [])
-            peer = target if giver == rank else giver
-            to.append(Found(tensors[chosen], group.item_bytes, peer, cells.box(cell), cell, cells.onward(cell, target)))
-    return RankPlan(stays, Moves.of(sends), Moves.of(receives), {r: Moves.of(some) for r, some in relayed.items()})
-
-
-@dataclass(frozen=True)
-class Places:
-    """Ranks sorted by machine: `ranks[place]`, `place_of[rank]`, each place's machine, and the first place of each machine."""
-
-    ranks: Ints
-    place_of: Ints
-    machines: Ints
-    firsts: Ints
-
-    @classmethod
-    def of(cls, machines: Sequence[Hashable]) -> "Places":
-        """Number machines by their first rank."""
-        numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
-        machine_of = np.array([numbers[machine] for machine in machines], dtype=np.int64)
-        ranks = np.argsort(machine_of, kind="stable")
-        ordered = machine_of[ranks]
-        return cls(ranks, np.argsort(ranks), ordered, np.unique(ordered, return_index=True)[1])
+            to.append(Block(tensors[chosen], target if giver == rank else giver, cells.box(cell), cell, onward))
+    item = groups[0].item_bytes if groups else 1
+    passed = {relay: Moves(some, item) for relay, some in relayed.items()}
+    return RankPlan(stays, Moves(sends, item), Moves(receives, item), passed)
 
 
 class Cells:
-    """The cells of a tensor group, cut by the edges of all blocks. Arrays (cells, places) mark ranks, by place.
+    """The cells of a tensor group, cut by the edges of all blocks.
 
-    `holds` marks the ranks that hold a cell, `needs` those that want it and do not hold it, `far` those whose machine lacks it too.
+    `holds` marks the ranks that hold a cell, `needs` those that want it and do not hold it: (cells, places), with a place per rank. Places
+    are in the order of machines.
     """
 
-    def __init__(self, group: TensorGroup, places: Places) -> None:
+    def __init__(self, group: TensorGroup, machines: Sequence[Hashable]) -> None:
         """Cut the tensor. Raises ValueError if a wanted cell is on no rank."""
-        self.places, self.tensors = places, len(group.tensors)
-        edges = [{0, size} for size in group.shape]
+        numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+        machine_of = np.array([numbers[machine] for machine in machines], dtype=np.int64)
+        self.ranks = np.argsort(machine_of, kind="stable")
+        """The rank at each place."""
+        self.firsts = np.searchsorted(machine_of[self.ranks], np.arange(len(numbers) + 1))
+        """The first place of each machine, and the end of the last."""
+        self.tensors, edges = len(group.tensors), [{0, size} for size in group.shape]
         for box in {box for _, box in (*group.held, *group.wanted) if box.elements}:
             for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 edges[axis] |= {at, at + size}
         self.edges = [sorted(some) for some in edges]
         self.counts = tuple(len(some) - 1 for some in self.edges)
-        self.holds, wanted = self._marked(group.held), self._marked(group.wanted)
-        self.needs = wanted & ~self.holds
-        ends = [*places.firsts[1:].tolist(), len(places.ranks)]
-        near = np.stack([self.holds[:, a:b].any(1) for a, b in zip(places.firsts.tolist(), ends, strict=True)], axis=1)
-        missing = self.needs.any(1) & ~near.any(1)
+        self.holds = self._marked(group.held)
+        self.needs = self._marked(group.wanted) & ~self.holds
+        missing = self.needs.any(1) & ~self.holds.any(1)
         if missing.any():
             cell = int(missing.argmax())
-            lacking = int(places.ranks[self.needs[cell].argmax()])
+            lacking = int(self.ranks[self.needs[cell].argmax()])
             raise ValueError(f"no rank has {group.name} at {self.box(cell).offsets}, which rank {lacking} wants")
-        self.far = np.zeros_like(self.needs) if near.all() else self.needs & ~near[:, places.machines]
 
     def _marked(self, blocks: Iterable[tuple[int, Box]]) -> Bools:
-        marks = np.zeros((*self.counts, len(self.places.ranks)), dtype=np.bool_)
+        marks, place_of = np.zeros((*self.counts, len(self.ranks)), dtype=np.bool_), np.argsort(self.ranks)
         by_box: dict[Box, list[int]] = {}
         for rank, box in blocks:
             by_box.setdefault(box, []).append(rank)
@@ -341,7 +321,7 @@ class Cells:
                     slice(bisect_left(edges, at), bisect_left(edges, at + size))
                     for edges, at, size in zip(self.edges, box.offsets, box.sizes, strict=True)
                 )
-                marks[inside][..., self.places.place_of[ranks]] = True
+                marks[inside][..., place_of[ranks]] = True
         return marks.reshape(-1, marks.shape[-1])
 
     def box(self, cell: int) -> Box:
@@ -351,59 +331,40 @@ class Cells:
         sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
         return Box(starts, sizes)
 
-    def onward(self, cell: int, rank: int) -> tuple[int, ...]:
-        """Return the other ranks of a rank's machine to which it passes a cell on if it receives the cell from another machine."""
-        place = self.places.place_of[rank]
-        if not self.far[cell, place]:
-            return ()
-        mates = self.far[cell] & (self.places.machines == self.places.machines[place])
-        return tuple(other for other in self.places.ranks[mates].tolist() if other != rank)
+    def moves_of(self, rank: int, number: int) -> Iterator[tuple[int, int, int, Bools, tuple[int, ...]]]:
+        """Yield (cell, giver, receiver, tensors, onward) of the moves from a rank, to it, and to relays that pass the cell on to it.
 
-    def moves_with(self, rank: int, number: int) -> Iterator[tuple[int, int, int, Bools]]:
-        """Yield (cell, giver, receiver, tensors) of the moves from a rank, to it, and to relays that pass the cell on to it.
-
-        Holders of a cell on the receiver's machine give it in turn, otherwise all holders do, to one rank of each machine in turn.
-        Each tensor continues the turns of the last; `number` of the group offsets them.
+        Holders of a cell on the receiver's machine give it in turn. If there are none, all holders give it, to one rank of each machine in
+        turn. Each tensor continues the turns of the last; `number` of the group offsets them.
         """
-        places, own = self.places, int(self.places.place_of[rank])
-        cells = np.nonzero(self.holds[:, own] | self.needs[:, own])[0]
-        holds, needs, far = self.holds[cells], self.needs[cells], self.far[cells]
-        takes = needs & holds[:, [own]] | far & far[:, [own]] & (places.machines == places.machines[own])
-        takes[:, own] = needs[:, own]
-        rows, targets = np.nonzero(takes)
-        if not len(rows):
-            return
-        is_far, machine = far[rows, targets], places.machines[targets]
-        starts, ends = places.firsts[machine], np.append(places.firsts, len(places.ranks))[machine + 1]
-        holders, needing, needing_far = _sums_before(holds), _sums_before(needs), _sums_before(far)
-        needing_machines = _sums_before(np.logical_or.reduceat(far, places.firsts, axis=1))
-        turns = np.arange(self.tensors)
-
-        first = np.where(is_far, 0, holders[rows, starts])
-        choices = np.where(is_far, holders[rows, -1], holders[rows, ends] - first)
-        turn = np.where(is_far, needing_machines[rows, machine], needing[rows, targets] - needing[rows, starts])
-        served = np.where(is_far, needing_machines[rows, -1], needing[rows, ends] - needing[rows, starts])
-        chosen = first[:, None] + (turn[:, None] + number + turns * served[:, None]) % choices[:, None]
-        # `nonzero` lists the holders cell by cell.
-        counts = holders[:, -1]
-        givers = np.nonzero(holds)[1][(np.cumsum(counts) - counts)[rows][:, None] + chosen]
-
-        mates = np.where(is_far, needing_far[rows, ends] - needing_far[rows, starts], 1)
-        rank_in_turn = np.where(is_far, needing_far[rows, targets] - needing_far[rows, starts], 0)
-        is_direct = (cells[rows][:, None] + number + turns) % mates[:, None] == rank_in_turn[:, None]
-        # Of moves to others this rank's own, unless it waits for a relay to pass them on.
-        is_direct &= ((targets == own) | far[rows, own])[:, None] | (givers == own)
-        for pair in np.nonzero(is_direct.any(1))[0].tolist():
-            for giver in set(givers[pair][is_direct[pair]].tolist()):
-                of_giver = is_direct[pair] & (givers[pair] == giver)
-                yield int(cells[rows[pair]]), int(places.ranks[giver]), int(places.ranks[targets[pair]]), of_giver
-
-
-def _sums_before(marks: Bools) -> NDArray[np.int32]:
-    """Return the exclusive prefix sums of marks, with the total last: (cells, ranks + 1)."""
-    sums = np.zeros((marks.shape[0], marks.shape[1] + 1), dtype=np.int32)
-    np.cumsum(marks, axis=1, out=sums[:, 1:])
-    return sums
+        own, tensors = int(np.flatnonzero(self.ranks == rank)[0]), np.arange(self.tensors)
+        here = int(np.searchsorted(self.firsts, own, "right")) - 1
+        cells = np.flatnonzero(self.holds[:, own] | self.needs[:, own])
+        near, needy = (
+            np.logical_or.reduceat(marks[cells], self.firsts[:-1], axis=1) for marks in (self.holds, self.needs)
+        )
+        for cell, is_near, is_needy in zip(cells.tolist(), near, needy, strict=True):
+            gives, far = self.holds[cell, own], np.flatnonzero(is_needy & ~is_near)
+            for machine in np.flatnonzero(is_needy) if gives else [here]:
+                begin, end = self.firsts[machine : machine + 2]
+                needing = begin + np.flatnonzero(self.needs[cell, begin:end])
+                is_far = not is_near[machine]
+                holders = (
+                    np.flatnonzero(self.holds[cell]) if is_far else begin + np.flatnonzero(self.holds[cell, begin:end])
+                )
+                for turn, target in enumerate(needing.tolist()):
+                    if not (gives or is_far or target == own):
+                        continue
+                    if is_far:
+                        relays = (cell + number + tensors) % len(needing) == turn
+                        first, served = np.searchsorted(far, machine), len(far)
+                    else:
+                        relays, first, served = np.ones(len(tensors), dtype=np.bool_), turn, len(needing)
+                    givers = holders[(first + number + tensors * served) % len(holders)]
+                    onward = tuple(self.ranks[needing[needing != target]].tolist()) if is_far else ()
+                    mine = relays & (givers == own) if gives else relays
+                    for giver in np.unique(givers[mine]).tolist():
+                        yield cell, int(self.ranks[giver]), int(self.ranks[target]), mine & (givers == giver), onward
 
 
 def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, Box]]:
@@ -413,10 +374,10 @@ def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, B
     """
     place_of = {rank: place for place, rank in enumerate(ranks)}
     held = [(place_of[rank], box) for rank, box in group.held if rank in place_of]
-    cells = Cells(replace(group, held=held, wanted=()), Places.of([None] * len(ranks)))
+    cells = Cells(replace(group, held=held, wanted=()), [None] * len(ranks))
     found = []
     for cell, holds in enumerate(cells.holds):
-        writers = np.nonzero(holds)[0].tolist() or range(len(ranks))
+        writers = np.flatnonzero(holds).tolist() or range(len(ranks))
         parts = cells.box(cell).divided(len(writers))
         found += [(ranks[writer], part) for writer, part in zip(writers, parts, strict=False)]
     return found

@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
 
@@ -141,16 +141,18 @@ class WeightPart:
 
     @property
     def is_merged_together(self) -> bool:
-        """Return whether `values` merges a sharded adapter, so that all its ranks must call it at the same time."""
+        """Return whether `merged` merges a sharded adapter, so that all its ranks must call it at the same time."""
         return not isinstance(self.tensor, Tensor) and self.tensor.is_sharded
 
     def block(self, box: Box) -> Tensor:
         """Return a block of the global tensor as a view of this part, which contains it."""
         return box.of(self.local, self.box)
 
-    def values(self) -> Tensor:
-        """Return the local values with adapters merged; all ranks of a sharded tensor call this at the same time."""
-        return local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
+    def merged(self) -> "WeightPart":
+        """Return this part as a plain tensor with its adapter merged; all ranks of a sharded tensor call this at the same time."""
+        local = local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
+        first = self.names[0]
+        return WeightPart(self.names, local, Slices({first: self.shape}, {first: self.box}))
 
     @torch.no_grad()
     def put(self, block: Tensor, box: Box) -> None:
@@ -196,7 +198,5 @@ def check_parts(given: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]
 
 def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
     """Return copies of parts on their devices, with adapters merged; all ranks of a sharded model call this at the same time."""
-    return {
-        name: WeightPart(part.names, part.values().clone(), Slices({name: part.shape}, {name: part.box}))
-        for name, part in parts.items()
-    }
+    merged = {name: part.merged() for name, part in parts.items()}
+    return {name: replace(part, tensor=part.local.clone()) for name, part in merged.items()}

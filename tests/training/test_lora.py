@@ -194,7 +194,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
         writer = WeightWriter(parts, Ranks())
         with closing(writer.write(parts)) as file:
             file.put_into(own)
-        moved = writer.traffic.stayed
+        moved = writer.transfer.traffic.stayed
     elif way == "for vLLM":
         assert trained.lora is not None
         writer = WeightWriter(parts, Ranks(), adapter=adapter_config(trained.lora))
@@ -202,7 +202,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
             assert file.is_adapter
             base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=trained.dtype)
             read = PeftModel.from_pretrained(base, file.folder).merge_and_unload().state_dict()
-        moved = writer.traffic.stayed
+        moved = writer.transfer.traffic.stayed
     wanted, found = full_state_dict(trained), full_state_dict(other) if way != "for vLLM" else read
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-12 if way == "for vLLM" else 0, rtol=0)

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.weights.boxes import Box
-from braidrl.weights.reshard_plan import Blocks, Moves, RankPlan, TensorGroup, plan_moves, shared_blocks
-from braidrl.weights.transfer import Piece, Rounds, Schedule, rounds_needed
+from braidrl.weights.reshard_plan import Blocks, Moves, Piece, RankPlan, TensorGroup, plan_moves, shared_blocks
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 Element = tuple[int, int]
@@ -31,7 +30,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 @st.composite
 def layouts(draw: st.DrawFn, complete: bool = True) -> tuple[int, list[TensorGroup]]:
     """A number of ranks, and groups of tensors: what each rank has, of which one has everything, and what each wants."""
-    ranks, count, groups = draw(st.integers(1, 5)), 0, []
+    ranks, item, count, groups = draw(st.integers(1, 5)), draw(st.sampled_from([2, 4, 8])), 0, []
     for name in "abc"[: draw(st.integers(1, 3))]:
         shape, tensors = draw(SHAPES), draw(st.integers(1, 3))
         held, wanted = (
@@ -40,7 +39,6 @@ def layouts(draw: st.DrawFn, complete: bool = True) -> tuple[int, list[TensorGro
         )  # fmt: skip
         if complete:
             held[draw(st.integers(0, ranks - 1))] = Box.whole(shape)
-        item = draw(st.sampled_from([2, 4, 8]))
         numbers = list(range(count, count + tensors))
         groups.append(TensorGroup(numbers, name, shape, item, list(held.items()), list(wanted.items())))
         count += tensors
@@ -72,8 +70,9 @@ def of_rank(blocks: str, groups: list[TensorGroup], rank: int) -> set[Element]:
 def moved(moves: Moves, groups: list[TensorGroup]) -> Iterator[tuple[int, Element]]:
     """Yield the peer and each element of a rank's moves in one direction."""
     shapes = shape_of(groups)
-    for peer, tensor, box in zip(moves.peers.tolist(), moves.tensors.tolist(), moves.boxes.tolist(), strict=True):
-        yield from ((peer, (tensor, element)) for element in sorted(elements(shapes[tensor], moves.shapes[box])))
+    for tensor, number in zip(moves.tensors.tolist(), moves.block_of.tolist(), strict=True):
+        block = moves.blocks[number]
+        yield from ((block.peer, (tensor, element)) for element in sorted(elements(shapes[tensor], block.box)))
 
 
 @st.composite
@@ -120,9 +119,9 @@ def passed_on(moves: Moves, groups: list[TensorGroup]) -> list[tuple[int, Elemen
     shapes = shape_of(groups)
     return [
         (rank, (tensor, element))
-        for tensor, box in zip(moves.tensors.tolist(), moves.boxes.tolist(), strict=True)
-        for rank in moves.onward[box]
-        for element in elements(shapes[tensor], moves.shapes[box])
+        for tensor, number in zip(moves.tensors.tolist(), moves.block_of.tolist(), strict=True)
+        for rank in moves.blocks[number].onward
+        for element in elements(shapes[tensor], moves.blocks[number].box)
     ]
 
 
@@ -131,36 +130,32 @@ def test_both_ends_agree_on_each_round_within_the_byte_limit(
     given_: tuple[int, list[TensorGroup], list[int]], limit: int
 ) -> None:
     ranks, groups, where = given_
-    plans = [plan_moves(groups, rank, ranks, where) for rank in range(ranks)]
-    for item in {group.item_bytes for group in groups}:
-        own = [plan.of_item(item) for plan in plans]
-        count = max(rounds_needed(plan, limit) for plan in own)
-        every = [Rounds.of(plan, count) for plan in own]
-        sent, received = (
-            [[in_round(one.pieces(number), groups) for number in range(count)] for one in some]
-            for some in ([rounds.sends for rounds in every], [rounds.receives for rounds in every])
-        )
-        for number in range(count):
-            passes = [passed_in_round(rounds.receives, number, groups) for rounds in every]
-            passed = [in_round(rounds.passed(number), groups) for rounds in every]
-            for side in ([one[number] for one in sent], [one[number] for one in received], passes, passed):
-                assert all(sum(map(len, found.values())) * item <= limit for found in side)
-            for rank in range(ranks):
-                for peer, found in sent[rank][number].items():
-                    assert found == received[peer][number][rank], "in the same order"
-                for peer, found in passes[rank].items():
-                    assert found == passed[peer][rank], "in the same order"
-        for rank, plan in enumerate(own):
-            for side, moves in ((sent, plan.sends), (received, plan.receives)):
-                counted = Counter((peer, e) for one in side[rank] for peer, found in one.items() for e in found)
-                assert counted == Counter(moved(moves, groups))
-                assert_first_and_last(Schedule(moves, count), side[rank])
+    plans, item = [plan_moves(groups, rank, ranks, where) for rank in range(ranks)], groups[0].item_bytes
+    count = max(plan.rounds_needed(limit) for plan in plans)
+    sent, received = (
+        [[in_round(moves.pieces(number, count), groups) for number in range(count)] for moves in some]
+        for some in ([plan.sends for plan in plans], [plan.receives for plan in plans])
+    )
+    for number in range(count):
+        passes = [passed_in_round(plan.receives.pieces(number, count), groups) for plan in plans]
+        passed = [in_round(plan.passed(number, count), groups) for plan in plans]
+        for side in ([one[number] for one in sent], [one[number] for one in received], passes, passed):
+            assert all(sum(map(len, found.values())) * item <= limit for found in side)
+        for rank in range(ranks):
+            for peer, found in sent[rank][number].items():
+                assert found == received[peer][number][rank], "in the same order"
+            for peer, found in passes[rank].items():
+                assert found == passed[peer][rank], "in the same order"
+    for rank, plan in enumerate(plans):
+        for side, moves in ((sent, plan.sends), (received, plan.receives)):
+            counted = Counter((peer, e) for one in side[rank] for peer, found in one.items() for e in found)
+            assert counted == Counter(moved(moves, groups))
+            assert_first_and_last(moves, side[rank])
 
 
-def passed_in_round(schedule: Schedule, number: int, groups: list[TensorGroup]) -> dict[int, list[Element]]:
+def passed_in_round(pieces: Iterable[Piece], groups: list[TensorGroup]) -> dict[int, list[Element]]:
     """Return the elements that a relay passes on in a round by receiver, in order."""
-    pieces = [piece._replace(peer=peer) for piece in schedule.pieces(number) for peer in piece.onward]
-    return in_round(pieces, groups)
+    return in_round((piece._replace(peer=peer) for piece in pieces for peer in piece.onward), groups)
 
 
 def in_round(pieces: Iterable[Piece], groups: list[TensorGroup]) -> dict[int, list[Element]]:
@@ -174,14 +169,14 @@ def in_round(pieces: Iterable[Piece], groups: list[TensorGroup]) -> dict[int, li
     return found
 
 
-def assert_first_and_last(schedule: Schedule, rounds: list[dict[int, list[Element]]]) -> None:
+def assert_first_and_last(moves: Moves, rounds: list[dict[int, list[Element]]]) -> None:
     tensors = 9
     seen: dict[int, list[int]] = {}
     for number, one in enumerate(rounds):
         for tensor in {tensor for found in one.values() for tensor, _ in found}:
             seen.setdefault(tensor, []).append(number)
-    first, last = schedule.first_and_last(tensors)
-    assert first.tolist() == [min(seen.get(tensor, [schedule.count])) for tensor in range(tensors)]
+    first, last = moves.first_and_last(len(rounds), tensors)
+    assert first.tolist() == [min(seen.get(tensor, [len(rounds)])) for tensor in range(tensors)]
     assert last.tolist() == [max(seen.get(tensor, [-1])) for tensor in range(tensors)]
 
 
@@ -194,12 +189,13 @@ def test_replicas_take_turns_and_those_of_the_same_machine_come_first() -> None:
     group = alike([(rank, whole) for rank in range(3)], [(3, whole)], 12)
 
     def senders(machines: list[str] | None) -> Counter[int]:
-        return Counter(plan_moves([group], 3, 4, machines).receives.peers.tolist())
+        moves = plan_moves([group], 3, 4, machines).receives
+        return Counter(moves.blocks[number].peer for number in moves.block_of.tolist())
 
     assert senders(None) == {0: 4, 1: 4, 2: 4}
     assert senders(["one", "two", "two", "two"]) == {1: 6, 2: 6}
     sent = plan_moves([group], 1, 4, ["one", "two", "two", "two"]).sends
-    assert len(sent.peers) == 6 and plan_moves([group], 0, 4, ["one", "two", "two", "two"]).sends.total == 0
+    assert len(sent.tensors) == 6 and plan_moves([group], 0, 4, ["one", "two", "two", "two"]).sends.total == 0
 
 
 def test_ranks_of_another_machine_take_turns_as_relays() -> None:
@@ -222,7 +218,7 @@ def test_replicas_send_equal_numbers_of_tensors(wanting: int) -> None:
     whole = Box.whole((3, 4))
     group = alike([(rank, whole) for rank in range(4)], [(4 + rank, whole) for rank in range(wanting)], 8)
     plans = [plan_moves([group], rank, 12) for rank in range(4)]
-    assert [len(plan.sends.peers) for plan in plans] == [8 * wanting // 4] * 4
+    assert [len(plan.sends.tensors) for plan in plans] == [8 * wanting // 4] * 4
 
 
 def test_every_round_uses_each_link_equally() -> None:
@@ -232,10 +228,9 @@ def test_every_round_uses_each_link_equally() -> None:
     wanted = [(rank, Box((0, rank % 8 * 16), (rows, 16))) for rank in range(ranks)]
     plan: RankPlan = plan_moves([alike(held, wanted, 12, (rows, 128))], 5, ranks)
     limit = plan.receives.total // 5
-    count = rounds_needed(replace(plan, sends=Moves.of([])), limit)
+    count = replace(plan, sends=Moves([], 4)).rounds_needed(limit)
     assert count <= 6, "five rounds of the bucket, and one for ends that are not whole"
-    schedule = Schedule(plan.receives, count)
-    sizes = [sum(piece.box.elements * 4 for piece in schedule.pieces(number)) for number in range(count)]
+    sizes = [sum(piece.box.elements * 4 for piece in plan.receives.pieces(number, count)) for number in range(count)]
     assert max(sizes) - min(sizes) <= 4 * ranks and sum(sizes) == plan.receives.total
 
 
@@ -248,7 +243,7 @@ def test_what_no_rank_has_is_said() -> None:
 def test_byte_limit_below_one_element_per_peer_is_refused() -> None:
     group = alike([(0, Box.whole((3, 4)))], [(1, Box.whole((3, 4))), (2, Box.whole((3, 4)))], 1)
     with pytest.raises(ValueError, match="8 bytes are too few for a round with 2 streams"):
-        rounds_needed(plan_moves([group], 0, 3), 8)
+        plan_moves([group], 0, 3).rounds_needed(8)
 
 
 @given(layouts(complete=False), st.data())

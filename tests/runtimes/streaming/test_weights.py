@@ -188,7 +188,7 @@ def test_weight_file_needs_no_second_host_copy(owner: Owner) -> None:
     file_writer = WeightWriter(parts, Ranks())
     with closing(file_writer.write(parts)) as file:
         size = sum(part.local.nbytes for part in parts.values())
-        assert (file_writer.traffic.stayed, file_writer.traffic.sent) == (size, 0)
+        assert (file_writer.transfer.traffic.stayed, file_writer.transfer.traffic.sent) == (size, 0)
         # The engine reads the file's own pages.
         pointers = {part.local.untyped_storage().data_ptr() for part in file.parts().values()}
         assert len(pointers) <= len(parts) and not pointers & {

@@ -30,7 +30,6 @@ from braidrl.training.roles.checkpoint import divided_state, full_state_dict
 from braidrl.training.roles.worker import RoleCopy, RoleWorker, copy_within
 from braidrl.weights import file as weight_file
 from braidrl.weights.file import WeightWriter
-from braidrl.weights.publisher import TransferVolume
 from braidrl.weights.shards import full_tensor, local_shard, weight_parts
 from braidrl.weights.transfer import LIMIT_BYTES, WeightTransfer
 from tests.tiny import TOKENIZER, settings
@@ -244,10 +243,10 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
             for name, tensor in full_state_dict(other).items()
             if not equal(tensor, wanted[name], lora)
         ]
-        problems += traffic_problems(copy.transfer, copy.traffic, limit)
+        problems += traffic_problems(copy.transfer, limit)
         if not lora and largest.bytes > limit:
             problems.append(f"a tensor of {largest.bytes} bytes was made")
-        if layout == layouts[0] and copy.traffic.sent + copy.traffic.received:
+        if layout == layouts[0] and copy.transfer.traffic.sent + copy.transfer.traffic.received:
             problems.append("what was there was sent")
         found[f"{model} {layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
     found[f"{model} {layouts[0]} to files, lora {lora}"] = everywhere(world, written(world, worker, wanted, lora))
@@ -265,10 +264,12 @@ def written(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> li
     in_folder = to_folder.write(parts)
     again = dict(in_folder.tensors())
     problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
-    problems += traffic_problems(writer.transfer, writer.traffic, LIMIT_BYTES)
+    problems += traffic_problems(writer.transfer, LIMIT_BYTES)
     problems += [f"{name} is kept by a rank that does not write it" for name in full_state_dict(worker, wanted=False)]
-    if not read.keys() == again.keys() == in_folder.shapes().keys() == wanted.keys() or writer.traffic.sent:
-        problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
+    if not read.keys() == again.keys() == in_folder.shapes().keys() == wanted.keys() or writer.transfer.traffic.sent:
+        problems.append(
+            f"the file has {sorted(read)}, and {writer.transfer.traffic.sent} bytes were sent for it on one machine"
+        )
     problems += on_two_machines(world, worker, wanted, nearly)
     world.gather("read", b"")
     in_folder.close()
@@ -292,7 +293,7 @@ def on_two_machines(world: World, worker: RoleWorker, wanted: Found, nearly: boo
         read = dict(file.tensors())
         world.gather("read", b"")
     problems = [f"{name} differs on two machines" for name, t in wanted.items() if not equal(read[name], t, nearly)]
-    return problems + traffic_problems(writer.transfer, writer.traffic, LIMIT_BYTES)
+    return problems + traffic_problems(writer.transfer, LIMIT_BYTES)
 
 
 def sliced(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> list[str]:
@@ -304,9 +305,9 @@ def sliced(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> lis
     copy.refresh()
     found = model.state_dict()
     problems = [n for n, whole in wanted.items() if not equal(found[n], slices.boxes[n].of(whole), nearly)]
-    if worker.config.trainer.layout == ParallelLayout(tensor=2) and copy.traffic.sent:
+    if worker.config.trainer.layout == ParallelLayout(tensor=2) and copy.transfer.traffic.sent:
         problems.append("what was there was sent")
-    return problems + traffic_problems(copy.transfer, copy.traffic, LIMIT_BYTES)
+    return problems + traffic_problems(copy.transfer, LIMIT_BYTES)
 
 
 def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
@@ -314,9 +315,13 @@ def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
     return torch.allclose(found, wanted, rtol=0, atol=1e-12) if nearly else torch.equal(found, wanted)
 
 
-def traffic_problems(transfer: WeightTransfer, traffic: TransferVolume, limit: int) -> list[str]:
+def traffic_problems(transfer: WeightTransfer, limit: int) -> list[str]:
     """Report a rank that sent or received more than planned, or more at a time than the limit."""
-    planned = (transfer.plan.sends.total, transfer.plan.receives.total)
+    traffic = transfer.traffic
+    planned = [
+        sum(moves.total for moves in some)
+        for some in zip(*((p.sends, p.receives) for p in transfer.plans), strict=True)
+    ]
     found = [
         f"{done} bytes of {all_}"
         for done, all_ in zip((traffic.sent, traffic.received), planned, strict=True)
