@@ -45,8 +45,8 @@ from braidrl.training.roles.worker import RoleWorker, copy_within, torch_worker
 from braidrl.weights.collective import CollectivePublisher, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_folder, stored_in_memory
 from braidrl.weights.generation_layout import GenerationLayout
-from braidrl.weights.in_place import InPlacePublisher, shapes_of
-from braidrl.weights.model_files import hub_names
+from braidrl.weights.in_place import InPlacePublisher
+from braidrl.weights.model_files import HubNames, model_in, shapes_in_folder
 from braidrl.weights.publisher import ModelWeights, Publisher
 from braidrl.weights.shards import Parts, WeightPart
 from braidrl.weights.transfer import LayoutCopy
@@ -339,9 +339,9 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     store = stored_in_memory if sent else partial(stored_in_folder, within=rollout.servers.folder)
     sampling = training_sampling(config)
     needs = ServerNeeds(longest, rollout.is_reproducible, sampling, rollout.tensor, rollout.pipeline, receives=sent)
-    names, limit_s = None if sent else hub_names(model), config.cluster.wait_limit_s
+    names, limit_s = None if sent else HubNames(model_in(model)), config.cluster.wait_limit_s
     spec = ServerSpec(
-        DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config),
+        DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_in_folder(model), slots_of(config),
         needs, config.seed, store, names if names and names.differ else None,
         NetworkSettings(device, rollout.check_weights) if sent else None, limit_s,
     )  # fmt: skip

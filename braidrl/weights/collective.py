@@ -148,8 +148,8 @@ class WeightOffer:
             torch.cuda.set_device(self.device)
         while not self._closed.wait(POLL_S):
             try:
-                if self.rank == 0 and (transfer := self._next_transfer(store, number)):
-                    store.set(f"transfer/{number}", json.dumps(transfer))
+                if self.rank == 0 and (formed := self._next_transfer(store, number)):
+                    store.set(f"transfer/{number}", json.dumps(formed))
                 if not store.check([f"transfer/{number}"]):
                     continue
                 asked = json.loads(store.get(f"transfer/{number}"))
@@ -322,8 +322,8 @@ class Incoming:
         except TransferError:
             raise
         except RuntimeError as error:
-            failed = meeting is not None and meeting.check(["failed"])
-            reason = meeting.get("failed").decode() if failed else first_line(error)
+            failed = meeting.get("failed").decode() if meeting is not None and meeting.check(["failed"]) else ""
+            reason = failed or first_line(error)
             raise TransferError(f"weights did not arrive: {reason}") from error
 
 

@@ -12,11 +12,10 @@ Memory that only generation needs is freed while ranks train.
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
@@ -25,7 +24,7 @@ from braidrl.weights.collective import Incoming, OfferedWeights
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import PublishedEngine, TransferVolume, WeightSource, check_shapes
 from braidrl.weights.reshard_plan import gather_shard_index
-from braidrl.weights.shards import Parts, WeightPart, empty, occupy, storages, weight_parts
+from braidrl.weights.shards import Parts, empty, occupy, storages, weight_parts
 from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy, WeightTransfer
 
 
@@ -162,11 +161,46 @@ class GenerationWeights:
 
     @torch.no_grad()
     def enter(self) -> TransferVolume | None:
-        """Bring the current weights to the generation layout; all ranks call this at the same time. Return None if they are there."""
+        """Bring the current weights to the generation layout; all ranks call this at the same time. Return None if they are there.
+
+        Either gather every tensor and cut the slices out, or copy training slices into the generation tensors, free the originals, and
+        receive the rest.
+        """
         if self.generating:
             return None
         self.generating = True
-        return self._gather() if self._gathers else self._receive()
+        generated, trained, whole = self._generated(), dict(self._trained()), dict[str, Tensor]()
+        in_storage: dict[int, list[str]] = {}
+        for name, part in generated.items():
+            in_storage.setdefault(part.local.untyped_storage()._cdata, []).append(name)
+        if self._gathers:
+            device = next(iter(generated.values())).tensor.device
+            known = self.transfer.known.tensors
+            whole = {name: torch.empty_like(part.local, device=device) for name, part in known.items()}
+            self.transfer.run(trained, weight_parts(whole))
+        self._occupied = {name: trained[name].local.untyped_storage().nbytes() for name in self._shared}
+        there = self.peak_bytes = sum(
+            tensor.nbytes for tensor in (*whole.values(), *(trained[name].local for name in self._shared))
+        )
+        for name in whole.keys() - generated.keys():
+            there -= whole.pop(name).nbytes
+        # Largest first where a slice exists twice while it is copied, which matters most when memory is nearly full.
+        for storage, size in sorted(self._storages, key=lambda one: one[1], reverse=not self._gathers):
+            self._occupy(storage, size)
+            there += size
+            self.peak_bytes = max(self.peak_bytes, there)
+            for name in in_storage[storage._cdata]:
+                part = generated[name]
+                if self._gathers:
+                    part.local.copy_(part.box.of(whole[name]))
+                    there -= whole.pop(name).nbytes
+                elif name in self._shared:
+                    own = trained[name]
+                    part.block(own.box).copy_(own.local)
+                    there -= own.local.nbytes
+                    trained[name] = replace(own.merged(), tensor=part.block(own.box))
+                    empty(own.local.untyped_storage())
+        return self.transfer.traffic if self._gathers else self.transfer.run(trained, generated)
 
     @torch.no_grad()
     def leave(self) -> None:
@@ -187,55 +221,3 @@ class GenerationWeights:
         for storage, _ in self._storages:
             self._empty(storage)
         self.generating = False
-
-    def _receive(self) -> TransferVolume:
-        """Copy this rank's training slices into the generation tensors, free the originals, and receive the rest."""
-        generated, trained = self._generated(), dict(self._trained())
-        in_storage: dict[int, list[str]] = {}
-        for name in self._shared:
-            in_storage.setdefault(generated[name].local.untyped_storage()._cdata, []).append(name)
-        self._occupied = {name: trained[name].local.untyped_storage().nbytes() for name in self._shared}
-        there = self.peak_bytes = sum(trained[name].local.nbytes for name in self._shared)
-        # Largest first: a slice exists twice while it is copied, which matters most when memory is nearly full.
-        for storage, size in sorted(self._storages, key=lambda one: -one[1]):
-            self._occupy(storage, size)
-            there += size
-            self.peak_bytes = max(self.peak_bytes, there)
-            for name in in_storage.get(storage._cdata, ()):
-                own = trained[name]
-                generated[name].block(own.box).copy_(own.local)
-                empty(own.local.untyped_storage())
-                there -= own.local.nbytes
-                slices = Slices({own.names[0]: own.shape}, {own.names[0]: own.box})
-                trained[name] = WeightPart(own.names, generated[name].block(own.box), slices)
-        return self.transfer.run(trained, generated)
-
-    def _gather(self) -> TransferVolume:
-        """Gather every tensor, then cut the slices out."""
-        generated = self._generated()
-        device = next(iter(generated.values())).tensor.device
-        known = self.transfer.known.tensors
-        whole = {name: torch.empty_like(part.local, device=device) for name, part in known.items()}
-        volume = self.transfer.run(self._trained(), weight_parts(whole))
-        there = self.peak_bytes = sum(tensor.nbytes for tensor in whole.values())
-        for name in whole.keys() - generated.keys():
-            there -= whole.pop(name).nbytes
-        by_storage: dict[int, list[str]] = {}
-        for name, part in generated.items():
-            by_storage.setdefault(part.local.untyped_storage()._cdata, []).append(name)
-        for storage, size in sorted(self._storages, key=lambda one: one[1]):
-            self._occupy(storage, size)
-            there += size
-            self.peak_bytes = max(self.peak_bytes, there)
-            for name in by_storage[storage._cdata]:
-                part = generated[name]
-                part.local.copy_(part.box.of(whole[name]))
-                there -= whole.pop(name).nbytes
-        return volume
-
-
-def shapes_of(folder: Path | str) -> dict[str, torch.Size]:
-    """Return the shape of every tensor of the model in a directory, a tied one under each of its names, without reading weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}

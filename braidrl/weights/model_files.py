@@ -159,7 +159,12 @@ class HubNames:
                 yield from converted(self._model, conversion, parts, come.pop(target)).items()
 
 
-def hub_names(folder: Path) -> HubNames:
-    """Return the conversion for the model of a Hugging Face directory, without reading weights."""
+def model_in(folder: Path | str) -> Any:
+    """Return the model of a Hugging Face directory on the meta device, without reading weights."""
     with torch.device("meta"):
-        return HubNames(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True)))
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+
+
+def shapes_in_folder(folder: Path | str) -> dict[str, torch.Size]:
+    """Return the shape of every tensor of the model in a directory, a tied one under each of its names."""
+    return {name: tensor.shape for name, tensor in model_in(folder).state_dict().items()}

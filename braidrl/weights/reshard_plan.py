@@ -99,8 +99,8 @@ class ShardIndex:
             for names in names_in(text):
                 listed_in.setdefault((names[0], shape), []).append(text)
         alike: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[str]] = {}
-        for (name, shape), texts in listed_in.items():
-            alike.setdefault((shape, tuple(texts)), []).append(name)
+        for (name, shape), lines in listed_in.items():
+            alike.setdefault((shape, tuple(lines)), []).append(name)
         place_of, found = {name: place for place, name in enumerate(self.tensors)}, []
         for (shape, texts), names in alike.items():
             held, targets = ([block for text in texts for block in blocks[shape, text][side]] for side in (0, 1))
@@ -353,18 +353,20 @@ class Cells:
                     np.flatnonzero(self.holds[cell]) if is_far else begin + np.flatnonzero(self.holds[cell, begin:end])
                 )
                 for turn, target in enumerate(needing.tolist()):
-                    if not (gives or is_far or target == own):
-                        continue
                     if is_far:
-                        relays = (cell + number + tensors) % len(needing) == turn
-                        first, served = np.searchsorted(far, machine), len(far)
+                        # One rank of the machine receives a tensor, in turn, and passes it on to the others.
+                        chosen = (cell + number + tensors) % len(needing) == turn
+                        first, served = int(np.searchsorted(far, machine)), len(far)
+                        onward = tuple(self.ranks[needing[needing != target]].tolist())
+                    elif gives or target == own:
+                        chosen, first, served, onward = np.ones(len(tensors), dtype=np.bool_), turn, len(needing), ()
                     else:
-                        relays, first, served = np.ones(len(tensors), dtype=np.bool_), turn, len(needing)
+                        continue
                     givers = holders[(first + number + tensors * served) % len(holders)]
-                    onward = tuple(self.ranks[needing[needing != target]].tolist()) if is_far else ()
-                    mine = relays & (givers == own) if gives else relays
-                    for giver in np.unique(givers[mine]).tolist():
-                        yield cell, int(self.ranks[giver]), int(self.ranks[target]), mine & (givers == giver), onward
+                    if gives:
+                        chosen &= givers == own
+                    for giver in np.unique(givers[chosen]).tolist():
+                        yield cell, int(self.ranks[giver]), int(self.ranks[target]), chosen & (givers == giver), onward
 
 
 def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, Box]]:

@@ -40,7 +40,7 @@ from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
 from braidrl.errors import UserError
 from braidrl.weights.collective import Incoming
 from braidrl.weights.file import WeightFile
-from braidrl.weights.in_place import shapes_of
+from braidrl.weights.model_files import shapes_in_folder
 from braidrl.weights.publisher import WeightSource, check_shapes
 
 REPRODUCIBLE_SETTINGS = {
@@ -74,7 +74,7 @@ class VllmEngine(SteppingEngine):
         """
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
         self.slots, self._reproducible = slots, reproducible
-        self._expected = shapes_of(folder)
+        self._expected = shapes_in_folder(folder)
         self.recent: deque[float] = deque(maxlen=RECENT)
         """The parts of their limits that recent rows have drawn."""
         self.preemptions = 0

@@ -37,8 +37,7 @@ from vllm.v1.sample import rejection_sampler
 from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
-from braidrl.weights.in_place import shapes_of
-from braidrl.weights.model_files import HubNames, hub_names
+from braidrl.weights.model_files import HubNames, model_in, shapes_in_folder
 from braidrl.weights.shards import WeightPart
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Attention)
@@ -96,7 +95,7 @@ class TakesWeights:
         if self.live is None:
             try:
                 # `model_config.model` becomes the folder of the last update, which may be gone.
-                shapes = shapes_of(Path(config.hf_config.name_or_path))
+                shapes = shapes_in_folder(Path(config.hf_config.name_or_path))
                 self.live = live_parts(self.model_runner.get_model(), shapes, config.dtype)
             except WeightsNotLive:
                 self.live = {}
@@ -116,7 +115,7 @@ class TakesWeights:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
         config = self.vllm_config.model_config.hf_config
         if self.hub_names is None:
-            self.hub_names = hub_names(Path(config.name_or_path))
+            self.hub_names = HubNames(model_in(Path(config.name_or_path)))
         first, sinks, model = next(tensors), dict[str, Tensor](), self.model_runner.get_model()
         come = self.hub_names.of(chain([first], tensors))
         if config.model_type == "gpt_oss":
