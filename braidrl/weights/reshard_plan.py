@@ -138,7 +138,7 @@ def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: s
     return ShardIndex([read[one][1] for one in messages], [read[one][0] for one in messages])
 
 
-class Block(NamedTuple):
+class MovedBlock(NamedTuple):
     """A block of some tensors that moves to or from a peer, and that the receiver passes on to the ranks `onward`."""
 
     tensors: Ints
@@ -163,7 +163,7 @@ class Moves:
     A stream is what goes to, or comes from, one peer and is passed on to the same ranks. Each round has an equal part of each stream.
     """
 
-    def __init__(self, blocks: Sequence[Block], item_bytes: int) -> None:
+    def __init__(self, blocks: Sequence[MovedBlock], item_bytes: int) -> None:
         """Sort the moves of tensors with elements of `item_bytes`."""
         self.blocks, self.item_bytes = blocks, item_bytes
         place = {ranks: number for number, ranks in enumerate(sorted({block.onward for block in blocks}))}
@@ -264,9 +264,9 @@ def plan_moves(
         ValueError: A wanted element is on no rank.
     """
     stays: dict[int, list[Box]] = {}
-    sends: list[Block] = []
-    receives: list[Block] = []
-    relayed: dict[int, list[Block]] = {}
+    sends: list[MovedBlock] = []
+    receives: list[MovedBlock] = []
+    relayed: dict[int, list[MovedBlock]] = {}
     for number, group in enumerate(groups):
         held, wanted = ([box for owner, box in some if owner == rank] for some in (group.held, group.wanted))
         if kept := [piece for box in held for other in wanted if (piece := box.overlap(other))]:
@@ -275,7 +275,7 @@ def plan_moves(
         cells = Cells(group, machines or [None] * ranks)
         for cell, giver, target, chosen, onward in cells.moves_of(rank, number):
             to = receives if target == rank else sends if giver == rank else relayed.setdefault(target, [])
-            to.append(Block(tensors[chosen], target if giver == rank else giver, cells.box(cell), cell, onward))
+            to.append(MovedBlock(tensors[chosen], target if giver == rank else giver, cells.box(cell), cell, onward))
     item = groups[0].item_bytes if groups else 1
     passed = {relay: Moves(some, item) for relay, some in relayed.items()}
     return RankPlan(stays, Moves(sends, item), Moves(receives, item), passed)
