@@ -25,8 +25,8 @@ T = TypeVar("T")
 ENGINES = PluginRegistry(
     "rollout engine",
     {
-        "embedded": "braidrl.engines.engine_process:embedded_engine",
-        "vllm": "braidrl.engines.engine_process:vllm_engine",
+        "embedded": "braidrl.engines.engine_host:embedded_engine",
+        "vllm": "braidrl.engines.engine_host:vllm_engine",
         "http": "braidrl.engines.http.http_engine:HttpEngine",
     },
 )
@@ -111,6 +111,17 @@ class EngineSpec:
     """The part of its process, where an engine spans several nodes."""
 
     @property
+    def vllm_options(self) -> dict[str, Any]:
+        """Return the arguments of vLLM's engine that the configuration sets: the user's, and the engine's shape."""
+        own = {**self.options, "tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
+        if (part := self.part) is not None:
+            own |= {
+                "distributed_executor_backend": "mp", "nnodes": part.nodes, "node_rank": part.node, "master_addr": part.host,
+                "master_port": part.port,
+            }  # fmt: skip
+        return own
+
+    @property
     def environment(self) -> dict[str, str]:
         """Return the environment variables to set before the engine's packages are imported."""
         if self.kind != "vllm":
@@ -186,8 +197,11 @@ class RoleEngine(ABC):
 
     max_sequence_tokens: int
     """The maximum length of prompt and response together, in tokens."""
-    is_collective = False
-    """True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve environments."""
+
+    @property
+    def is_collective(self) -> bool:
+        """Return True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve environments."""
+        return False
 
     @property
     @abstractmethod

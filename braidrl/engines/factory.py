@@ -26,7 +26,7 @@ from braidrl.cluster.process_groups import address_towards, subgroup
 from braidrl.config import Config, LoraConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.endings import end_ids_of
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine, ShardedEmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, EngineSpec, RoleEngine, ServedEngine
 from braidrl.engines.engine_process import EngineProcess
@@ -34,7 +34,7 @@ from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_m
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.routing.router import EngineService
 from braidrl.engines.spanning import OneOf, SpanningEngine
-from braidrl.engines.stepping import SpmdEngine, SteppingEngine
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.loading import load_decoder, read_model_config
@@ -146,9 +146,9 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
     if lora := adapters_sent(worker, config):
         adapters = partial(torch_worker(worker).weights, adapters_alone=True)
         return FilePublisher(WeightWriter(adapters(), ranks, adapter=adapter_config(lora)), adapters, engine)
-    if isinstance(engine, SpmdEngine | EmbeddedEngine):
-        sharded = isinstance(engine, SpmdEngine)
-        if engine.phases if isinstance(engine, SpmdEngine) else worker.shared_model:
+    sharded = hosts_vllm(config) or pools_ranks(config)
+    if isinstance(engine, SteppingEngine) and (sharded or config.rollout.engine == "embedded"):
+        if engine.phases if sharded else worker.shared_model:
             return InPlacePublisher(engine)
         return InPlacePublisher(engine, copy_within(worker, engine.parts, sharded))
     if not isinstance(engine, EngineService) or not (config.rollout.engine == "http" or engine_processes(config)):
@@ -186,7 +186,7 @@ def exchange_publisher(
     parts: Parts = worker.weights if worker is not None else dict
     if engine_processes(config) or config.rollout.engine not in ("embedded", "vllm"):
         return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
-    assert engine is None or isinstance(engine, EmbeddedEngine | SpmdEngine)
+    assert engine is None or isinstance(engine, SteppingEngine)
     target: Parts = engine.parts if engine is not None else dict
     return InPlacePublisher(engine, LayoutCopy(parts, target, ranks))
 
@@ -256,7 +256,9 @@ def training_sampling(config: Config) -> SamplingParams:
     return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens)
 
 
-def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec) -> SpmdEngine:
+def spmd_engine(
+    worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
+) -> SteppingEngine:
     """Return the engine with which ranks decode together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     rollout, layout, trains = config.rollout, generation_layout(config), not isinstance(worker, Remote)
     training = (settings_of(worker.role, config).layout if trains else ParallelLayout()).resolve(worker.ranks.size)
@@ -273,16 +275,15 @@ def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenize
             raise UserError(
                 f"rollout.engines=0: {sys.executable} cannot import vLLM ({error}); see docs/engines.md"
             ) from error
-        made: SpmdEngine = HostedVllmEngine(spec, tokenizer, groups if group is not None else None, group)
+        made: SteppingEngine = HostedVllmEngine(spec, tokenizer, groups if group is not None else None, group)
     else:
         assert group is not None
         tensor, pipeline = join_generation_groups(groups)
         model, slices = load_for_decoding(Path(spec.model), getattr(torch, spec.dtype), spec.device, tensor, pipeline)
-        made = ShardedEmbeddedEngine(
+        made = EmbeddedEngine(
             model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed,
-            compile=rollout.compile, slices=slices, pipeline=pipeline,
+            compile=rollout.compile, slices=slices, pipeline=pipeline, group=group,
         )  # fmt: skip
-        made.group = group
     if takes_turns and isinstance(worker, RoleWorker) and not adapters_sent(worker, config):
         made.take_turns(worker.weights, training, worker.ranks, layout)
     return made
@@ -325,7 +326,7 @@ def own_engines(config: Config) -> int:
 def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> EngineService:
     """Return this rank's servers; each generating rank has its own. Raises UserError for a server that cannot be used for training."""
     # Imported here: only servers need aiohttp, an optional dependency.
-    from braidrl.engines.http.http_engine import HttpEngine, NetworkSettings, ServerSpec
+    from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
 
     rollout, ranks = config.rollout, worker.ranks
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
@@ -343,7 +344,7 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     spec = ServerSpec(
         DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_in_folder(model), slots_of(config),
         needs, config.seed, store, names if names and names.differ else None,
-        NetworkSettings(device, rollout.check_weights) if sent else None, limit_s,
+        device, rollout.check_weights, limit_s,
     )  # fmt: skip
     engines = [HttpEngine(url, spec) for url in urls]
     service = EngineService(engines, limit_s, store)

@@ -8,8 +8,6 @@ waiting rows ──prompt + expected part · limit──▶ begin while the keys
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,30 +27,34 @@ KNOWN = 16
 
 @dataclass
 class EngineRow:
-    """A requested row in an engine."""
+    """A requested row in an engine, and its tokens so far."""
 
     request: Request
     limit: int
     """Tokens that may be drawn."""
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...] = ()
     tokenizer: PreTrainedTokenizerBase | None = None
     """Decodes the tokens of a row with stop texts; None without any."""
     tail: list[int] = field(default_factory=list)
     """The last tokens of the response, in which a stop text may have begun."""
+    name: str = ""
+    """The row's name in vLLM or on a server."""
+    tokens: list[int] = field(default_factory=list)
+    """The tokens given to `record_token`."""
+    log_probs: list[float] = field(default_factory=list)
+    """Their log-probs, in nats; the engine appends them."""
     begun: int = 0
     """The engine's step in which it got its slot."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(first token, weights version) of each segment of tokens."""
     stop_text_found: bool = False
     """True once the text holds one of the stop texts."""
-    recorded: int = 0
-    """Number of tokens given to `record_token`."""
 
     def record_token(self, token: int) -> bool:
-        """Record the next drawn token, and call `Request.on_token`; return True if the token completes a stop text."""
+        """Record the next drawn token, and call `Request.on_token`; return True if the token ends the row."""
         if self.request.on_token is not None:
-            self.request.on_token(self.request.continues + self.recorded, token)
-        self.recorded += 1
+            self.request.on_token(self.request.continues + len(self.tokens), token)
+        self.tokens.append(token)
         if self.tokenizer is not None:
             stops = self.request.sampling.stop
             # Each text token holds at least one byte.
@@ -60,35 +62,21 @@ class EngineRow:
             self.tail = [*self.tail[1 - span :], token]
             text = self.tokenizer.decode(self.tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             self.stop_text_found = any(stop in text for stop in stops)
-        return self.stop_text_found
+        return self.stop_text_found or token in self.stop_token_ids or len(self.tokens) == self.limit
 
-    def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Response:
+    def finished(self, aborted: bool = False, drawn: tuple[Tensor, Tensor] | None = None) -> Response:
         """Return the row's response.
 
         Args:
-            tokens: The response, (T,) int64.
-            log_probs: The log-prob of each token when it was drawn, (T,) floating point, in nats.
             aborted: Whether the caller ended the row.
+            drawn: Tokens (T,) int64 and their log-probs (T,) in nats, of an engine that keeps them in tensors.
         """
+        tokens, log_probs = drawn or (torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs))
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
         lengths = torch.tensor([*(start for start, _ in self.versions), len(tokens)]).diff()
         versions = torch.tensor([v for _, v in self.versions], dtype=torch.int64).repeat_interleave(lengths)
         return Response(self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, versions)
-
-
-@dataclass
-class RemoteRow:
-    """A row that another engine computes, and its tokens so far."""
-
-    row: EngineRow
-    name: str = ""
-    """The row's name in that engine."""
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    def finished(self, aborted: bool = False) -> Response:
-        return self.row.finished(torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs), aborted)
 
 
 def row_of(
@@ -102,29 +90,15 @@ def row_of(
             f"row {request.uid}: a prompt of {length} tokens leaves no room for a response in a sequence of "
             f"{max_sequence_tokens}; shorten it or raise the limit"
         )
-    ids = ending_ids(sampling.stop_token_ids, end_ids if sampling.ends else ())
+    ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(end_ids if sampling.ends else ()))))
     row = EngineRow(request, min(sampling.max_tokens, room), ids)
     if sampling.stop:
         row.tokenizer, row.tail = tokenizer, request.prompt[length - request.continues :].tolist()
     return row
 
 
-@cache
-def ending_ids(stop_token_ids: tuple[int, ...], end_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that end a row, each once; mostly they are the same for all rows of a run."""
-    return tuple(dict.fromkeys((*stop_token_ids, *end_ids)))
-
-
-class RowTokens(NamedTuple):
-    """The tokens of a row: of its prompt, drawn so far, and the most that it may draw."""
-
-    prompt: int
-    drawn: int
-    limit: int
-
-
 def rows_to_begin(
-    capacity: int, block: int, recent: Collection[float], running: Iterable[RowTokens], waiting: Iterable[RowTokens]
+    capacity: int, block: int, recent: Collection[float], running: Iterable[EngineRow], waiting: Iterable[EngineRow]
 ) -> int:
     """Return how many of the waiting rows, in their order, have room beside the running ones; the first row always has.
 
@@ -138,9 +112,9 @@ def rows_to_begin(
     """
     share = max(recent) if len(recent) >= KNOWN else 1.0
 
-    def needed(row: RowTokens) -> int:
-        tokens = row.prompt + max(row.drawn + 1, round(share * row.limit))
-        return -(-min(tokens, row.prompt + row.limit) // block) * block
+    def needed(row: EngineRow) -> int:
+        drawn = max(len(row.tokens) + 1, round(share * row.limit))
+        return -(-(len(row.request.prompt) + min(drawn, row.limit)) // block) * block
 
     taken = [needed(row) for row in running]
     left, begun = capacity - sum(taken), 0

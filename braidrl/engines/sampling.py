@@ -3,8 +3,9 @@
 Shapes: B rows, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,30 +25,27 @@ class BatchSampling:
 
     temperature: Tensor | None = None
     greedy: Tensor | None = None
+    """True for a row that takes its likeliest token."""
     top_k: Tensor | None = None
+    """0 is no cut."""
     top_p: Tensor | None = None
+    """1 is no cut."""
     most: int = 0
     """The largest top-k, known to the host without a device synchronization."""
 
 
-def batch_sampling(
-    asked: Sequence[SamplingParams], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor
-) -> BatchSampling:
-    """Return the settings of B rows; a setting that no row uses is None.
+def batch_sampling(asked: Sequence[SamplingParams], device: torch.device | str) -> BatchSampling:
+    """Return the settings of B rows as tensors on the device; a setting that no row uses is None."""
 
-    Args:
-        asked: Each row's settings, B of them.
-        temperature: (B,) floating point.
-        greedy: (B,) bool, take the likeliest token.
-        top_k: (B,) int64, 0 is no cut.
-        top_p: (B,) floating point, 1 is no cut.
-    """
+    def tensor(values: Iterable[Any], used: bool, dtype: torch.dtype) -> Tensor | None:
+        return torch.tensor(list(values), dtype=dtype, device=device) if used else None
+
     return BatchSampling(
-        temperature=temperature if any(s.log_prob_temperature != 1 for s in asked) else None,
-        greedy=greedy if any(s.takes_likeliest for s in asked) else None,
-        top_k=top_k if any(s.top_k for s in asked) else None,
-        most=max((s.top_k for s in asked), default=0),
-        top_p=top_p if any(s.top_p < 1 for s in asked) else None,
+        tensor((s.log_prob_temperature for s in asked), any(s.log_prob_temperature != 1 for s in asked), torch.float64),
+        tensor((s.takes_likeliest for s in asked), any(s.takes_likeliest for s in asked), torch.bool),
+        tensor((s.top_k for s in asked), any(s.top_k for s in asked), torch.int64),
+        tensor((s.top_p for s in asked), any(s.top_p < 1 for s in asked), torch.float64),
+        max((s.top_k for s in asked), default=0),
     )
 
 

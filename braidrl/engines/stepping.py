@@ -4,7 +4,7 @@ SteppingEngine   add ──▶ waiting ──▶ step, step, step ... ──▶ 
 EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ the future of each row that ended
                                      └── other tasks of the event loop run between two steps
 
-An `SpmdEngine` is sharded over training ranks: each holds a slice of one model, and together they decode the rows of all ranks.
+An engine with a `group` is sharded over ranks: each holds a slice of one model, and together they decode the rows of all ranks.
 
 rank 0   its requests ╮                ╭─ step, step, step ... ─▶ its responses
 rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─▶ its responses        within a step they run collectives in each layer
@@ -27,7 +27,7 @@ from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import Engine, EngineError, EngineMemory, Load, RoleEngine, T
+from braidrl.engines.engine import Engine, EngineError, Load, RoleEngine, T
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
@@ -47,6 +47,10 @@ class SteppingEngine(RoleEngine):
     """A `RoleEngine` with rows in flight, and counters."""
 
     slots: int = 0
+    group: dist.ProcessGroup | None = None
+    """All ranks that decode together, which make the same calls at the same time; None if this one decodes alone."""
+    phases: GenerationWeights | None = None
+    """Set where generation and training weights take turns on the device."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
@@ -62,14 +66,22 @@ class SteppingEngine(RoleEngine):
         self._waiting: deque[EngineRow] = deque()
         """Rows without a slot."""
 
-    def parts(self) -> Mapping[str, WeightPart]:
-        """Return this process's parts of the weights, into which a trainer in the same process copies its own; by default none."""
-        return {}
+    @property
+    def is_collective(self) -> bool:
+        return self.group is not None
 
     @property
     def waiting(self) -> int:
         """Return the number of rows without a slot."""
         return len(self._waiting)
+
+    def parts(self) -> Mapping[str, WeightPart]:
+        """Return this process's parts of the weights, into which a trainer in the same process copies its own; by default none."""
+        return {}
+
+    def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
+        """Let generation and training weights take turns on the device; all ranks call this at the same time."""
+        self.phases = GenerationWeights(trained, training, ranks, self.parts, layout)
 
     @abstractmethod
     def step(self) -> list[Response]:
@@ -94,26 +106,39 @@ class SteppingEngine(RoleEngine):
         on_finished: Callable[[Response], None] | None = None,
         rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
+        """Return this rank's responses. A row in any rank's `rows_to_end` ends in the same step on all ranks."""
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
-        order = []
+        own, ranks, may_end = list(requests), Ranks(self.group), rows_to_end is not None
+        uids, every = [request.uid for request in own], own
+        if self.group is not None:
+            asked = may_end, [replace(request, on_token=None) for request in own]
+            gathered = ranks.all_gather("requests", asked, tuple[bool, list[Request]])
+            every = [request for _, requests in gathered for request in requests]
+            # All ranks are asked after each step, but only if some rank may end rows.
+            may_end = any(can for can, _ in gathered)
+        reported = set(uids) if on_finished else set()
         finished: dict[Uid, Response] = {}
         try:
-            for request in requests:
+            for request in every:
                 self.add(request)
-                order.append(request.uid)
             with self._decoding():
                 while self._under_way:
                     for row in self.step():
                         finished[row.uid] = row
-                        if on_finished:
+                        if on_finished and row.uid in reported:
                             on_finished(row)
-                    for uid in rows_to_end() if rows_to_end else ():
+                    if not may_end:
+                        continue
+                    named = [list(rows_to_end() if rows_to_end else ())]
+                    if self.group is not None:
+                        named = ranks.all_gather("rows to end", named[0], list[Uid])
+                    for uid in (uid for part in named for uid in part):
                         if uid in self._under_way:
                             finished[uid] = self.abort(uid)
         finally:
             self.clear(release=False)
-        return [finished[uid] for uid in order]
+        return [finished[uid] for uid in uids]
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         try:
@@ -145,63 +170,6 @@ class SteppingEngine(RoleEngine):
     def _decoding(self) -> AbstractContextManager[None]:
         """Return a context for all steps of a batch."""
         return nullcontext()
-
-
-class SpmdEngine(SteppingEngine):
-    """One rank's engine, a base of engines that step alike on equal requests.
-
-    All ranks of the group make the same calls at the same time, including ranks without requests.
-    """
-
-    is_collective = True
-    group: dist.ProcessGroup | None = None
-    """All ranks that decode together; None if this one decodes alone."""
-    phases: GenerationWeights | None = None
-    """Set where generation and training weights take turns on the device."""
-
-    @property
-    def memory(self) -> EngineMemory | None:
-        memory = super().memory
-        return memory and replace(memory, weights=self.phases)
-
-    def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
-        """Let generation and training weights take turns on the device; all ranks call this at the same time."""
-        self.phases = GenerationWeights(trained, training, ranks, self.parts, layout)
-
-    def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Publish weights; where they take turns with training's, they are loaded with the next generation."""
-        if self.phases is not None:
-            self.phases.leave()
-        super().publish(version, source)  # type: ignore[safe-super]
-
-    def generate(
-        self,
-        requests: Iterable[Request],
-        on_finished: Callable[[Response], None] | None = None,
-        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
-    ) -> list[Response]:
-        """Return this rank's responses in the order of `requests`. A row in any rank's `rows_to_end` ends in the same step on all ranks."""
-        own = list(requests)
-        if self.group is None:
-            return super().generate(own, on_finished, rows_to_end)
-        uids = {request.uid for request in own}
-        asked = [replace(request, on_token=None) for request in own]
-        ranks = Ranks(self.group)
-        said = ranks.all_gather("requests", (rows_to_end is not None, asked), tuple[bool, list[Request]])
-        gathered = [request for _, requests in said for request in requests]
-        # All ranks are asked after each step, but only if some rank may end rows.
-        may_end = any(can for can, _ in said)
-
-        def ending() -> list[Uid]:
-            named = ranks.all_gather("rows to end", list(rows_to_end() if rows_to_end else ()), list[Uid])
-            return list(dict.fromkeys(uid for part in named for uid in part))
-
-        def report(finished: Response) -> None:
-            if on_finished is not None and finished.uid in uids:
-                on_finished(finished)
-
-        found = {finished.uid: finished for finished in super().generate(gathered, report, ending if may_end else None)}
-        return [found[request.uid] for request in own]
 
 
 class EngineReplica:

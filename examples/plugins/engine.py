@@ -12,7 +12,7 @@ from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineSpec
 from braidrl.engines.requests import Response
-from braidrl.engines.row_request import EngineRow, RemoteRow
+from braidrl.engines.row_request import EngineRow
 from braidrl.engines.sampling import batch_sampling, sample
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.loading import load_tokenizer
@@ -28,50 +28,42 @@ class PlainEngine(SteppingEngine):
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), spec.max_sequence_tokens, spec.seed)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, spec.dtype))
         self.weights = EngineWeights(model.to(spec.device).requires_grad_(False).eval(), dtype=None)
-        self.slots, self.flights = spec.slots, dict[Uid, RemoteRow]()
+        self.slots, self.rows = spec.slots, dict[Uid, EngineRow]()
 
     @property
     def in_flight(self) -> int:
-        return len(self.flights)
+        return len(self.rows)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         self.weights.refresh(source)
         self.version = version
-        for flight in self.flights.values():
-            flight.row.versions.append((len(flight.tokens), version))
+        for row in self.rows.values():
+            row.versions.append((len(row.tokens), version))
 
     def _accept(self, row: EngineRow) -> None:
         row.versions = [(0, self.version)]
-        self.flights[row.request.uid] = RemoteRow(row)
+        self.rows[row.request.uid] = row
 
     def step(self) -> list[Response]:
-        rows = list(self.flights.items())
-        return self._done([self.flights.pop(uid).finished() for uid, flight in rows if self.draw(flight)])
+        ended = [uid for uid, row in self.rows.items() if self.draw(row)]
+        return self._done([self.rows.pop(uid).finished() for uid in ended])
 
     @torch.no_grad()
-    def draw(self, flight: RemoteRow) -> bool:
+    def draw(self, row: EngineRow) -> bool:
         """Draw a row's next token by the row's own random numbers. Return True if it is the last."""
-        row, model, sampling = flight.row, self.weights.model, flight.row.request.sampling
-        ids = torch.cat([row.request.prompt, torch.tensor(flight.tokens, dtype=torch.int64)]).to(model.device)
+        model, request = self.weights.model, row.request
+        ids = torch.cat([request.prompt, torch.tensor(row.tokens, dtype=torch.int64)]).to(model.device)
         logits = model(ids[None]).logits[0, -1:].cpu()
-        position = torch.tensor([row.request.first_draw + len(flight.tokens)])
-        settings = (
-            torch.tensor([float(sampling.log_prob_temperature)]),
-            torch.tensor([sampling.takes_likeliest]),
-            torch.tensor([sampling.top_k]),
-            torch.tensor([sampling.top_p], dtype=torch.float64),
-        )
-        choice = batch_sampling([sampling], *settings)
-        token, log_prob = sample(logits, choice, uniform(row.request.key(self.seed), position))
-        flight.tokens.append(int(token))
-        flight.log_probs.append(float(log_prob))
+        position = torch.tensor([request.first_draw + len(row.tokens)])
+        choice = batch_sampling([request.sampling], "cpu")
+        token, log_prob = sample(logits, choice, uniform(request.key(self.seed), position))
+        row.log_probs.append(float(log_prob))
         self.tokens_generated += 1
-        stops = row.record_token(int(token)) or int(token) in row.stop_token_ids
-        return stops or len(flight.tokens) == row.limit
+        return row.record_token(int(token))
 
     def abort(self, uid: Uid) -> Response:
-        return self._done([self.flights.pop(uid).finished(aborted=True)])[0]
+        return self._done([self.rows.pop(uid).finished(aborted=True)])[0]
 
     def clear(self, release: bool = True) -> None:
-        self.flights.clear()
+        self.rows.clear()
         self._under_way.clear()

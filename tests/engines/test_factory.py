@@ -16,7 +16,6 @@ from braidrl.cluster.pools import Pool
 from braidrl.cluster.process_groups import open_store
 from braidrl.config.config import RolloutConfig
 from braidrl.engines.engine import EngineSpec
-from braidrl.engines.engine_process import vllm_options
 from braidrl.engines.factory import engine_spec, engines_of, with_engines, with_nodes
 from braidrl.engines.routing.router import EngineService
 from braidrl.engines.spanning import SpanningEngine
@@ -298,7 +297,7 @@ def test_nodes_join_each_start_of_an_engine_and_report_what_they_lose() -> None:
         second.lose()
         assert first.lost() == 1
         spec = EngineSpec("vllm", "model", 4, 64, tensor=4, options={"seed": 3}, part=joined)
-        options = vllm_options(spec)
+        options = spec.vllm_options
         assert (options["nnodes"], options["node_rank"], options["master_port"]) == (2, 1, begun.port)
         assert (options["tensor_parallel_size"], options["seed"]) == (4, 3)
         assert spec.environment["VLLM_HOST_IP"] == "127.0.0.1"

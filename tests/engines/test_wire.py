@@ -9,36 +9,26 @@ import torch
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.engine import EngineError
-from braidrl.engines.engine_messages import (
-    ERRORS,
-    CallDone,
-    CallFailed,
-    EngineReply,
-    Order,
-    Submit,
-    framed,
-    receive,
-)
+from braidrl.engines.engine_process import ERRORS, EngineCall, EngineReply, framed, receive
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 
 
-async def arrived(*messages: object, type: object) -> list[object]:
-    """Return the messages that a reader gets until the writer has ended."""
+async def arrived(message: EngineCall | EngineReply) -> list[EngineCall | EngineReply | None]:
+    """Return what a reader gets until the writer has ended."""
     reader = asyncio.StreamReader()
-    for message in messages:
-        reader.feed_data(framed(message))
+    reader.feed_data(framed(message))
     reader.feed_eof()
-    return [await receive(reader, type) for _ in (*messages, None)]
+    return [await receive(reader, type(message)) for _ in range(2)]
 
 
 def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
     sampling = SamplingParams(0.7, 0.9, 5, 64, (3, 4), ("stop",), greedy=True)
     request = Request((1, 2**40, 3), torch.tensor([5, 6, 7]), sampling, "evaluate", "second", 4, 2)
-    order, end = asyncio.run(arrived(Submit(9, request, True), type=Order))
-    assert isinstance(order, Submit) and (order.id, order.followed, end) == (9, True, None)
-    found = order.request
-    assert torch.equal(found.prompt, request.prompt) and found.prompt.dtype == torch.int64
+    call, end = asyncio.run(arrived(EngineCall("submit", 9, request=request, followed=True)))
+    assert isinstance(call, EngineCall) and (call.method, call.id, call.followed, end) == ("submit", 9, True, None)
+    found = call.request
+    assert found is not None and torch.equal(found.prompt, request.prompt) and found.prompt.dtype == torch.int64
     for name in ("uid", "sampling", "purpose", "stage", "first_draw", "continues"):
         assert getattr(found, name) == getattr(request, name)
 
@@ -47,8 +37,8 @@ def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
 def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -> None:
     log_probs = torch.tensor([-0.1, -2.5], dtype=dtype)
     sent = Response((0, 1, 2), torch.tensor([8, 9]), log_probs, FinishReason.LENGTH, torch.tensor([3, 4]))
-    reply, _ = asyncio.run(arrived(CallDone(id=1, result=sent, load=(4, 1, 0)), type=EngineReply))
-    assert isinstance(reply, CallDone) and isinstance(reply.result, Response) and reply.load == (4, 1, 0)
+    reply, _ = asyncio.run(arrived(EngineReply(1, sent, load=(4, 1, 0))))
+    assert isinstance(reply, EngineReply) and isinstance(reply.result, Response) and reply.load == (4, 1, 0)
     found = reply.result
     assert found.uid == sent.uid and found.finish_reason is FinishReason.LENGTH
     for name in ("tokens", "log_probs", "versions"):
@@ -67,7 +57,7 @@ def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -
     ],
 )
 def test_errors_are_raised_again_and_foreign_ones_become_engine_errors(raised: Exception, expected: Exception) -> None:
-    reply, _ = asyncio.run(arrived(CallFailed.of(7, raised), type=EngineReply))
-    assert isinstance(reply, CallFailed)
-    found = ERRORS[reply.error](reply.text)
-    assert type(found) is type(expected) and str(found) == str(expected)
+    reply, _ = asyncio.run(arrived(EngineReply.of(7, raised)))
+    assert isinstance(reply, EngineReply) and reply.error is not None
+    name, text = reply.error
+    assert type(ERRORS[name](text)) is type(expected) and str(ERRORS[name](text)) == str(expected)

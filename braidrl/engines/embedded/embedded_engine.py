@@ -27,10 +27,10 @@ from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder
 from braidrl.engines.embedded.states import ROW_MULTIPLE, Prompts, SlotStates
 from braidrl.engines.engine import EngineError, EngineMemory
-from braidrl.engines.requests import Response
+from braidrl.engines.requests import Response, SamplingParams
 from braidrl.engines.row_request import EngineRow
 from braidrl.engines.sampling import batch_sampling, sample
-from braidrl.engines.stepping import SpmdEngine, SteppingEngine
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.compute.slots import SlotCache, SlotStep, round_up
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body
 from braidrl.training.decoders.cohorts import Cohorts
@@ -42,6 +42,9 @@ from braidrl.weights.collective import TransferError
 from braidrl.weights.in_place import EngineWeights
 from braidrl.weights.publisher import WeightSource
 from braidrl.weights.shards import WeightPart, weight_parts
+
+NEUTRAL = SamplingParams()
+"""The settings of an idle slot."""
 
 
 class EmbeddedEngine(SteppingEngine):
@@ -55,11 +58,12 @@ class EmbeddedEngine(SteppingEngine):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
         seed: int = 0, dtype: torch.dtype | None = None, shrink: bool | None = None, compile: bool = True,
-        slices: Slices | None = None, pipeline: dist.ProcessGroup | None = None,
+        slices: Slices | None = None, pipeline: dist.ProcessGroup | None = None, group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         """Make the engine. With `slices` the model is one rank's shard, and all ranks execute the same calls in the same order.
 
-        With `pipeline`, the group of ranks with other layers, it has some of the layers, and the last rank draws.
+        With `pipeline`, the group of ranks with other layers, it has some of the layers, and the last rank draws. With `group` each
+        rank brings requests of its own.
         """
         super().__init__(
             tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed
@@ -69,7 +73,7 @@ class EmbeddedEngine(SteppingEngine):
         self._weights = EngineWeights(model, dtype, slices)
         self.model = model = self._weights.model
         """The model that decodes: the trainer's module, or a copy."""
-        self.slots, self._pipeline = round_up(slots, ROW_MULTIPLE), pipeline
+        self.slots, self._pipeline, self.group = round_up(slots, ROW_MULTIPLE), pipeline, group
         self._shrink = model.device.type == "cpu" if shrink is None else shrink
         self._native = native_decoder(model) if compile else None
         plan = plan_of_model(model)
@@ -90,25 +94,22 @@ class EmbeddedEngine(SteppingEngine):
 
     @property
     def memory(self) -> EngineMemory | None:
-        """Return the engine's model and the size of its keys and values."""
         model = self.model
         layers, of_all = len(local_layers(model)), len(body_of(model).layers)
         every = cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
-        return EngineMemory(model, every * layers // of_all)
+        return EngineMemory(model, every * layers // of_all, self.phases)
 
     @property
     def in_flight(self) -> int:
         return len(self._rows)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
+        if self.phases is not None:
+            self.phases.leave()
         try:
-            self._load(version, source)
+            self._weights.refresh(source)
         except TransferError as error:
             raise EngineError(str(error)) from error
-
-    def _load(self, version: int, source: WeightSource | None) -> None:
-        """Load weights, with which all rows continue, and discard computed prompts."""
-        self._weights.refresh(source)
         self._prompts.prefixes.clear()
         for slot, row in self._rows.items():
             row.versions.append((int(self._states.drawn[slot]), version))
@@ -195,7 +196,7 @@ class EmbeddedEngine(SteppingEngine):
             tokens = torch.empty_like(states.current)
             log_probs = logits.new_empty(len(logits), dtype=self._log_prob_dtype)
         elif native and self._sampling.top_k is None and self._sampling.top_p is None:
-            tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
+            tokens, log_probs = native.kernels.draw(logits, self._sampling.temperature, self._sampling.greedy, uniforms)
         else:
             tokens, log_probs = sample(logits, self._sampling, uniforms)
         if pipeline is not None:
@@ -227,7 +228,7 @@ class EmbeddedEngine(SteppingEngine):
         self._changed()
         return self._done(
             [
-                row.finished(tokens[number, :count].clone(), log_probs[number, :count].clone(), aborted)
+                row.finished(aborted, (tokens[number, :count].clone(), log_probs[number, :count].clone()))
                 for number, (row, count) in enumerate(zip(rows, drawn, strict=True))
             ]
         )
@@ -236,10 +237,10 @@ class EmbeddedEngine(SteppingEngine):
         """Look at the rows in slots after some have come, gone or moved."""
         rows = self._rows
         count = round_up(max(rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
-        self._active = states = SlotStates(**{name: state[:count] for name, state in vars(self._states).items()})
+        self._active = SlotStates(**{name: state[:count] for name, state in vars(self._states).items()})
         """Views of the slots of the next step."""
-        asked = [row.request.sampling for row in rows.values()]
-        self._sampling = batch_sampling(asked, states.temperature, states.greedy, states.top_k, states.top_p)
+        asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in range(count)]
+        self._sampling = batch_sampling(asked, self.model.device)
         # The length of the longest row, less the steps so far: the number does not change while the rows grow.
         self._longest = max((len(row.request.prompt) - row.begun for row in rows.values()), default=-self._steps)
         # Stop texts and `on_token` need each token as soon as it is drawn.
@@ -256,7 +257,7 @@ class EmbeddedEngine(SteppingEngine):
                 self._waiting.remove(row)
                 self._prompts.expect(row.request.prompt, -1)
                 nothing = torch.empty(0, dtype=torch.int64)
-                return self._done([row.finished(nothing, nothing.to(self._log_prob_dtype), aborted=True)])[0]
+                return self._done([row.finished(True, (nothing, nothing.to(self._log_prob_dtype)))])[0]
         raise KeyError(f"row {uid} is not under way")
 
     def clear(self, release: bool = True) -> None:
@@ -288,7 +289,3 @@ class EmbeddedEngine(SteppingEngine):
         finally:
             for module in training:
                 module.training = True
-
-
-class ShardedEmbeddedEngine(SpmdEngine, EmbeddedEngine):
-    """The embedded engine on one rank of several, which holds `slices` of the model; other settings are the same on all ranks."""

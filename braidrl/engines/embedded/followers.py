@@ -1,9 +1,9 @@
 """A sharded engine in several processes, each with a slice of the model: a leader, and followers forked before it computes anything.
 
-run ──▶ leader ──add, abort, clear ... step──▶ follower, follower, ...        within a step they run collectives in each layer
-               ◀──"" when done, or an error──┘                               a closed pipe means that the leader ended: all end
+run ──▶ leader ──Lockstep: rows, then step, clear or publish──▶ follower, follower, ...        within a step they run collectives
+               ◀──"" when done, or an error───────────────────┘                               a closed pipe: the leader ended, all end
 
-All execute the same commands in the same order. Sampling is deterministic, so all processes draw the same tokens and only the leader
+All execute the same calls in the same order. Sampling is deterministic, so all processes draw the same tokens and only the leader
 returns results.
 """
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -38,37 +38,19 @@ from braidrl.weights.file import WeightFile
 from braidrl.weights.publisher import WeightSource
 
 
-class AddRow(msgspec.Struct, tag=True):
-    """Accept a request."""
+class Lockstep(msgspec.Struct, omit_defaults=True):
+    """What every process does next: rows come and go, in this order, then one call. `publish` is acknowledged."""
 
-    request: Request
-
-
-class EndRow(msgspec.Struct, tag=True):
-    """Abort a row."""
-
-    uid: Uid
-
-
-class ClearRows(msgspec.Struct, tag=True):
-    """Drop all rows."""
-
-    release: bool
-
-
-class TakeWeights(msgspec.Struct, tag=True):
-    """Load weights from a file or over a process group, and acknowledge; with neither the weights stay."""
-
-    version: int
+    rows: list[Request | Uid]
+    """Requests that are added, and the uids of rows that are aborted."""
+    call: Literal["step", "clear", "publish"]
+    release: bool = True
+    """The argument of `clear`."""
+    version: int = 0
     path: str | None = None
+    """The file of the weights."""
     notice: TransferNotice | None = None
-
-
-class DecodeStep(msgspec.Struct, tag=True):
-    """Draw one token of each running row."""
-
-
-Command = AddRow | EndRow | ClearRows | TakeWeights | DecodeStep
+    """The transfer of the weights over a process group; with neither the weights stay."""
 
 
 def fork_followers(spec: EngineSpec, inherited: int) -> list[Forked]:
@@ -104,7 +86,8 @@ class LeadingEngine(EmbeddedEngine):
             process.connection.send_bytes(pack_message(store.port))
         super().__init__(**_parts(spec, 0, store))
         self._followers, self._limit_s = followers, spec.limit_s
-        self._pending: list[Command] = []
+        self._pending: list[Request | Uid] = []
+        """The rows that the followers have not heard of yet."""
         self._failure: EngineError | None = None
         with self._in_lockstep():
             self._wait()
@@ -120,34 +103,34 @@ class LeadingEngine(EmbeddedEngine):
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Publish weights to all processes; each loads its own part. Raises ValueError for a source that other processes cannot read."""
-        path = notice = None
+        call = Lockstep([], "publish", version=version)
         if isinstance(source, WeightFile):
             self._weights.checked(source)
-            path = str(source.path)
+            call.path = str(source.path)
         elif isinstance(source, Incoming):
-            notice = source.notice
+            call.notice = source.notice
         elif source is not None:
             raise ValueError(
                 "an engine of several processes takes weights from a file, or in a group that all of them join"
             )
-        with self._in_lockstep(TakeWeights(version, path, notice)):
-            self._load(version, source)
+        with self._in_lockstep(call):
+            super().publish(version, source)
             # The file may be gone once this returns.
             self._wait()
 
     def step(self) -> list[Response]:
-        with self._in_lockstep(DecodeStep()):
+        with self._in_lockstep(Lockstep([], "step")):
             return super().step()
 
     def abort(self, uid: Uid) -> Response:
         finished = super().abort(uid)
-        self._pending.append(EndRow(uid))
+        self._pending.append(uid)
         return finished
 
     def clear(self, release: bool = True) -> None:
         super().clear(release)
         if self._failure is None:
-            with self._in_lockstep(ClearRows(release)):
+            with self._in_lockstep(Lockstep([], "clear", release)):
                 pass
 
     def recover(self) -> int:
@@ -158,19 +141,19 @@ class LeadingEngine(EmbeddedEngine):
 
     def _accept(self, row: EngineRow) -> None:
         super()._accept(row)
-        self._pending.append(AddRow(replace(row.request, on_token=None)))
+        self._pending.append(replace(row.request, on_token=None))
 
     @contextmanager
-    def _in_lockstep(self, command: Command | None = None) -> Iterator[None]:
-        """Send pending commands and this one. Mark the engine as failed if anything inside fails: its processes are then out of step."""
+    def _in_lockstep(self, call: Lockstep | None = None) -> Iterator[None]:
+        """Send a call with the pending rows. Mark the engine as failed if anything inside fails: its processes are then out of step."""
         if self._failure is not None:
             raise self._failure
         try:
-            if command is not None:
-                message = pack_message([*self._pending, command])
+            if call is not None:
+                call.rows, self._pending = self._pending, []
+                message = pack_message(call)
                 for process in self._followers:
                     process.connection.send_bytes(message)
-                self._pending.clear()
             yield
         except Exception as error:
             # Name the process that ended, or the processes that were waited for.
@@ -188,29 +171,26 @@ class LeadingEngine(EmbeddedEngine):
 
 
 def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
-    """Run a follower in its own process: execute the leader's commands, and acknowledge weights, which the leader waits for."""
+    """Run a follower in its own process: execute the leader's calls, and acknowledge weights, which the leader waits for."""
     try:
         port = unpack_message(pipe.recv_bytes(), int)
         keep_freed_memory()
         engine = EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, spec.limit_s)))
         pipe.send_bytes(pack_message(DONE))
         while True:
-            asked = False
-            for command in unpack_message(pipe.recv_bytes(), list[Command]):
-                match command:
-                    case AddRow():
-                        engine.add(command.request)
-                    case EndRow():
-                        engine.abort(command.uid)
-                    case ClearRows():
-                        engine.clear(command.release)
-                    case TakeWeights(version, path, notice):
-                        incoming = Incoming(notice, rank, engine.model.device) if notice else None
-                        engine.publish(version, WeightFile(path) if path else incoming)
-                        asked = True
-                    case DecodeStep():
-                        engine.step()
-            if asked:
+            call = unpack_message(pipe.recv_bytes(), Lockstep)
+            for row in call.rows:
+                if isinstance(row, Request):
+                    engine.add(row)
+                else:
+                    engine.abort(row)
+            if call.call == "step":
+                engine.step()
+            elif call.call == "clear":
+                engine.clear(call.release)
+            else:
+                incoming = Incoming(call.notice, rank, engine.model.device) if call.notice else None
+                engine.publish(call.version, WeightFile(call.path) if call.path else incoming)
                 pipe.send_bytes(pack_message(DONE))
     except (EOFError, ConnectionError):
         os._exit(0)

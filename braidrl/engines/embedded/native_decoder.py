@@ -87,12 +87,16 @@ class Kernels:
             raise MemoryError("no memory for the scores of a decode step")
         return out
 
-    def draw(self, logits: Tensor, temperatures: Tensor, greedy: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, temperatures: Tensor | None, greedy: Tensor | None, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Draw tokens (B,) at the rows' temperatures from logits (B, V), and return them with their log-probs (B,) float32.
 
         `uniforms` (B,) float64 are the random numbers; rows with `greedy` (B,) take the likeliest token.
         """
         rows, vocabulary = logits.shape
+        temperatures = torch.ones(rows, dtype=torch.float64) if temperatures is None else temperatures
+        greedy = torch.zeros(rows, dtype=torch.bool) if greedy is None else greedy
         tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
         self._functions.draw(

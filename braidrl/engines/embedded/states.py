@@ -43,10 +43,6 @@ class SlotStates:
     key: Tensor
     """The row's random key; the next random number has index `first_draw + drawn`."""
     first_draw: Tensor
-    temperature: Tensor
-    greedy: Tensor
-    top_k: Tensor
-    top_p: Tensor
     stop_token_ids: Tensor
     """(B, S), padded with NO_TOKEN."""
     tokens: Tensor
@@ -57,11 +53,10 @@ class SlotStates:
     @staticmethod
     def idle(slots: int, dtype: torch.dtype, device: torch.device) -> "SlotStates":
         """Make idle slots; `dtype` is that of log-probs."""
-        whole = ("current", "position", "drawn", "limit", "key", "first_draw", "top_k")
+        whole = ("current", "position", "drawn", "limit", "key", "first_draw")
         return SlotStates(
             **{name: torch.zeros(slots, dtype=torch.int64, device=device) for name in whole},
-            **{name: torch.zeros(slots, dtype=torch.bool, device=device) for name in ("active", "greedy")},
-            **{name: torch.ones(slots, dtype=torch.float64, device=device) for name in ("temperature", "top_p")},
+            active=torch.zeros(slots, dtype=torch.bool, device=device),
             stop_token_ids=torch.full((slots, 1), NO_TOKEN, device=device),
             tokens=torch.zeros(slots, 1, dtype=torch.int64, device=device),
             log_probs=torch.zeros(slots, 1, dtype=dtype, device=device),
@@ -69,16 +64,12 @@ class SlotStates:
 
     def begin(self, rows: Mapping[int, EngineRow], seed: int, response_tokens: int, stop_tokens: int) -> None:
         """Put rows into slots; all slots get room for at least so many response and stop tokens."""
-        for name, room in (
-            ("tokens", response_tokens),
-            ("log_probs", response_tokens),
-            ("stop_token_ids", stop_tokens),
-        ):
+        rooms = {"tokens": response_tokens, "log_probs": response_tokens, "stop_token_ids": stop_tokens}
+        for name, room in rooms.items():
             held: Tensor = getattr(self, name)
             if (more := room - held.shape[1]) > 0:
                 setattr(self, name, pad(held, (0, more), value=NO_TOKEN if name == "stop_token_ids" else 0))
         requests = [row.request for row in rows.values()]
-        samplings = [request.sampling for request in requests]
         stops = torch.full((len(rows), self.stop_token_ids.shape[1]), NO_TOKEN)
         for number, row in enumerate(rows.values()):
             stops[number, : len(row.stop_token_ids)] = torch.tensor(row.stop_token_ids, dtype=torch.int64)
@@ -90,10 +81,6 @@ class SlotStates:
             "active": torch.ones(len(requests), dtype=torch.bool),
             "key": torch.tensor([request.key(seed) for request in requests]),
             "first_draw": torch.tensor([request.first_draw for request in requests]),
-            "temperature": torch.tensor([s.log_prob_temperature for s in samplings], dtype=torch.float64),
-            "greedy": torch.tensor([s.takes_likeliest for s in samplings]),
-            "top_k": torch.tensor([s.top_k for s in samplings]),
-            "top_p": torch.tensor([s.top_p for s in samplings], dtype=torch.float64),
             "stop_token_ids": stops,
         }
         slots = torch.tensor(list(rows), device=self.current.device)
@@ -103,10 +90,8 @@ class SlotStates:
     def end(self, slots: Sequence[int]) -> None:
         """Make slots idle: they take part in every step, at position 0 and without effect."""
         places = torch.tensor(slots, dtype=torch.int64, device=self.current.device)
-        for name in ("current", "position", "drawn", "limit", "active", "greedy", "top_k"):
+        for name in ("current", "position", "drawn", "limit", "active"):
             getattr(self, name)[places] = 0
-        self.temperature[places] = 1.0
-        self.top_p[places] = 1.0
         self.stop_token_ids[places] = NO_TOKEN
 
     def move(self, source: int, target: int) -> None:

@@ -11,7 +11,8 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -27,7 +28,7 @@ from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load
 from braidrl.engines.http.dialects import Dialect, ReplyPart, ServerAnswer, ServerNeeds
 from braidrl.engines.requests import Request, Response, remaining_request
-from braidrl.engines.row_request import RemoteRow, row_of
+from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 from braidrl.weights.collective import OfferedWeights, WeightOffer
@@ -39,14 +40,6 @@ ABORT_AGAIN_S = 0.1
 """Seconds between aborts of one request: it may still be on its way to the server, so it is aborted until it is answered."""
 IDLE_S = 2.0
 """Seconds after which an idle connection is not used again; vLLM's server closes one after 5 s."""
-
-
-@dataclass(frozen=True)
-class NetworkSettings:
-    """Settings for sending weights over the network: the run's device, and whether checksums are compared."""
-
-    device: torch.device
-    check: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,16 +58,19 @@ class ServerSpec:
     """The writer of weights, to where the server reads them or they are sent from."""
     hub_names: HubNames | None = None
     """The conversion to the names that the server's loaders know, if a folder's weights have other names."""
-    sending: NetworkSettings | None = None
-    """Set if the server receives weights over the network; otherwise it reads them from a folder."""
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    """The run's device, from which weights are sent to a server that receives them over the network."""
+    check: bool = False
+    """True if checksums of weights that are sent over the network are compared."""
     limit_s: float = 600.0
     """Seconds that a request waits for its answer."""
 
 
 @dataclass
-class HttpRow(RemoteRow):
+class HttpRow:
     """A row of this engine."""
 
+    row: EngineRow
     call: asyncio.Future[Any] | None = None
     """The pending request to the server."""
     interrupted: bool = False
@@ -96,7 +92,7 @@ class HttpEngine:
         self._held: OfferedWeights | None = None
         """The weights that the server received over the network from the run's ranks."""
         self._session: ClientSession | None = None
-        self._flights: dict[Uid, HttpRow] = {}
+        self._rows: dict[Uid, HttpRow] = {}
         self._asleep = self._updating = False
         self._failure: EngineError | None = None
         self._changed = asyncio.Condition()
@@ -123,66 +119,64 @@ class HttpEngine:
             await self._session.close()
 
     async def submit(self, request: Request) -> Response:
-        if request.uid in self._flights:
+        if request.uid in self._rows:
             raise ValueError(f"row {request.uid} is under way already")
         row = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens)
-        flight = self._flights[request.uid] = HttpRow(row)
+        state = self._rows[request.uid] = HttpRow(row)
         try:
             with WORK.waiting():
                 while True:
                     async with self._changed:
                         await self._changed.wait_for(
-                            lambda: flight.aborted or self._failure or not (self._asleep or self._updating)
+                            lambda: state.aborted or self._failure or not (self._asleep or self._updating)
                         )
                     if self._failure is not None:
                         raise self._failure
-                    rest = None if flight.aborted else remaining_request(request, flight.finished(aborted=True))
+                    rest = None if state.aborted else remaining_request(request, row.finished(aborted=True))
                     if rest is None:
-                        return flight.finished(aborted=True)
-                    answer = await self._generate_part(flight, rest)
+                        return row.finished(aborted=True)
+                    answer = await self._generate_part(state, rest)
                     for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
-                        flight.tokens.append(token)
-                        flight.log_probs.append(log_prob)
-                        ends = row.record_token(token) or token in row.stop_token_ids
-                        if ends or len(flight.tokens) == row.limit:
-                            return flight.finished()
-                    if not answer.tokens and not flight.interrupted:
+                        row.log_probs.append(log_prob)
+                        if row.record_token(token):
+                            return row.finished()
+                    if not answer.tokens and not state.interrupted:
                         raise EngineError(f"{self.url} ended row {request.uid} without a token")
         finally:
-            del self._flights[request.uid]
+            del self._rows[request.uid]
 
-    async def _generate_part(self, flight: HttpRow, rest: Request) -> ServerAnswer:
+    async def _generate_part(self, state: HttpRow, rest: Request) -> ServerAnswer:
         """Generate tokens until the row ends or is interrupted."""
-        flight.name, flight.interrupted = uuid4().hex, False
-        flight.row.versions.append((len(flight.tokens), self.version))
-        limit = min(rest.sampling.max_tokens, flight.row.limit - len(flight.tokens))
+        row, state.interrupted = state.row, False
+        row.name = uuid4().hex
+        row.versions.append((len(row.tokens), self.version))
+        limit = min(rest.sampling.max_tokens, row.limit - len(row.tokens))
         asked = replace(rest, sampling=replace(rest.sampling, max_tokens=limit))
-        part = ReplyPart(
-            flight.name, asked, flight.row.stop_token_ids, self.spec.seed, self.weights, self.spec.needs.reproducible,
-        )  # fmt: skip
-        flight.call = asyncio.ensure_future(self.ask("POST", *self.spec.dialect.generate(part)))
+        reproducible = self.spec.needs.reproducible
+        part = ReplyPart(row.name, asked, row.stop_token_ids, self.spec.seed, self.weights, reproducible)
+        state.call = asyncio.ensure_future(self.ask("POST", *self.spec.dialect.generate(part)))
         try:
-            answer = self.spec.dialect.read(await flight.call)
+            answer = self.spec.dialect.read(await state.call)
         finally:
-            flight.call.cancel()
-            flight.call = None
+            state.call.cancel()
+            state.call = None
         if answer.problem:
             raise UserError(f"rollout.servers: {self.url} {answer.problem}")
         await self.check_weights()
         return answer
 
     async def abort(self, uid: Uid) -> None:
-        if uid not in self._flights:
+        if uid not in self._rows:
             raise KeyError(f"row {uid} is not under way")
-        flight = self._flights[uid]
-        flight.aborted = True
+        state = self._rows[uid]
+        state.aborted = True
         async with self._changed:
             self._changed.notify_all()
-        await self._interrupt(flight)
+        await self._interrupt(state)
 
-    async def _interrupt(self, flight: HttpRow) -> None:
+    async def _interrupt(self, state: HttpRow) -> None:
         """Make the server end the part that it draws, and wait for its answer."""
-        call, name, flight.interrupted = flight.call, flight.name, True
+        call, name, state.interrupted = state.call, state.row.name, True
         while call is not None and not call.done():
             await self.ask("POST", *self.spec.dialect.abort(name))
             await asyncio.wait([call], timeout=ABORT_AGAIN_S)
@@ -201,7 +195,7 @@ class HttpEngine:
                     source = stored.enter_context(closing(file))
             self._updating = True
             try:
-                await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
+                await asyncio.gather(*map(self._interrupt, list(self._rows.values())))
                 await self.load_weights(source)
                 self.version = version
             except EngineError as error:
@@ -223,10 +217,10 @@ class HttpEngine:
                 # A server that was restarted meanwhile holds other weights.
                 same = held is not None and (await self.ask("GET", path)).get(field) == self.weights
                 await self._receive(weights, label, held if same else None)
-            elif (sending := self.spec.sending) is not None:
+            elif (spec := self.spec).needs.receives:
                 host = urlsplit(self.url).hostname
                 assert host is not None
-                offer = WeightOffer(Ranks(), address_towards(host), self.spec.limit_s, sending.device, sending.check)
+                offer = WeightOffer(Ranks(), address_towards(host), spec.limit_s, spec.device, spec.check)
                 with closing(offer):
                     await self._receive(offer.keep(0, weights.parts()), label)
             else:
@@ -260,10 +254,8 @@ class HttpEngine:
 
     async def sleep(self) -> None:
         """Refuse requests; the server keeps its memory, since its devices are its own."""
-        if self._flights:
-            raise RuntimeError(
-                f"{self.url}: {len(self._flights)} rows are under way; an engine sleeps when it has none"
-            )
+        if self._rows:
+            raise RuntimeError(f"{self.url}: {len(self._rows)} rows are under way; an engine sleeps when it has none")
         self._asleep = True
 
     async def wake(self) -> None:
@@ -281,9 +273,8 @@ class HttpEngine:
         return NOTHING_YET
 
     def load(self) -> Load:
-        asked = sum(flight.call is not None for flight in self._flights.values())
-        running = min(asked, self.spec.slots)
-        return Load(self.spec.slots, running, len(self._flights) - running)
+        running = min(sum(state.call is not None for state in self._rows.values()), self.spec.slots)
+        return Load(self.spec.slots, running, len(self._rows) - running)
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request. Raises UserError if the server refuses it, and EngineError if the server fails or does not answer."""

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.engine import EngineMemory, EngineSpec
 from braidrl.engines.requests import Response
-from braidrl.engines.stepping import SpmdEngine
 from braidrl.engines.vllm.sleeping import DROPPED, PARTS
 from braidrl.engines.vllm.vllm_engine import VllmEngine
 from braidrl.engines.vllm.vllm_worker import WeightsNotLive, live_parts
@@ -51,7 +50,7 @@ class RankExecutor(ExecutorWithExternalLauncher):
         return f"file:///{self.identifier}", dist.get_rank(), device
 
 
-class HostedVllmEngine(SpmdEngine, VllmEngine):
+class HostedVllmEngine(VllmEngine):
     """vLLM on one of the ranks that train."""
 
     def __init__(
@@ -69,13 +68,8 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         Raises:
             UserError: vLLM does not take the model, or keeps its weights in a form that cannot be written to.
         """
-        self._groups, self.group, self._environment = groups, group, spec.environment
-        self.is_collective = group is not None
-        folder, shape = Path(spec.model), {"tensor_parallel_size": spec.tensor, "pipeline_parallel_size": spec.pipeline}
-        super().__init__(
-            folder, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype,
-            {"enable_sleep_mode": True, **spec.options, **shape}, spec.reproducible, spec.adapts_rows,
-        )  # fmt: skip
+        self._groups, self.group = groups, group
+        super().__init__(replace(spec, options={"enable_sleep_mode": True, **spec.options}), tokenizer)
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         self.model = runner.get_model()
         try:
@@ -96,7 +90,7 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         self._draw_states: tuple[Tensor, list[Tensor]] | None = None
         """Torch's random states for the next draws of vLLM, equal on the ranks of a group and apart from those of training."""
         own = {"distributed_executor_backend": "external_launcher", "seed": 0}
-        with starting_vllm(self._environment, self._groups):
+        with starting_vllm(self.spec.environment, self._groups):
             config = EngineArgs(**{**arguments, **own}).create_engine_config()
             return LLMEngine(config, RankExecutor, loggers is not None, multiprocess_mode=False, stat_loggers=loggers)
 
@@ -120,7 +114,7 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
 
     def step(self) -> list[Response]:
         self._memory.bring(*PARTS)
-        if self._reproducible:
+        if self.spec.reproducible:
             return super().step()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):

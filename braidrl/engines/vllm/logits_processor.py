@@ -6,7 +6,6 @@ vLLM then can draw no other token, and reports that number as the token's log-pr
 top-p cut, which none of vLLM's own modes returns. Only vLLM's plug-in interface is used.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,16 +52,8 @@ class DrawByRow(LogitsProcessor):
         """Draw tokens (B,) of the rows; overwrite `logits` (B, V)."""
         if self._batch is None:
             rows = [self._draws[place] for place in range(len(logits))]
-            asked = [row.draws.sampling for row in rows]
-            tensor = partial(torch.tensor, device=self._device)
-            choice = batch_sampling(
-                asked,
-                tensor([s.log_prob_temperature for s in asked], dtype=torch.float64),
-                tensor([s.takes_likeliest for s in asked], dtype=torch.bool),
-                tensor([s.top_k for s in asked], dtype=torch.int64),
-                tensor([s.top_p for s in asked], dtype=torch.float64),
-            )
-            self._batch = rows, tensor([row.draws.key for row in rows], dtype=torch.int64), choice
+            keys = torch.tensor([row.draws.key for row in rows], dtype=torch.int64, device=self._device)
+            self._batch = rows, keys, batch_sampling([row.draws.sampling for row in rows], self._device)
         rows, keys, choice = self._batch
         positions = torch.tensor([row.draws.first + len(row.tokens) for row in rows], device=keys.device)
         tokens, log_probs = sample(logits, choice, uniform(keys, positions))

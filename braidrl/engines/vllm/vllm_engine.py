@@ -33,7 +33,7 @@ from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
 from braidrl.engines.requests import Response, draw_arguments
-from braidrl.engines.row_request import RECENT, EngineRow, RemoteRow, RowTokens, rows_to_begin
+from braidrl.engines.row_request import RECENT, EngineRow, rows_to_begin
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
@@ -56,37 +56,26 @@ CPU_BLOCK = 128
 
 
 class VllmEngine(SteppingEngine):
-    """An engine that starts with the model in a Hugging Face directory and generates at most `slots` rows at once.
+    """An engine that starts with the model in the spec's directory; its `options` are arguments of vLLM's `EngineArgs`."""
 
-    `options` are further arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
-    """
-
-    def __init__(
-        self, folder: Path, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int, seed: int = 0,
-        dtype: str = "float32", options: dict[str, Any] | None = None, reproducible: bool = True, adapts_rows: bool = False,
-    ) -> None:  # fmt: skip
-        """Start vLLM. Raises UserError where it does not take the model.
-
-        Args:
-            reproducible: Draw tokens by the row's own random numbers; else vLLM draws by its own, and its core computes ahead in a
-                process of its own.
-            adapts_rows: Begin only as many of `slots` rows as vLLM's keys and values have room for.
-        """
-        super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
-        self.slots, self._reproducible = slots, reproducible
-        self._expected = shapes_in_folder(folder)
+    def __init__(self, spec: EngineSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Start vLLM. Raises UserError where it does not take the model."""
+        folder = Path(spec.model)
+        super().__init__(tokenizer, end_ids_of(folder, tokenizer), spec.max_sequence_tokens, spec.seed)
+        self.spec, self.slots = spec, spec.slots
+        self._expected = shapes_of(folder)
         self.recent: deque[float] = deque(maxlen=RECENT)
         """The parts of their limits that recent rows have drawn."""
         self.preemptions = 0
         """Rows that vLLM has preempted, counted where rows begin by the room for them."""
-        self._adapts_rows = adapts_rows
-        arguments = arguments_of(folder, slots, max_sequence_tokens, dtype, options or {}, reproducible)
+        arguments = arguments_of(spec)
         # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
         gc.freeze()
         with refusals_in_a_line():
-            self._engine = self._start(arguments, [partial(PreemptionLog, self)] if adapts_rows else None)
-        self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
-        self._flights: dict[str, RemoteRow] = {}
+            self._engine = self._start(arguments, [partial(PreemptionLog, self)] if spec.adapts_rows else None)
+        self._memory = VllmMemory(self._engine, bool(spec.options.get("enable_sleep_mode")))
+        self._rows: dict[str, EngineRow] = {}
+        """The rows that vLLM has, by their names there."""
         self._names = itertools.count()
         self._ended: list[Response] = []
         """Responses that ended while weights were published; the next step returns them."""
@@ -103,7 +92,7 @@ class VllmEngine(SteppingEngine):
 
     @property
     def in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._rows)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Publish weights; each vLLM worker loads its own part. Raises ValueError for a source that workers cannot read."""
@@ -118,9 +107,11 @@ class VllmEngine(SteppingEngine):
             load = partial(self._engine.collective_rpc, "receive_weights", args=(asdict(source.notice),))
         elif source is not None:
             raise ValueError("vLLM's workers take weights from a file, or in a process group that they join")
+        if self.phases is not None:
+            self.phases.leave()
         self._memory.bring("weights")
         core = self._engine.engine_core
-        computes_ahead = load is not None and isinstance(core, SyncMPClient) and bool(self._flights)
+        computes_ahead = load is not None and isinstance(core, SyncMPClient) and bool(self._rows)
         try:
             if computes_ahead:
                 # Answered when the core has sent all of its tokens, which are those of the weights before.
@@ -136,40 +127,37 @@ class VllmEngine(SteppingEngine):
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
         self.version, self._failure, self._is_given_again = version, None, False
-        for flight in list(self._flights.values()):
-            if flight.tokens:
-                flight.row.versions.append((len(flight.tokens), version))
+        for row in list(self._rows.values()):
+            if row.tokens:
+                row.versions.append((len(row.tokens), version))
             else:
                 # Computed keys and values of its prompt belong to the earlier weights.
-                del self._flights[flight.name]
-                self._engine.abort_request([flight.name])
-                self._begin(flight.row)
+                del self._rows[row.name]
+                self._engine.abort_request([row.name])
+                self._begin(row)
 
     def step(self) -> list[Response]:
         """Fill free slots, then run a step of vLLM."""
-        count = min(len(self._waiting), self.slots - len(self._flights))
-        if count and self._adapts_rows:
+        count = min(len(self._waiting), self.slots - len(self._rows))
+        if count and self.spec.adapts_rows:
             cache = self._engine.vllm_config.cache_config
             # vLLM keeps one block for itself.
-            capacity = (cache.num_gpu_blocks - 1) * cache.block_size
-            running = [RowTokens(len(f.row.request.prompt), len(f.tokens), f.row.limit) for f in self._flights.values()]
-            waiting = (RowTokens(len(r.request.prompt), 0, r.limit) for r in itertools.islice(self._waiting, count))
-            count = rows_to_begin(capacity, cache.block_size, self.recent, running, waiting)
+            capacity, waiting = (cache.num_gpu_blocks - 1) * cache.block_size, itertools.islice(self._waiting, count)
+            count = rows_to_begin(capacity, cache.block_size, self.recent, self._rows.values(), waiting)
         for _ in range(count):
             self._begin(self._waiting.popleft())
         ended, self._ended = self._ended, []
-        if self._flights:
+        if self._rows:
             ended += self._step_of_vllm()
         return self._done(ended)
 
     def _begin(self, row: EngineRow) -> None:
-        request, name = row.request, str(next(self._names))
-        row.versions = [(0, self.version)]
+        request, row.name, row.versions = row.request, str(next(self._names)), [(0, self.version)]
         # The salt keeps prompts computed with other weights from being reused.
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
         asked = request.sampling
         drawn: dict[str, Any] = {"temperature": 0.0}
-        if self._reproducible:
+        if self.spec.reproducible:
             # `DrawByRow` draws by these; else vLLM draws.
             drawn = {"extra_args": draw_arguments(request, self.seed)}
         elif not asked.takes_likeliest:
@@ -178,41 +166,39 @@ class VllmEngine(SteppingEngine):
             max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
             logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
         )  # fmt: skip
-        self._engine.add_request(name, prompt, params, lora_request=self._adapter)
-        self._flights[name] = RemoteRow(row, name)
+        self._engine.add_request(row.name, prompt, params, lora_request=self._adapter)
+        self._rows[row.name] = row
 
     def _step_of_vllm(self) -> list[Response]:
         ended = []
         for output in self._engine.step():
-            flight = self._flights.get(output.request_id)
+            row = self._rows.get(output.request_id)
             # vLLM may still return a token for a row that was ended here.
-            if flight is None:
+            if row is None:
                 continue
             is_finished, (part,) = output.finished, output.outputs
             for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
-                flight.tokens.append(token)
-                flight.log_probs.append(log_probs[token].logprob)
+                row.log_probs.append(log_probs[token].logprob)
                 self.tokens_generated += 1
-                if flight.row.record_token(token) and not output.finished:
-                    self._engine.abort_request([flight.name])
+                if row.record_token(token):
                     is_finished = True
                     break
             if is_finished:
-                del self._flights[flight.name]
-                self.recent.append(len(flight.tokens) / flight.row.limit)
-                ended.append(flight.finished())
+                if not output.finished:
+                    self._engine.abort_request([row.name])
+                del self._rows[row.name]
+                self.recent.append(len(row.tokens) / row.limit)
+                ended.append(row.finished())
         return ended
 
     def abort(self, uid: Uid) -> Response:
-        for flight in self._flights.values():
-            if flight.row.request.uid == uid:
-                del self._flights[flight.name]
-                self._engine.abort_request([flight.name])
-                return self._done([flight.finished(aborted=True)])[0]
-        for row in self._waiting:
+        for row in [*self._rows.values(), *self._waiting]:
             if row.request.uid == uid:
-                self._waiting.remove(row)
-                return self._done([RemoteRow(row).finished(aborted=True)])[0]
+                if self._rows.pop(row.name, None) is None:
+                    self._waiting.remove(row)
+                else:
+                    self._engine.abort_request([row.name])
+                return self._done([row.finished(aborted=True)])[0]
         for ended in self._ended:
             if ended.uid == uid:
                 self._ended.remove(ended)
@@ -230,9 +216,9 @@ class VllmEngine(SteppingEngine):
         return NOTHING_YET if self._is_given_again else self.version
 
     def clear(self, release: bool = True) -> None:
-        if self._flights:
-            self._engine.abort_request(list(self._flights))
-        self._flights.clear()
+        if self._rows:
+            self._engine.abort_request(list(self._rows))
+        self._rows.clear()
         self._waiting.clear()
         self._ended.clear()
         self._under_way.clear()
@@ -271,13 +257,10 @@ def refusals_in_a_line() -> Iterator[None]:
 
 
 @contextmanager
-def ranks_of_node(spec: EngineSpec, options: dict[str, Any]) -> Iterator[None]:
+def ranks_of_node(spec: EngineSpec) -> Iterator[None]:
     """Hold this node's ranks of an engine that another node schedules. The process ends when one of them does."""
-    arguments = arguments_of(
-        Path(spec.model), spec.slots, spec.max_sequence_tokens, spec.dtype, options, spec.reproducible
-    )
     with refusals_in_a_line():
-        executor = MultiprocExecutor(EngineArgs(**arguments).create_engine_config(headless=True))
+        executor = MultiprocExecutor(EngineArgs(**arguments_of(spec)).create_engine_config(headless=True))
     executor.register_failure_callback(partial(os._exit, 1))
     try:
         yield
@@ -293,41 +276,36 @@ def key_numbers(config: Any) -> int:
     return int(max(one.num_key_value_heads * width for one, width in zip(each, widths, strict=True)))
 
 
-def arguments_of(
-    folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any], reproducible: bool
-) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine: Braid's, then the user's `options` in their place; set the environment that they need."""
-    if reproducible:
+def arguments_of(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine: Braid's, then the user's options in their place; set the environment that they need."""
+    if spec.reproducible:
         os.environ.update(REPRODUCIBLE_SETTINGS)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    more: dict[str, Any] = {}
+    options, config = spec.vllm_options, AutoConfig.from_pretrained(spec.model, local_files_only=True)
+    arguments: dict[str, Any] = {
+        "model": spec.model, "skip_tokenizer_init": True, "dtype": spec.dtype, "max_num_seqs": spec.slots,
+        "max_model_len": spec.max_sequence_tokens, "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
+    }  # fmt: skip
     if config.model_type == "deepseek_v3" and not hasattr(config, "scoring_func"):
         # The router of transformers' class. The hub's configurations name it; without a name vLLM takes another one.
-        more["hf_overrides"] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        arguments["hf_overrides"] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     if not torch.cuda.is_available():
         # Keys and values of `slots` rows of maximum length, in the layers of a draft too, as far as there is memory.
         drafts = options.get("speculative_config") or {}
-        longest = max_sequence_tokens + drafts.get("num_speculative_tokens", 0)
-        positions = (slots * -(-longest // CPU_BLOCK) + 1) * CPU_BLOCK
+        longest = spec.max_sequence_tokens + drafts.get("num_speculative_tokens", 0)
+        positions = (spec.slots * -(-longest // CPU_BLOCK) + 1) * CPU_BLOCK
         keys = config.num_hidden_layers * key_numbers(config)
         if "model" in drafts:
             draft = AutoConfig.from_pretrained(drafts["model"], local_files_only=True)
             keys += draft.num_hidden_layers * key_numbers(draft)
         elif drafts.get("method") == "mtp":
             keys += (getattr(config, "num_nextn_predict_layers", None) or 1) * key_numbers(config)
-        each = 2 * keys * getattr(torch, dtype).itemsize
+        each = 2 * keys * getattr(torch, spec.dtype).itemsize
         room = psutil.virtual_memory().available // 2
-        more |= {"kv_cache_memory_bytes": min(int(each * positions), room), "enforce_eager": True}
+        arguments |= {"kv_cache_memory_bytes": min(int(each * positions), room), "enforce_eager": True}
         # vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
-        options = {name: value for name, value in options.items() if name != "enable_sleep_mode"}
-    arguments = {
-        "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "max_num_seqs": slots, "max_model_len": max_sequence_tokens,
-        "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
-        **more,
-    }  # fmt: skip
+        options.pop("enable_sleep_mode", None)
     by_row = {
         "seed": 0, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits", "async_scheduling": False,
     }  # fmt: skip
     # Engines with one seed would draw the samples of a prompt alike.
-    own = by_row if reproducible else {"seed": secrets.randbits(31)}
-    return {**arguments, **own, **options}
+    return {**arguments, **(by_row if spec.reproducible else {"seed": secrets.randbits(31)}), **options}

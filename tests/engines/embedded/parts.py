@@ -11,7 +11,7 @@ import torch
 
 from braidrl.cluster.world import World
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine, ShardedEmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.engines.requests import Response, SamplingParams
 from braidrl.training.loading import load_decoder
@@ -29,8 +29,7 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
     torch.set_num_threads(1)
     assert world.group is not None
     model, slices = load_for_decoding(task["path"], torch.float64, "cpu", TensorRanks(world.group))
-    engine = ShardedEmbeddedEngine(model, make_tokenizer(), 16, 64, slices=slices, compile=False)
-    engine.group = world.group
+    engine = EmbeddedEngine(model, make_tokenizer(), 16, 64, slices=slices, compile=False, group=world.group)
     whole = {row.uid: row for row in generated(load_decoder(Path(task["path"]), torch.float64).eval(), False)}
     own, heard, wrong = REQUESTS[world.rank :: world.size], list[Uid](), list[str]()
     for row in engine.generate(own, lambda row: heard.append(row.uid)):

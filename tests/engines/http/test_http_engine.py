@@ -26,7 +26,7 @@ from braidrl.engines.engine_contract import (
     weights_that_lack_a_tensor_are_refused,
 )
 from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect, ReplyPart, ServerNeeds
-from braidrl.engines.http.http_engine import HttpEngine, NetworkSettings, ServerSpec
+from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
@@ -67,7 +67,7 @@ def speaker_of(model: PreTrainedModel) -> SglangSpeaker:
 class Asked:
     """An engine in front of a server, and its event loop."""
 
-    def __init__(self, dialect: Dialect, url: str | None = None, sending: NetworkSettings | None = None) -> None:
+    def __init__(self, dialect: Dialect, url: str | None = None, sending: bool = False) -> None:
         self.runner = asyncio.Runner()
         self.speaker: SglangSpeaker | None = None
         if url is None:
@@ -76,7 +76,7 @@ class Asked:
         spec = replace(SPEC, dialect=dialect)
         if sending:
             needs = replace(SPEC.needs, receives=True)
-            spec = replace(spec, store=stored_in_memory, sending=sending, needs=needs)
+            spec = replace(spec, store=stored_in_memory, check=True, needs=needs)
         self.engine = HttpEngine(url, spec)
         self.runner.run(self.engine.start())
 
@@ -131,13 +131,10 @@ def test_a_stop_text_ends_a_row_with_the_token_that_completes_it(asked: Asked) -
     assert stopped.tokens.tolist() == free[:first].tolist() and stopped.finish_reason is FinishReason.STOP
 
 
-SENDING = NetworkSettings(torch.device("cpu"), check=True)
-
-
 def test_a_server_has_the_trainers_weights_after_each_network_update(
     vllm_server: VllmServer,
 ) -> None:
-    with closing(Asked(VLLM, vllm_server.url, SENDING)) as asked:
+    with closing(Asked(VLLM, vllm_server.url, sending=True)) as asked:
         assert asked.runner.run(largest_gap(asked.engine, requests(subject(asked), 4))) < 1e-5
         asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
         asked.runner.run(weights_that_lack_a_tensor_are_refused(subject(asked)))
@@ -146,7 +143,7 @@ def test_a_server_has_the_trainers_weights_after_each_network_update(
 def test_a_server_that_refuses_weights_fails_before_the_trainer_waits(vllm_server: VllmServer) -> None:
     assert VLLM.network is not None
     deaf = replace(VLLM, network=replace(VLLM.network, receive=lambda notice, label: [("/no_such_place", notice)]))
-    with closing(Asked(deaf, vllm_server.url, SENDING)) as asked:
+    with closing(Asked(deaf, vllm_server.url, sending=True)) as asked:
         start = time.monotonic()
         with pytest.raises(
             EngineError, match=r"the weights of http://\S+ could not be changed: .*/no_such_place answers 404"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from braidrl.engines.engine import EngineSpec
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.engines.vllm.vllm_engine import VllmEngine
 from tests.engines.tiny import make_tokenizer
@@ -34,7 +35,8 @@ def main(model: Path, adapts: bool) -> dict[str, Any]:
     prompts = [torch.randint(0, 100, (3 + row % 5,), generator=generator) for row in range(ROWS)]
     wanted = [Request((0, row, 0), prompt, sampling) for row, prompt in enumerate(prompts)]
     options = {"num_gpu_blocks_override": BLOCKS}
-    engine = VllmEngine(model, make_tokenizer(), ROWS, LIMIT + 10, 0, options=options, adapts_rows=adapts)
+    spec = EngineSpec("vllm", str(model), ROWS, LIMIT + 10, options=options, adapts_rows=adapts)
+    engine = VllmEngine(spec, make_tokenizer())
     engine.generate([replace(request, purpose="warm") for request in wanted[:2]])
     at_once: list[int] = []
 

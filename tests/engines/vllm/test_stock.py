@@ -35,13 +35,13 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 MODEL = served_model()
 ARGUMENTS = """
 import json, sys
-from pathlib import Path
 from vllm import EngineArgs
+from braidrl.engines.engine import EngineSpec
 from braidrl.engines.vllm.vllm_engine import arguments_of
 
 found = []
 for options, reproducible in json.loads(sys.argv[2]):
-    arguments = arguments_of(Path(sys.argv[1]), 16, 100, "float32", options, reproducible)
+    arguments = arguments_of(EngineSpec("vllm", sys.argv[1], 16, 100, options=options, reproducible=reproducible))
     EngineArgs(**arguments)
     arguments["logits_processors"] = [kind.__name__ for kind in arguments.get("logits_processors", ())]
     found.append(arguments)
