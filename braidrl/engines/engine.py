@@ -105,8 +105,6 @@ class EngineSpec:
     """The CUDA devices that its processes see, one each, by index among the run's devices; None for all."""
     reproducible: bool = True
     """True where a row's own random numbers must draw its tokens."""
-    adapts_rows: bool = False
-    """True where an engine of vLLM begins only as many of its `slots` rows as its keys and values have room for."""
     part: NodePart | None = None
     """The part of its process, where an engine spans several nodes."""
 
@@ -135,13 +133,23 @@ class EngineSpec:
 
 
 class Engine(Protocol):
-    """A generator of responses. All methods belong to one event loop."""
+    """A generator of responses, as the caller that submits rows sees it."""
 
     async def submit(self, request: Request) -> Response:
         """Generate a response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
 
     async def abort(self, uid: Uid) -> None:
         """End a row at once: its `submit` returns the tokens drawn so far. Raises KeyError if the row is not in flight."""
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine that is started and closed, such as a process or a server. All methods belong to one event loop."""
+
+    max_sequence_tokens: int
+    """The maximum length of prompt and response together, in tokens."""
+
+    async def start(self) -> None:
+        """Start the engine, and return when it accepts requests. Raises UserError if it is configured wrongly, EngineError if it fails."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Use new weights from the next token on; rows in flight continue with them.
@@ -165,16 +173,6 @@ class Engine(Protocol):
 
     def load(self) -> Load:
         """Return the engine's current load."""
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine that is started and closed, such as a process or a server."""
-
-    max_sequence_tokens: int
-    """The maximum length of prompt and response together, in tokens."""
-
-    async def start(self) -> None:
-        """Start the engine, and return when it accepts requests. Raises UserError if it is configured wrongly, EngineError if it fails."""
 
     async def close(self) -> None:
         """Stop the engine; may be called without `start`."""
@@ -239,7 +237,7 @@ class RoleEngine(ABC):
         """
 
     @abstractmethod
-    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+    def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
         """Run `work` with exclusive use of the engine, and return its result."""
 
     @abstractmethod

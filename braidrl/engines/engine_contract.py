@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from braidrl.data.rows import FinishReason
-from braidrl.engines.engine import Engine
+from braidrl.engines.engine import Engine, ServedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.weights.publisher import WeightSource
@@ -28,7 +28,7 @@ from braidrl.weights.publisher import WeightSource
 class EngineUnderTest:
     """An engine under test and the facts about its model that the checks need."""
 
-    make: Callable[[], Engine]
+    make: Callable[[], ServedEngine]
     vocabulary: int
     """Token ids below this are plain tokens, none of which ends a response."""
     max_sequence_tokens: int
@@ -54,7 +54,7 @@ async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
     return list(await asyncio.gather(*(engine.submit(request) for request in wanted)))
 
 
-async def under_way(engine: Engine, request: Request) -> asyncio.Task[Response]:
+async def under_way(engine: ServedEngine, request: Request) -> asyncio.Task[Response]:
     """Submit a request and return when it is being decoded; repeat if it ends before that is seen, as on a busy machine."""
     for _ in range(100):
         task = asyncio.ensure_future(engine.submit(request))

@@ -16,7 +16,7 @@ from braidrl.cluster.watchdog import named
 from braidrl.data.messages import unpack_message
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.followers import LeadingEngine, fork_followers
-from braidrl.engines.engine import ENGINES, Engine, EngineError, EngineSpec, ServedEngine
+from braidrl.engines.engine import ENGINES, EngineError, EngineSpec, ServedEngine
 from braidrl.engines.engine_process import EngineCall, EngineReply, framed, receive
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.stepping import EngineReplica, SteppingEngine
@@ -86,7 +86,7 @@ async def serve(connection: socket.socket, start: int, spec: EngineSpec, followe
         made: SteppingEngine | ServedEngine = (
             LeadingEngine(spec, followers) if followers else ENGINES.find(spec.kind)(spec)
         )
-        engine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
+        engine: ServedEngine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
         await engine.start()
     except (UserError, EngineError) as error:
         writer.write(framed(EngineReply.of(start, error)))
@@ -121,7 +121,7 @@ async def serve(connection: socket.socket, start: int, spec: EngineSpec, followe
     await engine.close()
 
 
-async def execute(engine: Engine, call: EngineCall, say: Callable[[EngineReply], None]) -> Response | int | None:
+async def execute(engine: ServedEngine, call: EngineCall, say: Callable[[EngineReply], None]) -> Response | int | None:
     """Execute a call on the engine, and return its result; `say` sends the tokens of a followed row."""
     match call:
         case EngineCall("submit", request=Request() as request):

@@ -1,12 +1,5 @@
-"""A request in an engine, as the host tracks it until it ends: by an end of sequence, a stop text, or its length.
+"""A request in an engine, as the host tracks it until it ends: by an end of sequence, a stop text, or its length."""
 
-`rows_to_begin` says how many rows an engine draws at once, by the room of its keys and values:
-
-finished rows ──▶ recent: the parts of their limits that rows have drawn; the largest is expected of each row
-waiting rows ──prompt + expected part · limit──▶ begin while the keys and values of all running rows fit
-"""
-
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,10 +12,6 @@ from braidrl.errors import UserError
 
 CONTEXT = 4
 """Tokens decoded before the span of a stop text: some decoders treat the first token of a text differently."""
-RECENT = 64
-"""Finished rows whose lengths are remembered."""
-KNOWN = 16
-"""Finished rows without which each row is counted with its whole limit."""
 
 
 @dataclass
@@ -95,32 +84,3 @@ def row_of(
     if sampling.stop:
         row.tokenizer, row.tail = tokenizer, request.prompt[length - request.continues :].tolist()
     return row
-
-
-def rows_to_begin(
-    capacity: int, block: int, recent: Collection[float], running: Iterable[EngineRow], waiting: Iterable[EngineRow]
-) -> int:
-    """Return how many of the waiting rows, in their order, have room beside the running ones; the first row always has.
-
-    Args:
-        capacity: Tokens whose keys and values fit.
-        block: Tokens of a block; a row takes whole blocks.
-        recent: The parts of their limits that recent rows have drawn, from 0 to 1. A preemption means that rows drew more than was
-            expected: it counts as a row that has drawn its whole limit.
-        running: The rows that are being drawn.
-        waiting: The rows that are not.
-    """
-    share = max(recent) if len(recent) >= KNOWN else 1.0
-
-    def needed(row: EngineRow) -> int:
-        drawn = max(len(row.tokens) + 1, round(share * row.limit))
-        return -(-(len(row.request.prompt) + min(drawn, row.limit)) // block) * block
-
-    taken = [needed(row) for row in running]
-    left, begun = capacity - sum(taken), 0
-    for row in waiting:
-        left -= needed(row)
-        if left < 0 and (taken or begun):
-            break
-        begun += 1
-    return begun

@@ -27,7 +27,7 @@ from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import Engine, EngineError, Load, RoleEngine, T
+from braidrl.engines.engine import EngineError, Load, RoleEngine, ServedEngine, T
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
@@ -140,7 +140,7 @@ class SteppingEngine(RoleEngine):
             self.clear(release=False)
         return [finished[uid] for uid in uids]
 
-    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+    def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
         try:
             with Runner() as runner:
                 return run_cancelled_by_interrupts(runner, work(EngineReplica(self)))

@@ -50,31 +50,12 @@ class ServerNeeds:
 
 
 @dataclass(frozen=True)
-class ServerAnswer:
-    """Tokens drawn by a server; `problem` says what is missing if the answer cannot be used."""
-
-    tokens: list[int]
-    log_probs: list[float]
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class Network:
-    """The calls by which servers of one kind receive weights over the network."""
-
-    workers: tuple[str, str]
-    """The path that returns the number of workers, and the field of its answer."""
-    receive: Callable[[Json, str], Sequence[ServerCall]]
-    """Calls that make its workers receive the weights of a notice, and label them. The first is made while the weights are sent.
-    """
-
-
-@dataclass(frozen=True)
 class Dialect:
     """The API of servers of one kind."""
 
     generate: Callable[[ReplyPart], ServerCall]
-    read: Callable[[Json], ServerAnswer]
+    read: Callable[[Json], tuple[Sequence[int], Sequence[float]]]
+    """Returns the tokens that a server drew, and their log-probs. Raises ValueError for an answer without them."""
     abort: Callable[[str], ServerCall]
     """Ends a request, given its name; the server answers with the tokens drawn so far."""
     load_weights: Callable[[str, str], Sequence[ServerCall]]
@@ -87,8 +68,11 @@ class Dialect:
     """The option that a server with these settings must be started with, if any."""
     start: str
     """The option with which a server returns its settings."""
-    network: Network | None = None
-    """Calls to receive weights over the network; None if the server can only read them from a folder."""
+    workers: tuple[str, str] = ("", "")
+    """The path that returns the number of workers, and the field of its answer."""
+    receive: Callable[[Json, str], Sequence[ServerCall]] | None = None
+    """Calls that make the workers receive the weights of a notice over the network, and label them. The first is made while the weights
+    are sent. None if the server can only read them from a folder."""
 
 
 RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
@@ -114,12 +98,12 @@ def vllm_generate(part: ReplyPart) -> ServerCall:
     }  # fmt: skip
 
 
-def vllm_read(answer: Json) -> ServerAnswer:
+def vllm_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:
     (choice,) = answer["choices"]
     tokens = choice.get("token_ids")
     if tokens is None:
-        return ServerAnswer([], [], "gives no token ids; use vLLM 0.11 or later")
-    return ServerAnswer(tokens, (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"])
+        raise ValueError("gives no token ids; use vLLM 0.11 or later")
+    return tokens, (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
 
 
 def vllm_log_prob_modes(sampling: SamplingParams) -> tuple[str, ...]:
@@ -165,12 +149,10 @@ VLLM = Dialect(
     settings="/server_info?config_format=json",
     missing=vllm_missing,
     start="VLLM_SERVER_DEV_MODE=1",
-    network=Network(
-        workers=("/get_world_size", "world_size"),
-        receive=lambda notice, label: (
-            ("/collective_rpc", {"method": "receive_weights", "kwargs": {"notice": notice}}),
-            ("/update_weight_version", {"new_version": label}),
-        ),
+    workers=("/get_world_size", "world_size"),
+    receive=lambda notice, label: (
+        ("/collective_rpc", {"method": "receive_weights", "kwargs": {"notice": notice}}),
+        ("/update_weight_version", {"new_version": label}),
     ),
 )
 
@@ -190,11 +172,11 @@ def sglang_generate(part: ReplyPart) -> ServerCall:
     }  # fmt: skip
 
 
-def sglang_read(answer: Json) -> ServerAnswer:
+def sglang_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:
     drawn = answer["meta_info"].get("output_token_logprobs")
     if drawn is None:
-        return ServerAnswer([], [], "gives no log-probs of its tokens")
-    return ServerAnswer([token for _, token, *_ in drawn], [log_prob for log_prob, *_ in drawn])
+        raise ValueError("gives no log-probs of its tokens")
+    return [token for _, token, *_ in drawn], [log_prob for log_prob, *_ in drawn]
 
 
 def sglang_missing(info: Json, needs: ServerNeeds) -> str | None:

@@ -26,7 +26,7 @@ from braidrl.cluster.process_groups import address_towards
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load
-from braidrl.engines.http.dialects import Dialect, ReplyPart, ServerAnswer, ServerNeeds
+from braidrl.engines.http.dialects import Dialect, ReplyPart, ServerNeeds
 from braidrl.engines.requests import Request, Response, remaining_request
 from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
@@ -135,18 +135,18 @@ class HttpEngine:
                     rest = None if state.aborted else remaining_request(request, row.finished(aborted=True))
                     if rest is None:
                         return row.finished(aborted=True)
-                    answer = await self._generate_part(state, rest)
-                    for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
+                    before = len(row.tokens)
+                    for token, log_prob in await self._generate_part(state, rest):
                         row.log_probs.append(log_prob)
                         if row.record_token(token):
                             return row.finished()
-                    if not answer.tokens and not state.interrupted:
+                    if len(row.tokens) == before and not state.interrupted:
                         raise EngineError(f"{self.url} ended row {request.uid} without a token")
         finally:
             del self._rows[request.uid]
 
-    async def _generate_part(self, state: HttpRow, rest: Request) -> ServerAnswer:
-        """Generate tokens until the row ends or is interrupted."""
+    async def _generate_part(self, state: HttpRow, rest: Request) -> list[tuple[int, float]]:
+        """Generate tokens until the row ends or is interrupted, and return them with their log-probs."""
         row, state.interrupted = state.row, False
         row.name = uuid4().hex
         row.versions.append((len(row.tokens), self.version))
@@ -156,14 +156,16 @@ class HttpEngine:
         part = ReplyPart(row.name, asked, row.stop_token_ids, self.spec.seed, self.weights, reproducible)
         state.call = asyncio.ensure_future(self.ask("POST", *self.spec.dialect.generate(part)))
         try:
-            answer = self.spec.dialect.read(await state.call)
+            answer = await state.call
         finally:
             state.call.cancel()
             state.call = None
-        if answer.problem:
-            raise UserError(f"rollout.servers: {self.url} {answer.problem}")
+        try:
+            tokens, log_probs = self.spec.dialect.read(answer)
+        except ValueError as error:
+            raise UserError(f"rollout.servers: {self.url} {error}") from error
         await self.check_weights()
-        return answer
+        return list(zip(tokens, log_probs, strict=True))
 
     async def abort(self, uid: Uid) -> None:
         if uid not in self._rows:
@@ -233,12 +235,12 @@ class HttpEngine:
 
     async def _receive(self, offered: OfferedWeights, label: str, held: OfferedWeights | None = None) -> None:
         """Make the server's workers receive the offered weights."""
-        network = self.spec.dialect.network
-        assert network is not None, "checked when the server was reached"
-        path, field = network.workers
+        dialect = self.spec.dialect
+        assert dialect.receive is not None, "checked before the run"
+        path, field = dialect.workers
         workers = int((await self.ask("GET", path))[field])
         with offered.asked(workers, held) as notice:
-            for call in network.receive(asdict(notice), label):
+            for call in dialect.receive(asdict(notice), label):
                 answer = await self.ask("POST", *call)
                 for failure in filter(None, answer.get("results") or ()):
                     raise EngineError(f"the weights of {self.url} could not be changed: {failure}")

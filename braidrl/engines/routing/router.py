@@ -15,7 +15,8 @@ once, where all engines read them.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import Engine, EngineError, Load, RoleEngine, ServedEngine, T
+from braidrl.engines.engine import EngineError, Load, RoleEngine, ServedEngine, T
 from braidrl.engines.requests import Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.weights.collective import OfferedWeights
@@ -41,19 +42,19 @@ class Router:
     """An engine over engines. Random numbers belong to the row, so a row that moves to another engine gets the same tokens there."""
 
     def __init__(
-        self, engines: Sequence[Engine], retry_s: float = 5.0, give_up_s: float = 600.0,
+        self, engines: Sequence[ServedEngine], retry_s: float = 5.0, give_up_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] | None = None,
     ) -> None:  # fmt: skip
         """Start with all engines alive.
 
         Args:
-            engines: Started engines.
+            engines: The engines; `start` starts them, if the caller has not.
             retry_s: Seconds between attempts to recover a failed engine.
             give_up_s: Requests raise EngineError when no engine has been alive for so many seconds.
             store: Writes weights where all engines read them; by default each engine is given the source.
         """
         self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
-        self._dispatcher = Dispatcher([engine.load().slots for engine in engines])
+        self.max_sequence_tokens = self.engines[0].max_sequence_tokens
         self._places: dict[Uid, asyncio.Future[None]] = {}
         """A future for each row without an engine: done when there is room, or when the row is aborted."""
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
@@ -67,10 +68,20 @@ class Router:
         """The weights file that this router stored."""
         self._asleep = False
 
+    @cached_property
+    def _dispatcher(self) -> Dispatcher:
+        """Make the dispatcher when the engines have started and know their slots."""
+        return Dispatcher([engine.load().slots for engine in self.engines])
+
     @property
     def alive(self) -> list[int]:
         """Return the numbers of the engines that accept requests."""
         return [number for number, state in enumerate(self._dispatcher.engines) if state.alive]
+
+    async def start(self) -> None:
+        async with all_or_none() as group:
+            for engine in self.engines:
+                group.create_task(engine.start())
 
     async def submit(self, request: Request) -> Response:
         uid = request.uid
@@ -151,13 +162,14 @@ class Router:
         return Load(slots, running, waiting + len(self._dispatcher.waiting))
 
     async def close(self) -> None:
-        """Stop trying to recover dead engines, and free the stored weights."""
+        """Stop trying to recover dead engines, close all, and free the stored weights."""
         for task in self._recovering.values():
             task.cancel()
         await asyncio.gather(*self._recovering.values(), return_exceptions=True)
         if self._stored is not None:
             self._stored.close()
         self._source = self._stored = None
+        await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def _place(self, uid: Uid) -> bool:
         """Wait for an engine with room. Returns False for an aborted row; raises EngineError after `give_up_s` without a living engine."""
@@ -215,7 +227,7 @@ class Router:
         self._dispatcher.engines[number].alive = True
         self._send()
 
-    async def _everywhere(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _everywhere(self, call: Callable[[ServedEngine], Awaitable[None]]) -> None:
         alive = self.alive
         results = await asyncio.gather(*(call(self.engines[number]) for number in alive), return_exceptions=True)
         for number, result in zip(alive, results, strict=True):
@@ -231,7 +243,7 @@ class ResumingEngine:
     The tokens of a preempted row are prefilled again with the new weights, so no token is drawn from keys and values of earlier weights.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
         self._running = asyncio.Event()
         self._running.set()
@@ -256,6 +268,9 @@ class ResumingEngine:
             rest = remaining_request(rest, part)
         return joined(parts)
 
+    async def abort(self, uid: Uid) -> None:
+        await self.engine.abort(uid)
+
     async def preempt(self) -> None:
         """Preempt all rows, and return when the engine has none."""
         self._running.clear()
@@ -267,9 +282,6 @@ class ResumingEngine:
                     await self.engine.abort(uid)
             await asyncio.sleep(PREEMPT_AGAIN_S)
 
-    async def abort(self, uid: Uid) -> None:
-        await self.engine.abort(uid)
-
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Preempt all rows, change the weights, and resume."""
         await self.preempt()
@@ -278,18 +290,6 @@ class ResumingEngine:
         finally:
             # Resumes preempted rows, and starts rows that were submitted meanwhile.
             self._running.set()
-
-    async def sleep(self) -> None:
-        await self.engine.sleep()
-
-    async def wake(self) -> None:
-        await self.engine.wake()
-
-    async def recover(self) -> int:
-        return await self.engine.recover()
-
-    def load(self) -> Load:
-        return self.engine.load()
 
 
 class EngineService(RoleEngine):
@@ -312,33 +312,14 @@ class EngineService(RoleEngine):
         Raises:
             UserError: The engines cannot use the model.
         """
-        self.engines = list(engines)
-        self.max_sequence_tokens = self.engines[0].max_sequence_tokens
+        self.router = Router(engines, 1.0, limit_s, store)
+        self.engines, self.max_sequence_tokens = self.router.engines, self.router.max_sequence_tokens
         self._runner = Runner()
         try:
-            run_cancelled_by_interrupts(self._runner, self._together(engine.start() for engine in self.engines))
-            self.router = Router(self.engines, 1.0, limit_s, store)
+            self.run(lambda router: router.start())
         except BaseException:
-            run_cancelled_by_interrupts(self._runner, self._together(engine.close() for engine in self.engines))
-            self._runner.close()
+            self.close()
             raise
-
-    async def _together(
-        self, calls: Iterable[Coroutine[Any, Any, T]], rows_to_end: Callable[[], Iterable[Uid]] | None = None
-    ) -> list[T]:
-        """Return the results of all calls, or raise the first exception. Meanwhile, end rows early."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(call) for call in calls]
-                while rows_to_end is not None and not all(task.done() for task in tasks):
-                    await asyncio.wait(tasks, timeout=ASK_EVERY_S)
-                    for uid in rows_to_end():
-                        # The row may have ended by itself, or with its engine.
-                        with contextlib.suppress(KeyError, EngineError):
-                            await self.router.abort(uid)
-        except ExceptionGroup as several:
-            raise several.exceptions[0] from None
-        return [task.result() for task in tasks]
 
     @property
     def slots(self) -> int:
@@ -360,25 +341,45 @@ class EngineService(RoleEngine):
                 on_finished(finished)
             return finished
 
-        return run_cancelled_by_interrupts(self._runner, self._together(map(one, requests), rows_to_end))
+        async def every(router: ServedEngine) -> list[Response]:
+            async with all_or_none() as group:
+                tasks = [group.create_task(one(request)) for request in requests]
+                while rows_to_end is not None and not all(task.done() for task in tasks):
+                    await asyncio.wait(tasks, timeout=ASK_EVERY_S)
+                    for uid in rows_to_end():
+                        # The row may have ended by itself, or with its engine.
+                        with contextlib.suppress(KeyError, EngineError):
+                            await router.abort(uid)
+            return [task.result() for task in tasks]
 
-    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        return self.run(every)
+
+    def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
         return run_cancelled_by_interrupts(self._runner, work(self.router))
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines. Raises ValueError if the source lacks a tensor."""
-        run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, source))
+        self.run(lambda router: router.update_weights(version, source))
 
     def clear(self, release: bool = True) -> None:
         """Do nothing: no row is in flight between two calls."""
 
     def sleep(self) -> None:
-        run_cancelled_by_interrupts(self._runner, self.router.sleep())
+        self.run(lambda router: router.sleep())
 
     def wake(self) -> None:
-        run_cancelled_by_interrupts(self._runner, self.router.wake())
+        self.run(lambda router: router.wake())
 
     def close(self) -> None:
-        run_cancelled_by_interrupts(self._runner, self.router.close())
-        run_cancelled_by_interrupts(self._runner, self._together(engine.close() for engine in self.engines))
+        self.run(lambda router: router.close())
         self._runner.close()
+
+
+@contextlib.asynccontextmanager
+async def all_or_none() -> AsyncIterator[asyncio.TaskGroup]:
+    """Wait for all tasks of a group; raise the first exception of one, and cancel the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None

@@ -245,7 +245,7 @@ def check_engine(config: Config) -> None:
             )
         if servers.folder is not None and not servers.folder.is_dir():
             raise UserError(f"rollout.servers.folder: there is no folder {servers.folder}")
-        if servers.weights == "network" and DIALECTS[servers.dialect].network is None:
+        if servers.weights == "network" and DIALECTS[servers.dialect].receive is None:
             raise UserError(
                 f"rollout.servers.weights=network: servers of {servers.dialect} read weights from a folder; remove it"
             )

@@ -20,7 +20,7 @@ from typing import Any
 from braidrl.agents.player import Episode
 from braidrl.agents.trajectory import response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
-from braidrl.engines.engine import Engine
+from braidrl.engines.engine import ServedEngine
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import ResumingEngine
 from braidrl.flow import Stage
@@ -77,12 +77,12 @@ class GenerateLoop:
         self.crowd = 0
         """The largest number of rows at once since the engine was idle."""
 
-    async def serve(self, own: Engine) -> None:
+    async def serve(self, own: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
         engine = ResumingEngine(own)
         self.news = asyncio.Event()
         try:
-            while (work := await self._next(engine.load().slots)).kind != "stop":
+            while (work := await self._next(own.load().slots)).kind != "stop":
                 await self._end(self._gone(work.lost, work.dropped))
                 if work.kind == "rows":
                     self._begin(engine, work)
