@@ -17,8 +17,7 @@ from braidrl.algorithms.random import uniform
 from braidrl.algorithms.registry import advantages, losses, selections
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineSpec
-from braidrl.engines.requests import Response
-from braidrl.engines.row_request import EngineRow
+from braidrl.engines.requests import EngineRow, Response
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.flow import Flow, actor, advantage, loss, select
 from braidrl.training.loading import load_tokenizer

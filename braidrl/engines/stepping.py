@@ -28,8 +28,7 @@ from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError, Load, RoleEngine, ServedEngine, T
-from braidrl.engines.requests import Request, Response
-from braidrl.engines.row_request import EngineRow, row_of
+from braidrl.engines.requests import EngineRow, Request, Response, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 from braidrl.weights.generation_layout import GenerationLayout

@@ -11,8 +11,7 @@ from braidrl.algorithms.random import uniform
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineSpec
-from braidrl.engines.requests import Response
-from braidrl.engines.row_request import EngineRow
+from braidrl.engines.requests import EngineRow, Response
 from braidrl.engines.sampling import batch_sampling, sample
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.loading import load_tokenizer

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from braidrl.cluster.world import Ranks
 from braidrl.config import load_config
 from braidrl.engines.embedded import embedded_engine
-from braidrl.engines.embedded.states import SlotStates
+from braidrl.engines.embedded.embedded_engine import SlotStates
 from braidrl.errors import UserError
 from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics

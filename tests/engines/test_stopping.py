@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.engines.requests import Request, SamplingParams
-from braidrl.engines.row_request import row_of
+from braidrl.engines.requests import Request, SamplingParams, row_of
 from tests.engines.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()

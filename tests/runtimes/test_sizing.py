@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.engines.factory import engine_spec
 from braidrl.runtimes.memory.budget import GIB, MIB
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.sizing import (
@@ -81,4 +80,3 @@ def test_slots_that_are_chosen_on_a_cpu_are_those_of_a_step_and_vllm_chooses_its
     assert "rollout.slots=48" in line
     served, lines = with_fitting_sizes(prepare(workshop.config(rollout={**rollout, "engine": "vllm"})), None)
     assert (served.config.rollout.slots, slots_of(served.config), lines) == ("auto", 48, [])
-    assert engine_spec("actor", served.config).adapts_rows

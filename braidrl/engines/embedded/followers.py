@@ -29,8 +29,7 @@ from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.engines.engine import EngineError, EngineSpec
-from braidrl.engines.requests import Request, Response
-from braidrl.engines.row_request import EngineRow
+from braidrl.engines.requests import EngineRow, Request, Response
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.loading import load_tokenizer
 from braidrl.weights.collective import Incoming, TransferNotice

@@ -27,8 +27,7 @@ from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load
 from braidrl.engines.http.dialects import Dialect, ReplyPart, ServerNeeds
-from braidrl.engines.requests import Request, Response, remaining_request
-from braidrl.engines.row_request import EngineRow, row_of
+from braidrl.engines.requests import EngineRow, Request, Response, remaining_request, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 from braidrl.weights.collective import OfferedWeights, WeightOffer

@@ -30,8 +30,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
-from braidrl.engines.requests import Response, draw_arguments
-from braidrl.engines.row_request import EngineRow
+from braidrl.engines.requests import EngineRow, Response, draw_arguments
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory

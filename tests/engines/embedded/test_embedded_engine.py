@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.states import PREFILL_TOKENS
+from braidrl.engines.embedded.embedded_engine import PREFILL_TOKENS, EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from tests.engines.tiny import CONFIGS, END, make_model, make_requests, make_tokenizer, training_log_probs
