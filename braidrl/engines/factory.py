@@ -9,10 +9,9 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -55,54 +54,41 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM can make room."""
 
 
-class Generated(Protocol):
-    """A role as its engine sees it: the ranks that call the engine together, and the location of the weights."""
+def start_engine(
+    role: str, ranks: DataParallel, worker: TrainingBackend | None, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> RoleEngine:
+    """Start a role's engine. All `ranks` call this at the same time. Raises UserError for a model that the engine cannot use.
 
-    role: str
-    ranks: DataParallel
-
-    @property
-    def shared_model(self) -> Any:
-        """Return the module that an engine of this process may decode with, or None if it needs a copy."""
-
-
-@dataclass
-class Remote:
-    """A role whose weights are trained in other processes."""
-
-    role: str
-    ranks: DataParallel
-    shared_model: None = None
-
-
-def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase) -> RoleEngine:
-    """Start the engine that generates with the weights of `worker`.
-
-    All ranks that generate for the role call this at the same time. Raises UserError for a model that the engine cannot use.
+    Args:
+        role: The role that generates.
+        ranks: The ranks that generate for it.
+        worker: Trains the role in this process; None if it is trained in other processes.
+        config: The run's configuration.
+        tokenizer: The run's tokenizer.
     """
-    rollout, spec = config.rollout, engine_spec(worker.role, config)
+    rollout, spec, limit_s = config.rollout, engine_spec(role, config), config.cluster.wait_limit_s
     if lora := adapters_sent(worker, config):
         room = min(rank for rank in LORA_RANKS if rank >= lora.rank)
         own = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         spec = replace(spec, options={**own, **spec.options})
     if rollout.engine == "http":
-        return reach_servers(worker, config, tokenizer, spec.max_sequence_tokens)
+        return reach_servers(role, ranks, config, tokenizer, spec.max_sequence_tokens)
     if hosts_vllm(config) or pools_ranks(config):
-        return spmd_engine(worker, config, tokenizer, spec)
+        return spmd_engine(spec, role, ranks, worker, config, tokenizer)
     if engine_processes(config):
-        limit_s, store = config.cluster.wait_limit_s, partial(stored_in_memory, check=rollout.check_weights)
-        return EngineService(engines_of(worker.role, worker.ranks, spec, config), limit_s, store)
+        store = partial(stored_in_memory, check=rollout.check_weights)
+        return EngineService(engines_of(role, ranks, spec, config), limit_s, store)
     if rollout.engine != "embedded":
         # A user's engine in this process.
         made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
-        return made if isinstance(made, SteppingEngine) else EngineService([made], config.cluster.wait_limit_s)
+        return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s)
     # Decoding needs all weights on each rank, with adapters merged; otherwise a frozen copy, refreshed at each publication.
-    dtype = DTYPES[rollout.dtype] if rollout.dtype else None
-    own_dtype = dtype or settings_of(worker.role, config).dtype
-    model = worker.shared_model or load_decoder(spec.model, own_dtype, spec.device).requires_grad_(False).eval()
+    shared, own_dtype = worker and worker.shared_model, getattr(torch, spec.dtype)
+    model = shared or load_decoder(spec.model, own_dtype, spec.device).requires_grad_(False).eval()
     return EmbeddedEngine(
-        model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, dtype=dtype, compile=rollout.compile
-    )
+        model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed,
+        dtype=own_dtype if rollout.dtype else None, compile=rollout.compile,
+    )  # fmt: skip
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config) -> list[EngineProcess]:
@@ -165,7 +151,7 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
     return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
 
 
-def adapters_sent(worker: Generated, config: Config) -> LoraConfig | None:
+def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig | None:
     """Return the adapters that alone are sent to vLLM, which reads the weights under them itself; None if merged weights are sent."""
     lora = worker.lora if isinstance(worker, RoleWorker) else None
     # Under 4-bit weights the engine needs the values that training computes with.
@@ -257,13 +243,14 @@ def training_sampling(config: Config) -> SamplingParams:
 
 
 def spmd_engine(
-    worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
-) -> SteppingEngine:
+    spec: EngineSpec, role: str, ranks: DataParallel, worker: TrainingBackend | None, config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SteppingEngine:  # fmt: skip
     """Return the engine with which ranks decode together; all ranks call this at the same time. Raises UserError as `start_engine`."""
-    rollout, layout, trains = config.rollout, generation_layout(config), not isinstance(worker, Remote)
-    training = (settings_of(worker.role, config).layout if trains else ParallelLayout()).resolve(worker.ranks.size)
+    rollout, layout = config.rollout, generation_layout(config)
+    training = (settings_of(role, config).layout if worker else ParallelLayout()).resolve(ranks.size)
     groups = layout.groups(training)
-    group = subgroup(groups.flatten(1)) if worker.ranks.group is not None else None
+    group = subgroup(groups.flatten(1)) if ranks.group is not None else None
     # With a memory budget the copy is kept, and is offloaded as the budget requires.
     takes_turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
     if rollout.engine == "vllm":
@@ -323,31 +310,32 @@ def own_engines(config: Config) -> int:
     return 0 if config.rollout.engine == "http" else engine_processes(config)
 
 
-def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> EngineService:
+def reach_servers(
+    role: str, ranks: DataParallel, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> EngineService:
     """Return this rank's servers; each generating rank has its own. Raises UserError for a server that cannot be used for training."""
     # Imported here: only servers need aiohttp, an optional dependency.
     from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
 
-    rollout, ranks = config.rollout, worker.ranks
+    rollout, limit_s = config.rollout, config.cluster.wait_limit_s
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
     if not urls:
         raise UserError(
             f"rollout.servers: {len(rollout.servers.urls)} for {ranks.size} ranks that generate; name one for each, or more"
         )
-    own, device = settings_of(worker.role, config), choose_device(config.device)
+    own, sent = settings_of(role, config), rollout.servers.weights == "network"
     model = own.model.expanduser()
-    sent = rollout.servers.weights == "network"
     store = stored_in_memory if sent else partial(stored_in_folder, within=rollout.servers.folder)
-    sampling = training_sampling(config)
-    needs = ServerNeeds(longest, rollout.is_reproducible, sampling, rollout.tensor, rollout.pipeline, receives=sent)
-    names, limit_s = None if sent else HubNames(model_in(model)), config.cluster.wait_limit_s
+    needs = ServerNeeds(
+        longest, rollout.is_reproducible, training_sampling(config), rollout.tensor, rollout.pipeline, receives=sent
+    )
+    names = None if sent else hub_names(model)
     spec = ServerSpec(
-        DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_in_folder(model), slots_of(config),
-        needs, config.seed, store, names if names and names.differ else None,
-        device, rollout.check_weights, limit_s,
+        DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config),
+        needs, config.seed, store, names if names and names.differ else None, choose_device(config.device),
+        rollout.check_weights, limit_s,
     )  # fmt: skip
-    engines = [HttpEngine(url, spec) for url in urls]
-    service = EngineService(engines, limit_s, store)
+    service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, store)
     # A server may still have the weights of an earlier run.
     service.publish(0, ModelWeights(load_decoder(model, own.dtype, torch.device("cpu"))))
     if failures := list(service.router.failures.values()):

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.config import Config, RoleConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, retokenized
-from braidrl.engines.factory import Remote
 from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
@@ -73,7 +72,7 @@ class StageExecutor:
             if (own := own_tokenizer(role, config, tokenizer)) is not None:
                 self.own_templates[role] = PromptTemplate.of(own, config.data)
             if role in generating:
-                self.generation.start_engine(worker)
+                self.generation.start_engine(role, worker)
             frozen = None
             if training and role in inferring:
                 own = (config.roles.get(role) or RoleConfig()).model_copy(update={"layout": inferring[role]})
@@ -83,7 +82,7 @@ class StageExecutor:
             self.residency.add(worker, self.engines.get(role), frozen)
         for role in generating:
             if role not in roles:
-                self.generation.start_engine(Remote(role, ranks or DataParallel()))
+                self.generation.start_engine(role, None)
         self.residency.begin()
 
     def run(

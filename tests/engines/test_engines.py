@@ -15,7 +15,7 @@ from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, requests
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import Router
-from braidrl.engines.stepping import EngineReplica
+from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
 
@@ -203,12 +203,39 @@ class FailsAtOneRow(EngineReplica):
 
     bad: Uid | None = None
 
+    def __init__(self, engine: SteppingEngine) -> None:
+        super().__init__(engine)
+        self.cut = asyncio.Event()
+
     async def submit(self, request: Request) -> Response:
         if request.uid == self.bad:
             self.bad = None
-            await asyncio.sleep(0.01)
+            await self.cut.wait()
             raise EngineError("the line is cut")
         return await super().submit(request)
+
+
+def test_rows_given_to_an_engine_in_the_turns_in_which_it_fails_are_drawn_when_it_is_back() -> None:
+    async def run(turns: int) -> None:
+        failing, wanted = FailsAtOneRow(replica().engine), requests(subject(replica), 6, tokens=8)
+        failing.bad, router = wanted[0].uid, Router([failing], retry_s=0.02)
+        first = asyncio.ensure_future(router.submit(wanted[0]))
+        while failing.bad is not None:
+            await asyncio.sleep(0)
+        failing.cut.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        later = [asyncio.ensure_future(router.submit(request)) for request in wanted[1:4]]
+        await asyncio.sleep(0)
+        await router.abort(wanted[3].uid)
+        finished = await asyncio.gather(first, *later, *map(router.submit, wanted[4:]))
+        assert [len(row.tokens) for row in finished] == [8, 8, 8, 0, 8, 8]
+        assert router.load().rows == 0
+        await router.sleep()
+        await router.close()
+
+    for turns in range(8):
+        asyncio.run(run(turns))
 
 
 def test_a_row_can_be_aborted_in_the_turn_in_which_its_engine_fails() -> None:
@@ -217,6 +244,7 @@ def test_a_row_can_be_aborted_in_the_turn_in_which_its_engine_fails() -> None:
         failing.bad = wanted[0].uid
         router = Router([failing], retry_s=0.02)
         tasks = [asyncio.ensure_future(router.submit(request)) for request in wanted]
+        asyncio.get_running_loop().call_later(0.01, failing.cut.set)
         while router.alive:
             await asyncio.sleep(0)
         await router.abort(wanted[2].uid)

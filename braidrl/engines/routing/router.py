@@ -19,13 +19,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineError, Load, RoleEngine, ServedEngine, T
-from braidrl.engines.requests import Request, Response, joined, remaining_request
+from braidrl.engines.requests import EngineRow, Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_in_memory
@@ -56,8 +55,9 @@ class Router:
         self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
         self._places: dict[Uid, asyncio.Future[None]] = {}
-        """A future for each row without an engine: done when there is room, or when the row is aborted."""
+        """A future for each row that waits for an engine: done when it has one, or when it is aborted."""
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
+        """The call for each row that an engine has."""
         self._aborted: set[Uid] = set()
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self.failures: dict[int, EngineError] = {}
@@ -89,17 +89,14 @@ class Router:
         finished: Response | None = None
         try:
             while finished is None:
-                if not await self._place(uid):
+                if (number := await self._place(uid)) is None:
                     # The row was aborted before it had an engine.
-                    nothing = torch.empty(0, dtype=torch.int64)
-                    return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)
-                number = self._dispatcher.engine_of(uid)
-                assert number is not None
+                    return EngineRow(request, request.sampling.max_tokens).finished(aborted=True)
                 call = self._calls[uid] = asyncio.ensure_future(self.engines[number].submit(request))
                 try:
                     await asyncio.wait([call])
                 finally:
-                    del self._calls[uid]
+                    self._calls.pop(uid, None)
                     call.cancel()
                 if call.cancelled():
                     continue
@@ -110,20 +107,16 @@ class Router:
             return finished
         finally:
             self._aborted.discard(uid)
-            # An engine that fails just after it has answered sends the row back to the queue.
-            self._places.pop(uid, None)
             self._dispatcher.done(uid, None if finished is None else len(finished.tokens))
             self._send()
 
     async def abort(self, uid: Uid) -> None:
-        number, place = self._dispatcher.engine_of(uid), self._places.get(uid)
-        if number is not None and place is None:
+        number = self._dispatcher.engine_of(uid)
+        if number is not None and uid in self._calls:
             await self.engines[number].abort(uid)
             return
-        # The row's engine may have failed just now: it has no place to wait in yet.
         self._aborted.add(uid)
-        if place is not None and not place.done():
-            place.set_result(None)
+        self._wake(uid)
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
@@ -139,8 +132,9 @@ class Router:
                 before.close()
 
     async def sleep(self) -> None:
-        if self._places or self._calls:
-            raise RuntimeError(f"{len(self._places) + len(self._calls)} rows are under way; engines sleep without any")
+        dispatcher = self._dispatcher
+        if rows := len(dispatcher.waiting) + sum(len(state.jobs) for state in dispatcher.engines):
+            raise RuntimeError(f"{rows} rows are under way; engines sleep without any")
         self._asleep = True
         await self._everywhere(lambda engine: engine.sleep())
 
@@ -171,28 +165,34 @@ class Router:
         self._source = self._stored = None
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    async def _place(self, uid: Uid) -> bool:
-        """Wait for an engine with room. Returns False for an aborted row; raises EngineError after `give_up_s` without a living engine."""
+    async def _place(self, uid: Uid) -> int | None:
+        """Wait for an engine with room. Return None for an aborted row. Raises EngineError after `give_up_s` without a living engine."""
         loop = asyncio.get_running_loop()
-        place = self._places.setdefault(uid, loop.create_future())
         # Rows that are submitted together are dispatched together, in their order.
         loop.call_soon(self._send)
         try:
-            while not place.done() and uid not in self._aborted:
+            while uid not in self._aborted:
+                # An engine that the row had been given may have failed before this task went on.
+                if (number := self._dispatcher.engine_of(uid)) is not None:
+                    return number
+                place = self._places[uid] = loop.create_future()
                 await asyncio.wait([place], timeout=self._give_up_s)
                 if not place.done() and not self.alive:
                     causes = "; ".join(str(error) for error in self.failures.values())
                     raise EngineError(f"no engine has been alive for {self._give_up_s:g} s: {causes}")
-            return uid not in self._aborted
+            return None
         finally:
             self._places.pop(uid, None)
+
+    def _wake(self, uid: Uid) -> None:
+        """Let a row that waits for an engine look again."""
+        if uid in self._places and not self._places[uid].done():
+            self._places[uid].set_result(None)
 
     def _send(self) -> None:
         if not self._asleep:
             for uid, _ in self._dispatcher.assign():
-                place = self._places.setdefault(uid, asyncio.get_running_loop().create_future())
-                if not place.done():
-                    place.set_result(None)
+                self._wake(uid)
 
     def _engine_failed(self, number: int, error: EngineError) -> None:
         if not self._dispatcher.engines[number].alive:
@@ -201,7 +201,7 @@ class Router:
         logger.warning("%s; its rows go to other engines, or wait until it is back", error)
         for uid in self._dispatcher.fail(number):
             if uid in self._calls:
-                self._calls[uid].cancel()
+                self._calls.pop(uid).cancel()
         self._recovering[number] = asyncio.ensure_future(self._recover_later(number))
 
     async def _recover_later(self, number: int) -> None:

@@ -33,7 +33,7 @@ from braidrl.config import Config
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.templates import PromptTemplate
 from braidrl.engines.engine import Engine, RoleEngine
-from braidrl.engines.factory import Remote, exchange_publisher, publisher_of, start_engine
+from braidrl.engines.factory import exchange_publisher, publisher_of, start_engine
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
@@ -130,11 +130,12 @@ class Generation:
         self.moves, self.usage = WeightMoves(), DeviceUsage(config)
         self.environments = EnvironmentHosts(config.rollout.environment)
 
-    def start_engine(self, source: TrainingBackend | Remote) -> None:
-        """Start the engine that generates with the weights of `source`; for a `Remote` one `exchange_weights` names it later."""
-        engine = self.engines[source.role] = start_engine(source, self.config, self.tokenizer)
-        if not isinstance(source, Remote):
-            self.publishers[source.role] = publisher_of(source, engine, self.config)
+    def start_engine(self, role: str, worker: TrainingBackend | None) -> None:
+        """Start the engine that generates with the weights of `worker`; without one, `exchange_weights` names their trainer later."""
+        ranks = self.ranks if worker is None else worker.ranks
+        engine = self.engines[role] = start_engine(role, ranks, worker, self.config, self.tokenizer)
+        if worker is not None:
+            self.publishers[role] = publisher_of(worker, engine, self.config)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
         """Plan the transfer of a role's weights between all `ranks` that train or generate; all of them call this together.
