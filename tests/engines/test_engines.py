@@ -170,6 +170,30 @@ def test_a_dead_engine_recovers_with_the_weights_that_it_missed() -> None:
     assert recovered == other
 
 
+class FailsToRecover(EngineReplica):
+    """An engine that fails once more while it recovers, with an error of its own."""
+
+    tried = 0
+
+    async def recover(self) -> int:
+        self.tried += 1
+        if self.tried == 1:
+            raise OSError("the disk is full")
+        return await super().recover()
+
+
+def test_an_engine_whose_recovery_fails_with_any_error_is_tried_again() -> None:
+    async def run() -> None:
+        dying = FailsToRecover(replica().engine)
+        break_after(dying, 1)
+        router = Router([dying], retry_s=0.02)
+        finished = await router.submit(requests(subject(replica), 1)[0])
+        assert len(finished.tokens) == 12 and dying.tried == 2
+        await router.close()
+
+    asyncio.run(run())
+
+
 class WakesLate(EngineReplica):
     """An engine that is awake only after the test says so."""
 

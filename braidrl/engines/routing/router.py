@@ -209,8 +209,10 @@ class Router:
             await asyncio.sleep(self._retry_s)
             try:
                 await self._recover(number)
-            except EngineError as error:
-                self.failures[number] = error
+            except Exception as error:
+                # Also an error that the engine should not raise: otherwise it would never be tried again.
+                failure = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+                self.failures[number] = failure
 
     async def _recover(self, number: int) -> None:
         engine, asleep = self.engines[number], None
