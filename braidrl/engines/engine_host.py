@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -95,7 +95,7 @@ async def serve(connection: socket.socket, start: int, spec: EngineSpec, followe
     tasks = set[asyncio.Task[None]]()
 
     def say(reply: EngineReply) -> None:
-        reply.load = astuple(engine.load())
+        reply.load = engine.load()
         writer.write(framed(reply))
 
     async def beat() -> None:

@@ -68,8 +68,8 @@ class EngineReply(msgspec.Struct, omit_defaults=True):
     """Name and text of an exception in `ERRORS`."""
     token: tuple[int, int] | None = None
     """A token's index in the response, and its id."""
-    load: tuple[int, int, int] | None = None
-    """The engine's slots, running and waiting rows; None while there is no engine."""
+    load: Load | None = None
+    """The engine's load; None while there is no engine."""
 
     @staticmethod
     def of(id: int, error: Exception) -> "EngineReply":
@@ -270,7 +270,7 @@ class EngineProcess:
         while (reply := await receive(reader, EngineReply)) is not None:
             self._heard = asyncio.get_running_loop().time()
             if reply.load is not None:
-                self._load = Load(*reply.load)
+                self._load = reply.load
             if reply.id is None:
                 continue
             if reply.token is not None:

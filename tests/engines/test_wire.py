@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from braidrl.data.rows import FinishReason
-from braidrl.engines.engine import EngineError
+from braidrl.engines.engine import EngineError, Load
 from braidrl.engines.engine_process import ERRORS, EngineCall, EngineReply, framed, receive
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
@@ -37,8 +37,8 @@ def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
 def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -> None:
     log_probs = torch.tensor([-0.1, -2.5], dtype=dtype)
     sent = Response((0, 1, 2), torch.tensor([8, 9]), log_probs, FinishReason.LENGTH, torch.tensor([3, 4]))
-    reply, _ = asyncio.run(arrived(EngineReply(1, sent, load=(4, 1, 0))))
-    assert isinstance(reply, EngineReply) and isinstance(reply.result, Response) and reply.load == (4, 1, 0)
+    reply, _ = asyncio.run(arrived(EngineReply(1, sent, load=Load(4, 1, 0))))
+    assert isinstance(reply, EngineReply) and isinstance(reply.result, Response) and reply.load == Load(4, 1, 0)
     found = reply.result
     assert found.uid == sent.uid and found.finish_reason is FinishReason.LENGTH
     for name in ("tokens", "log_probs", "versions"):
