@@ -329,9 +329,9 @@ def reach_servers(
     needs = ServerNeeds(
         longest, rollout.is_reproducible, training_sampling(config), rollout.tensor, rollout.pipeline, receives=sent
     )
-    names = None if sent else hub_names(model)
+    names = None if sent else HubNames(model_in(model))
     spec = ServerSpec(
-        DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config),
+        DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_in_folder(model), slots_of(config),
         needs, config.seed, store, names if names and names.differ else None, choose_device(config.device),
         rollout.check_weights, limit_s,
     )  # fmt: skip

@@ -60,7 +60,7 @@ class VllmEngine(SteppingEngine):
         folder = Path(spec.model)
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), spec.max_sequence_tokens, spec.seed)
         self.spec, self.slots = spec, spec.slots
-        self._expected = shapes_of(folder)
+        self._expected = shapes_in_folder(folder)
         arguments = arguments_of(spec)
         # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
         gc.freeze()
