@@ -83,12 +83,11 @@ class SetChoice:
 
 
 class Choices:
-    """The cached choices of a problem's roles, and of sets of them; `layouts_tried` counts evaluated deployments."""
+    """The cached choices of a problem's roles, and of sets of them."""
 
     def __init__(self, problem: Problem, allowed: Callable[[Choice], bool] | None = None) -> None:
-        """Prepare an empty cache; `allowed` filters the choices of a named placement, None allows all."""
+        """Prepare an empty cache; `allowed` filters choices, None allows all."""
         self.problem, self.allowed = problem, allowed
-        self.layouts_tried = 0
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
         self._sets: dict[tuple[tuple[str, ...], str, int, str], SetChoice | None] = {}
 
@@ -180,7 +179,6 @@ class Choices:
         room = self.problem.cluster.kinds[group.kind].memory * USABLE
         stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
         for use in uses:
-            self.layouts_tried += 1
             resident, working = role_memory(use, activations)
             if part == "generate":
                 # The trainer's own memory is counted with its model part.

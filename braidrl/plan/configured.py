@@ -13,8 +13,7 @@ from braidrl.engines.factory import generation_layout, own_engines, ranks_per_no
 from braidrl.flow import Kind, Stage
 from braidrl.plan.choices import Choice, all_resident, in_turns
 from braidrl.plan.problem import USABLE, Problem
-from braidrl.plan.search import Plan, Search
-from braidrl.plan.streaming import StreamingSearch
+from braidrl.plan.search import Plan, streaming_plan, synchronous_plan
 from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, engine_use, role_memory
 from braidrl.runtimes.streaming.groups import worker_groups
 from braidrl.training.role_settings import inference_layouts, settings_of, slots_of
@@ -46,8 +45,8 @@ def predicted(problem: Problem) -> Plan:
             found = in_turns(problem, roles, group, devices, int(config.trainer.resident_gib * GIB))
         sets.append(found or all_resident(roles, group, devices))
     if config.runtime == "streaming":
-        return StreamingSearch(problem).plan(sets, config.trainer.max_staleness)
-    return Search(problem).plan(config.runtime, sets)
+        return streaming_plan(problem, sets, config.trainer.max_staleness)
+    return synchronous_plan(problem, config.runtime, sets)
 
 
 def configured_pools(problem: Problem) -> Pools:

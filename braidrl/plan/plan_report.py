@@ -23,8 +23,8 @@ SHOWN = 0.005
 """Differences below this share of an iteration are not listed as reasons."""
 
 
-def show(problem: Problem, plans: Sequence[Plan], console: Console, search: bool = True) -> None:
-    """Print the plans, fastest first, the first one in detail, and why it is the first; `search` is False for a given placement."""
+def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
+    """Print the plans, fastest first, the first one in detail, and why it is the first."""
     lengths, first, config = problem.lengths, plans[0], problem.config
     write = lambda text: console.print(text, highlight=False)  # noqa: E731
     write(
@@ -39,11 +39,10 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console, search: bool
         stages.add_row(stage, f"{cost.seconds:,.3g}", causes)
     write(stages)
     write(roles_table(first))
-    if search:
-        write(
-            "varied: runtime, placement, devices of each role, layouts, tokens of a micro-batch, recomputation"
-            + (", slots, ranks of an engine" if config.rollout.engine in ("embedded", "vllm") else "")
-        )
+    write(
+        "varied: runtime, placement, devices of each role, layouts, tokens of a micro-batch, recomputation"
+        + (", slots, ranks of an engine" if config.rollout.engine in ("embedded", "vllm") else "")
+    )
     write(
         f"kept: rollout.engine={config.rollout.engine}, batch, lengths, dtypes, optimizer, adapters, weight-update policy"
     )

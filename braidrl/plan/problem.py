@@ -23,7 +23,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
-from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, default_rates, price
+from braidrl.plan.rates import BUILT_IN, Cost, Rates, RuntimeRates, Work, price
 from braidrl.plan.work import IntArray, Lengths, generate_work, infer_work, share_received, train_work
 from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
 from braidrl.runtimes.prepare.checks import check_plan
@@ -75,8 +75,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.config = self.config.model_copy(update={"device": self.cluster.device})
-        usual = default_rates()
-        self.rates = {kind: self.rates.get(kind) or usual.get(kind) or Rates() for kind in self.cluster.kinds}
+        self.rates = {kind: self.rates.get(kind) or BUILT_IN.get(kind) or Rates() for kind in self.cluster.kinds}
         trainer = self.config.trainer
         self.rows = trainer.prompts_per_step * self.config.rollout.samples_per_prompt
         """The number of rows in a batch."""

@@ -6,7 +6,7 @@ distributed    every rank walks the chain with its rows; ranks meet where groups
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from braidrl.data.packing import balanced_partition
@@ -19,11 +19,21 @@ from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.plan.simulation import SimulatedSpan, Simulation, Workload
 
 
+@dataclass(frozen=True)
+class TimedWorkload(Workload):
+    """A workload for every runtime."""
+
+    pools: Mapping[str, str] = field(default_factory=dict)
+    """The pool of a stage (hybrid); default: a pool of its own. `workers` may be by pool."""
+    ranks: int = 1
+    """Ranks of the distributed runtime."""
+
+
 @dataclass
 class Iterations(ABC):
     """The common part of the three runtimes: waves until the batch is complete, then the other stages, each row once."""
 
-    work: Workload
+    work: TimedWorkload
     result: Simulation = field(default_factory=Simulation)
     iteration: int = 0
     admitted: int = 0

@@ -14,9 +14,10 @@ from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, rew
 from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.stage import When
-from braidrl.plan.simulation import Deadlock, Fate, Runtime, Simulation, Workload
+from braidrl.plan.simulation import Deadlock, Runtime, Simulation, Workload
 from tests.plan.durations import busy_shares, long_tailed
-from tests.plan.simulator import simulate
+from tests.plan.simulator import FailingWorkload, Fate, simulate
+from tests.plan.synchronous import TimedWorkload
 
 
 def compute(
@@ -73,7 +74,7 @@ def random_fate(seed: int, share: float) -> object:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
+def workloads(draw: st.DrawFn) -> FailingWorkload:
     flow = draw(st.sampled_from([GRPO, DAPO, PPO, WARM_UP]))
     seed = draw(st.integers(0, 10_000))
     prompts, samples = draw(st.integers(1, 5)), draw(st.integers(1, 3))
@@ -93,7 +94,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         sets_aside=surplus == "keep" and draw(st.booleans()),
     )
     keep, failing = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.0, 0.3]))
-    return Workload(
+    return FailingWorkload(
         flow,
         sizes,
         random_seconds(seed),  # type: ignore[arg-type]
@@ -104,7 +105,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         loading=draw(st.sampled_from(["end", "delayed", "rolling", "interrupt"])),
         verdict=lambda group: None if float(uniform(seed, "keep", group)) < keep else "all_wrong",
         fate=random_fate(seed, failing),  # type: ignore[arg-type]
-        seconds_per_iteration=draw(st.sampled_from([0.02, 0.2, 1.0])),
+        most_seconds=draw(st.sampled_from([0.02, 0.2, 1.0])),
         lease_seconds=50.0,
     )
 
@@ -142,7 +143,7 @@ def test_streaming_trains_every_row_once_under_any_failures(work: Workload) -> N
 
 def test_lease_expiring_at_the_time_of_a_take_is_released() -> None:
     seconds = {"actor.generate": 0.05, "reward.verify": 1.0}
-    work = Workload(
+    work = FailingWorkload(
         GRPO, Sizes(1, 1, 1, 1), lambda stage, uid: seconds.get(stage, 0.0),
         fate=lambda lease: "late" if lease == 1 else "done", lease_seconds=50.0,
     )  # fmt: skip
@@ -166,7 +167,7 @@ def test_all_runtimes_train_equal_groups_per_iteration_on_policy(work: Workload)
             assert result.staleness == 0
 
 
-def inference_heavy(pools: dict[str, str]) -> Workload:
+def inference_heavy(pools: dict[str, str]) -> TimedWorkload:
     seconds = {"reward.score": 2.0, "reference.log_probs": 3.0, "critic.values": 1.0, "actor.generate": 4.0}
     flow = Flow(
         "three",
@@ -175,7 +176,7 @@ def inference_heavy(pools: dict[str, str]) -> Workload:
             compute("join", ("values", "reward", "ref_log_probs"), ("advantages",)), train("actor", ("advantages",)),
         ],
     )  # fmt: skip
-    return Workload(flow, Sizes(5, 4, 2, 8), lambda stage, uid: seconds.get(stage, 0.0) / 8, pools=pools)
+    return TimedWorkload(flow, Sizes(5, 4, 2, 8), lambda stage, uid: seconds.get(stage, 0.0) / 8, pools=pools)
 
 
 def test_inference_roles_overlap_in_separate_pools_and_add_up_in_one() -> None:
@@ -192,7 +193,7 @@ def test_inference_roles_overlap_in_separate_pools_and_add_up_in_one() -> None:
 def test_ranks_divide_the_work_and_meet_where_they_must() -> None:
     work = inference_heavy({})
     assert simulate("distributed", work).seconds_per_iteration() == pytest.approx(10)
-    quicker = Workload(work.flow, work.sizes, work.seconds, ranks=4)
+    quicker = TimedWorkload(work.flow, work.sizes, work.seconds, ranks=4)
     assert simulate("distributed", quicker).seconds_per_iteration() == pytest.approx(2.5)
 
 
