@@ -192,7 +192,9 @@ def named_placements(problem: Problem, allowed: Callable[[Choice], bool] | None)
     """Return the best plan that fits in memory for each of HybridFlow's named placements."""
     search, models = Search(problem, keep=1, allowed=allowed), problem.models
     # Split, as NeMo-Aligner does: one half for the roles that generate or provide frozen log-probs, the other for the rest.
-    first = tuple(role for role, model in models.items() if model.generates or not (model.trained or model.scalar))
+    first = tuple(
+        role for role, model in models.items() if model.generates or not (model.use.trained or model.use.scalar)
+    )
     second = tuple(role for role in models if role not in first)
     (group,) = problem.cluster.groups
     halves = [search.choices.of_set(roles, group, group.size // 2) for roles in (first, second)]

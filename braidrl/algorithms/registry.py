@@ -102,27 +102,6 @@ class Entry:
             if name in given and given[name] not in set(names):
                 raise ValueError(f"{self.name}: {name} cannot be {given[name]!r}. {suggest(str(given[name]), names)}")
 
-    def check_group_size(self, given: dict[str, Any], samples: int) -> None:
-        """Check the number of samples per prompt.
-
-        Args:
-            given: The settings in the flow.
-            samples: Samples per prompt of the run.
-
-        Raises:
-            ValueError: With these settings the function needs more samples.
-        """
-        needed = self.needs.group_size
-        least = needed if isinstance(needed, int) else needed({**self.settings, **given})
-        if samples < least:
-            raise ValueError(f"{self.name} needs at least {least} samples per prompt, there are {samples}")
-
-    def check_aggregation(self, aggregation: str) -> None:
-        """Raise ValueError when the loss is not defined for the aggregation."""
-        if self.needs.aggregations and aggregation not in self.needs.aggregations:
-            defined = " or ".join(self.needs.aggregations)
-            raise ValueError(f"{self.name} is defined for aggregate {defined}, not {aggregation}")
-
 
 class Registry:
     """Functions of one family (`advantage`, `loss`, ...) by name."""

@@ -107,10 +107,11 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
         raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
     chosen = {"aggregate": "token-mean", **params}
     entries = {name: chosen_entry(role, name, chosen[name]) for name in CHOICES if name in chosen}
-    try:
-        entries["loss"].check_aggregation(entries["aggregate"].name)
-    except ValueError as error:
-        raise UserError(f"{role}.update: {error}") from None
+    defined, aggregation = entries["loss"].needs.aggregations, entries["aggregate"].name
+    if defined and aggregation not in defined:
+        raise UserError(
+            f"{role}.update: {entries['loss'].name} is defined for aggregate {' or '.join(defined)}, not {aggregation}"
+        )
     if "correction" in entries and entries["loss"].needs.weighs_rollout:
         raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
     likelihood = {"ptx_tokens": params.get("ptx_coef", 0.0), "correct": params.get("positive_coef", 0.0)}

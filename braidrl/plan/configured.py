@@ -66,7 +66,7 @@ def configured_pools(problem: Problem) -> Pools:
 def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
     """Return the configured deployment of a stage's role, and the number of devices that run the stage."""
     config, role, pools = problem.config, str(stage.role), configured_pools(problem)
-    target, shape = generation_layout(config), problem.models[role].shape
+    target, shape = generation_layout(config), problem.models[role].use.shape
     own = settings_of(role, config)
     tokens, again = own.max_tokens, own.activation_checkpointing
     apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
@@ -74,13 +74,13 @@ def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
     if apart:
         # Engines alone hold their role's weights, by their own layout, without adapters.
         layout = ParallelLayout(pipeline=target.pipeline, tensor=target.tensor).resolve(devices)
-        use = problem.use(role, layout, tokens, again)
+        use = problem.models[role].deployed(layout, tokens, again)
         engine = engine_use(role, shape, layout, config, slots_of(config), target.ranks)
         engine = engine and replace(engine, shape=replace(use.plain, dtype=engine.shape.dtype), own_weights=False)
         return replace(use, shape=use.plain, trained=False, computes=False, engine=engine), devices
     layout = own.layout.resolve(devices)
-    use = problem.use(role, layout, tokens, again)
-    if problem.models[role].trained and (other := inference_layouts(config, problem.flow).get(role)):
+    use = problem.models[role].deployed(layout, tokens, again)
+    if problem.models[role].use.trained and (other := inference_layouts(config, problem.flow).get(role)):
         use = replace(use, inference=other.resolve(devices))
     if stage.kind is Kind.GENERATE:
         use = replace(use, engine=engine_use(role, shape, layout, config, slots_of(config), target.ranks))

@@ -13,7 +13,7 @@ from braidrl.cluster.pools import GENERATE
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.flow import Kind
 from braidrl.observe.trace import Span
-from braidrl.plan.choices import SetChoice, activations
+from braidrl.plan.choices import SetChoice
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan
@@ -125,14 +125,14 @@ def changed(problem: Problem, one: SetChoice, name: str, key: str, size: int) ->
     engine = choice.use.engine
     assert engine is not None
     slots, ranks = (size, engine.divisor) if key == "slots" else (engine.slots, size)
-    heads = problem.models[role].shape.sizes.num_attention_heads
+    heads = problem.models[role].use.shape.sizes.num_attention_heads
     if heads % ranks or one.devices % ranks or ranks > group.devices:
         return ""
     if key == "slots" and size > 2 * problem.rows * ranks / one.devices:
         return ""
     other = replace(engine, slots=slots, divisor=ranks, own_weights=engine.own_weights or size > 1)
     use = replace(choice.use, engine=other)
-    resident, _ = role_memory(use, activations)
+    resident, _ = role_memory(use)
     if name != role:
         resident = {part: n for part, n in resident.items() if part in (ENGINE, CACHE)}
     beside = [held.resident for held in one.roles.values() if held is not choice]

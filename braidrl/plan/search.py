@@ -124,10 +124,10 @@ class Search:
                 if self.choices.of_set(roles, wider, wider.size):
                     smallest = f"{wider.nodes}x{wider.devices}x{wider.kind}"
                     raise UserError(f"{refused}; the smallest that fits is --devices {smallest}")
-        largest = max(problem.models.values(), key=lambda model: model.shape.parameters)
+        largest = max(problem.models.values(), key=lambda model: model.use.shape.parameters)
         raise UserError(
             f"{refused}, nor of a thousand times as many devices: {largest.role} has "
-            f"{largest.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
+            f"{largest.use.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
         )
 
     def best_of(self, partition: RoleSets, limit: float = math.inf) -> Plan | None:

@@ -86,9 +86,12 @@ class Iterations(ABC):
         """Return a stage's consecutive portions: a train stage's updates, else all rows."""
         if not is_optimized(stage):
             return [list(uids)]
-        updates = self.work.sizes.updates(self.iteration, uids)
-        self.result.trained.update(((stage.name, epoch), uid) for epoch, rows in updates for uid in rows)
-        return [list(rows) for _, rows in updates]
+        sizes = self.work.sizes
+        updates = sizes.updates(self.iteration, [uid[1] for uid in uids], [uid[2] for uid in uids])
+        for number, rows in enumerate(updates):
+            epoch = number * sizes.epochs // len(updates)
+            self.result.trained.update(((stage.name, epoch), uids[row]) for row in rows)
+        return [[uids[row] for row in rows] for rows in updates]
 
     def shares(self, stage: Stage, uids: Sequence[Uid], workers: int) -> list[float]:
         """Return the seconds of each worker when rows are partitioned by cost."""
