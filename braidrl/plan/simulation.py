@@ -1,6 +1,6 @@
 """The streaming runtime's schedule in virtual time.
 
-Workload: durations and verdicts ──▶ Streaming ──▶ Simulation: a timeline, and an account of all rows
+Workload: durations and verdicts ──▶ Streaming ──▶ Simulation: a timeline
 
 workers of each consumer ─ take ─▶ schedule ── rows ──▶ seconds pass ──▶ done
 engines                  ── load ──▶ which weights, and when ──▶ seconds pass while their rows are paused
@@ -8,7 +8,6 @@ engines                  ── load ──▶ which weights, and when ──▶
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,6 @@ from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes, TrainingBatch, UpdatesInProgress
 from braidrl.flow.flow import Flow, is_optimized
-from braidrl.flow.selecting import Selection
 from braidrl.flow.stage import Kind, Stage
 from braidrl.queue.table import Lease, LeaseLost
 from braidrl.runtimes.streaming.consumers import Consumer
@@ -72,26 +70,10 @@ class SimulatedSpan(NamedTuple):
 
 @dataclass
 class Simulation:
-    """The result: a timeline, the ends of iterations, and the outcome of every row."""
+    """The result: a timeline, and the ends of iterations."""
 
     spans: list[SimulatedSpan] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    admitted: set[Uid] = field(default_factory=set)
-    trained: Counter[tuple[tuple[str, int], Uid]] = field(default_factory=Counter)
-    """The number of times that a train stage used a row in an epoch."""
-    batches: list[tuple[int, ...]] = field(default_factory=list)
-    """The groups of each iteration's batch."""
-    versions: list[list[int]] = field(default_factory=list)
-    """The policy version that each row of each batch started on."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    released: list[int] = field(default_factory=list)
-    staleness: int = 0
-    """The maximum over trained rows."""
-
-    def finish_batch(self, outcome: Selection) -> None:
-        self.batches.append(outcome.groups)
-        self.dropped.update(outcome.dropped)
-        self.released += outcome.released
 
     def seconds_per_iteration(self, skip: int = 2) -> float:
         """Return the mean over the iterations after the first `skip` (pipeline fill); needs more than `skip` iterations."""
@@ -212,20 +194,14 @@ class Streaming:
             if not self.clock.step():
                 waiting = len(self.schedule.tasks.rows)
                 raise Deadlock(f"{waiting} rows wait forever behind version {self.schedule.published}")
-        self.result.staleness = self.schedule.max_staleness_seen
         return self.result
 
     def _admit(self) -> bool:
         count = self.schedule.groups_wanted(self.loading.target)
         if count:
             first = self.schedule.sampling.admitted + 1
-            uids = self.work.uids(range(first, first + count))
-            self.schedule.admit(uids)
-            self.result.admitted.update(uids)
-        outcome = self.schedule.close()
-        if outcome is not None:
-            self.result.finish_batch(outcome)
-        return count > 0 or outcome is not None
+            self.schedule.admit(self.work.uids(range(first, first + count)))
+        return self.schedule.close() is not None or count > 0
 
     def _judge(self) -> bool:
         """Run the verdict stages on complete groups; the last select decides, those before it keep everything."""
@@ -241,8 +217,6 @@ class Streaming:
     def _publish(self) -> bool:
         if self.schedule.due_publication() is None:
             return False
-        batch = self.schedule.batches[self.schedule.published + 1]
-        self.result.versions.append([self.schedule.versions[uid] for uid in batch.uids])
         self.schedule.publish()
         self.result.ends.append(self.clock.now)
         return True
@@ -273,7 +247,7 @@ class Streaming:
             seconds += self._until_step(worker) or steps
         work = worker.work[lease.number] = SimulatedLease(lease, self.clock.now + seconds, version)
         self.clock.after(work.end - self.clock.now, partial(self._end, worker, work, work.turn))
-        self._note(worker, lease, shares)
+        self._note(worker, lease.rows, shares)
 
     def _end(self, worker: SimulatedWorker, work: SimulatedLease, turn: int) -> None:
         """End a lease, unless its end was postponed since this was scheduled, in its `turn`."""
@@ -327,9 +301,7 @@ class Streaming:
             rows = [lease.rows[place] for lease, places in pieces for place in places]
             shares = self._shares(worker, rows, stage)
             self._occupy(training, shares)
-            self._note(worker, pieces[0][0], shares, stage, len(rows))
-            epoch = training.updates.made // (batch.steps // self.work.sizes.epochs)
-            self.result.trained.update(((stage.name, epoch), row) for row in rows)
+            self._note(worker, rows, shares, stage)
             return True
         infers = any(other.kind is Kind.INFER for other in worker.consumer.stages)
         due = not training.rows_left
@@ -396,12 +368,11 @@ class Streaming:
         return (math.ceil(done) - done) * seconds
 
     def _note(
-        self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float], stage: Stage | None = None, rows: int = 0
+        self, worker: SimulatedWorker, rows: Sequence[Uid], shares: Sequence[float], stage: Stage | None = None
     ) -> None:
         """Add a span of each rank to the timeline; by default it has the name of the consumer's first stage that its worker is for."""
-        iteration = self.schedule.iteration_of[lease.rows[0][1]]
         own = stage or (worker.consumer.updates or worker.consumer.stages)[0]
+        now, iteration = self.clock.now, self.schedule.iteration_of[rows[0][1]]
         for rank, share in enumerate(shares):
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
-            start, count = self.clock.now, rows or len(lease.rows)
-            self.result.spans.append(SimulatedSpan(name, own.name, start, start + share, count, iteration))
+            self.result.spans.append(SimulatedSpan(name, own.name, now, now + share, len(rows), iteration))

@@ -3,43 +3,70 @@
 Under `streaming`, workers may die and answer late, leases expire, and rows are suspended.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from braidrl.data.rows import Uid
-from braidrl.flow.stage import Kind
-from braidrl.plan.simulation import Runtime, SimulatedLease, SimulatedWorker, Simulation, Streaming, Workload
+from braidrl.flow.batches import TrainingBatch
+from braidrl.flow.selecting import Selection
+from braidrl.flow.stage import Kind, Stage
+from braidrl.plan.simulation import Runtime, SimulatedLease, SimulatedWorker, Streaming, Workload
 from braidrl.queue.table import Lease, LeaseLost
-from tests.plan.synchronous import Distributed, Eager, Hybrid, TimedWorkload
+from braidrl.runtimes.streaming.schedule import StreamSchedule
+from tests.plan.synchronous import Account, AnyWorkload, Distributed, Eager, Hybrid
 
-Fate = Literal["done", "dies", "late"]
 
+class AccountedSchedule(StreamSchedule):
+    """A schedule that notes admissions, batches and versions."""
 
-@dataclass(frozen=True)
-class FailingWorkload(TimedWorkload):
-    """A workload for every runtime, with failures under `streaming`."""
+    def __init__(self, work: Workload, account: Account) -> None:
+        super().__init__(work.flow, work.sizes)
+        self.account = account
 
-    fate: Callable[[int], Fate] = lambda lease: "done"
-    """The outcome of a lease: done, the worker dies halfway, or it answers after the lease expired."""
-    lease_seconds: float = 1e6
-    most_seconds: float = float("inf")
-    """Seconds of generation in one batch after which a row is suspended, if `sizes.sets_aside`."""
+    def admit(self, uids: Sequence[Uid]) -> None:
+        super().admit(uids)
+        self.account.admitted.update(uids)
+
+    def close(self) -> Selection | None:
+        outcome = super().close()
+        if outcome is not None:
+            self.account.finish_batch(outcome)
+        return outcome
+
+    def publish(self) -> TrainingBatch:
+        batch = self.batches[self.published + 1]
+        self.account.versions.append([self.versions[uid] for uid in batch.uids])
+        return super().publish()
 
 
 class FailingStreaming(Streaming):
-    """A streaming run with the failures of its workload."""
+    """A streaming run with the failures of its workload, and an account of its rows."""
 
-    def __init__(self, work: FailingWorkload) -> None:
+    def __init__(self, work: AnyWorkload) -> None:
         super().__init__(work)
         self.failures, self.lease_seconds = work, work.lease_seconds
+        self.result: Account = Account()
+        self.schedule = AccountedSchedule(work, self.result)
         self.drawn: dict[Uid, float] = {}
         """Seconds that suspended rows have been generated for."""
         self.suspended: dict[int, float] = {}
         """The same of rows that are suspended at the end of a lease."""
         self.watching = False
+
+    def simulate(self) -> Account:
+        super().simulate()
+        self.result.staleness = self.schedule.max_staleness_seen
+        return self.result
+
+    def _note(
+        self, worker: SimulatedWorker, rows: Sequence[Uid], shares: Sequence[float], stage: Stage | None = None
+    ) -> None:
+        super()._note(worker, rows, shares, stage)
+        if stage is not None and worker.training is not None:
+            training = worker.training
+            epoch = training.updates.made // (training.batch.steps // self.work.sizes.epochs)
+            self.result.trained.update(((stage.name, epoch), row) for row in rows)
 
     def _start(self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float], version: int | None) -> None:
         if worker.consumer.kind is Kind.GENERATE:
@@ -89,9 +116,9 @@ class FailingStreaming(Streaming):
             self.clock.after(seconds, partial(self._watch, expired=True))
 
 
-def simulate(runtime: Runtime, work: Workload) -> Simulation:
+def simulate(runtime: Runtime, work: AnyWorkload) -> Account:
     """Run a workload in virtual time. Raises Deadlock, TooStale or ValueError where a scheduling rule is broken."""
-    if isinstance(work, FailingWorkload) and runtime == "streaming":
+    if runtime == "streaming":
         return FailingStreaming(work).simulate()
-    runs = {"eager": Eager, "hybrid": Hybrid, "distributed": Distributed, "streaming": Streaming}
+    runs = {"eager": Eager, "hybrid": Hybrid, "distributed": Distributed}
     return runs[runtime](work).simulate()

@@ -20,7 +20,7 @@ from braidrl.plan.rates import Cost
 from braidrl.plan.search import FINEST, Search, allocations, call_times, partitions, synchronous_plan, unit_of
 from tests.plan.problems import GIB, cluster, problem, write_sizes
 from tests.plan.simulator import simulate
-from tests.plan.synchronous import TimedWorkload
+from tests.plan.synchronous import AnyWorkload
 from tests.plan.test_simulator import DAPO, GRPO, PPO
 
 MIB = 1 << 20
@@ -131,7 +131,7 @@ def test_calls_are_laid_out_as_the_hybrid_runtime_lays_them_out(data: st.DataObj
     flow = data.draw(st.sampled_from([GRPO, PPO, DAPO]))
     seconds = {stage.name: data.draw(st.floats(0.0, 5.0)) for stage in flow.stages}
     pools = {stage.name: data.draw(st.sampled_from("abc")) for stage in flow.stages}
-    work = TimedWorkload(flow, Sizes(1, 1, 1, 1), lambda stage, uid: seconds[stage], pools=pools)
+    work = AnyWorkload(flow, Sizes(1, 1, 1, 1), lambda stage, uid: seconds[stage], pools=pools)
     ends = max(end for _, end in call_times(flow.predecessors, pools, seconds).values())
     assert ends == pytest.approx(simulate("hybrid", work).ends[0])
 
