@@ -29,7 +29,7 @@ from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.plan.choices import Choice, Choices
 from braidrl.plan.problem import Problem
-from braidrl.plan.search import Plan, Search, fixed, halves
+from braidrl.plan.search import Plan, Search, synchronous_plan
 from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.run_flow import build_flow
 
@@ -119,7 +119,7 @@ def predict(run: dict[str, Any], folders: dict[str, Path]) -> tuple[float, dict[
     problem = problem_of(run, folders, read_cluster(run["devices"]))
     group, roles, allowed = problem.cluster.groups[0], tuple(problem.flow.roles), allowed_by(run)
     if "apart" not in run:
-        plan = fixed(Search(problem), (roles,), allowed)
+        plan = Search(problem, allowed=allowed).best_of((roles,))
         if plan is None:
             return math.nan, {}
         return plan.seconds, {name: round(float(cost.seconds), 1) for name, cost in plan.costs.items()}
@@ -190,11 +190,19 @@ def megatron(pipeline: int) -> Callable[[Choice], bool]:
 
 def named_placements(problem: Problem, allowed: Callable[[Choice], bool] | None) -> dict[str, Plan]:
     """Return the best plan that fits in memory for each of HybridFlow's named placements."""
-    search, roles = Search(problem, keep=1, allowed=allowed), tuple(problem.flow.roles)
+    search, models = Search(problem, keep=1, allowed=allowed), problem.models
+    # Split, as NeMo-Aligner does: one half for the roles that generate or provide frozen log-probs, the other for the rest.
+    first = tuple(
+        role for role, model in models.items() if model.generates or not (model.use.trained or model.use.scalar)
+    )
+    second = tuple(role for role in models if role not in first)
+    (group,) = problem.cluster.groups
+    halves = [search.choices.of_set(roles, group, group.size // 2) for roles in (first, second)]
     plans = {
-        "colocate": search.best_of((roles,)), "split": fixed(search, halves(problem), allowed or (lambda choice: True)),
-        "standalone": search.best_of(tuple((role,) for role in roles)),
-    }  # fmt: skip
+        "colocate": search.best_of((tuple(models),)),
+        "split": synchronous_plan(problem, "hybrid", [one for one in halves if one]) if all(halves) else None,
+        "standalone": search.best_of(tuple((role,) for role in models)),
+    }
     return {name: plan for name, plan in plans.items() if plan}
 
 
@@ -233,7 +241,7 @@ def scale() -> list[dict[str, Any]]:
         except UserError as error:
             line["refused"] = str(error)
         spent = {"search_s": time.perf_counter() - began, "search_cpu_s": time.process_time() - cpu}
-        line |= {**{name: round(value, 1) for name, value in spent.items()}, **vars(search.considered)}
+        line |= {name: round(value, 1) for name, value in spent.items()}
         lines.append(line)
         print(line, flush=True)
     return lines

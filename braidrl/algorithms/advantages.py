@@ -16,31 +16,34 @@ from braidrl.algorithms.registry import Needs, advantages, selections
 
 
 class Groups:
-    """The groups of some rows: their numbers (K,), ascending, and sizes (K,); `index` (B,) is each row's position among them."""
+    """The groups of some rows: their numbers (K,), ascending, and sizes (K,); `index` (B,) is each row's position among them.
 
-    def __init__(self, group: Tensor) -> None:
+    `counted` (B,) bool masks the rows that count in their group's statistics.
+    """
+
+    def __init__(self, group: Tensor, statistics_mask: Tensor | None = None) -> None:
         """Find the groups of rows with the group numbers `group` (B,) int64."""
         self.numbers, self.index, self.sizes = torch.unique(group, return_inverse=True, return_counts=True)
+        self.counted = torch.ones_like(group, dtype=torch.bool) if statistics_mask is None else statistics_mask > 0
 
     def sums(self, per_row: Tensor) -> Tensor:
         """Return the sum of `per_row` (B,) in each group, (K,)."""
         return per_row.new_zeros(len(self.numbers)).index_add(0, self.index, per_row)
 
     def means(self, per_row: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean of `per_row` (B,) in each group, (K,), weighted by `weights` (B,); 0 where the weights add up to 0."""
-        weights = torch.ones_like(per_row) if weights is None else weights.to(per_row.dtype)
+        """Return the mean of the counted `per_row` (B,) in each group, (K,), weighted by `weights` (B,); 0 where these add up to 0."""
+        weights = (self.counted if weights is None else weights * self.counted).to(per_row.dtype)
         total = self.sums(weights)
         return self.sums(per_row * weights) / total.masked_fill(total == 0, 1)
 
-    def varies(self, per_row: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Return True for each group in which `per_row` (B,) has different values among the rows `counted`, (K,) bool.
+    def varies(self, per_row: Tensor) -> Tensor:
+        """Return True for each group in which `per_row` (B,) has different values among the counted rows, (K,) bool.
 
         The comparison is exact. The mean of equal numbers may differ from them by rounding, and a division by a tiny standard
         deviation would amplify that difference.
         """
-        high = per_row if counted is None else per_row.masked_fill(~counted, -torch.inf)
-        low = per_row if counted is None else per_row.masked_fill(~counted, torch.inf)
         start = per_row.new_zeros(len(self.numbers))
+        high, low = (per_row.masked_fill(~self.counted, end) for end in (-torch.inf, torch.inf))
         highest = start.scatter_reduce(0, self.index, high, "amax", include_self=False)
         lowest = start.scatter_reduce(0, self.index, low, "amin", include_self=False)
         return highest > lowest
@@ -50,18 +53,11 @@ class Groups:
 PAIR = Needs(group_size=2)
 
 
-def counted_rows(like: Tensor, statistics_mask: Tensor | None) -> Tensor:
-    """Mask the rows that count in their group's statistics, (B,) bool."""
-    if statistics_mask is None:
-        return torch.ones_like(like, dtype=torch.bool)
-    return statistics_mask > 0
-
-
-def centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None) -> tuple[Tensor, Groups, Tensor]:
-    """Return R − R̄ (B,) in float64, exactly 0 in a group of equal scores; the groups; and the rows that count, (B,) bool."""
-    groups, counted, scores = Groups(group), counted_rows(reward, statistics_mask), reward.double()
-    difference = scores - groups.means(scores, counted)[groups.index]
-    return difference * groups.varies(scores, counted)[groups.index] * counted, groups, counted
+def centered(reward: Tensor, groups: Groups, weights: Tensor | None = None) -> Tensor:
+    """Return R − R̄ (B,) in float64, exactly 0 in a group of equal scores and for rows that do not count; `weights` are those of R̄."""
+    scores = reward.double()
+    difference = scores - groups.means(scores, weights)[groups.index]
+    return difference * groups.varies(scores)[groups.index] * groups.counted
 
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
@@ -75,8 +71,9 @@ def group_normalized(
     Args:
         epsilon: Added to the deviation.
     """
-    difference, groups, counted = centered(reward, group, statistics_mask)
-    freedom = (groups.sums(counted.double()) - 1).clamp(min=1)
+    groups = Groups(group, statistics_mask)
+    difference = centered(reward, groups)
+    freedom = (groups.sums(groups.counted.double()) - 1).clamp(min=1)
     deviation = (groups.sums(difference**2) / freedom).sqrt()
     return (difference / (deviation[groups.index] + epsilon)).to(reward.dtype)
 
@@ -84,7 +81,7 @@ def group_normalized(
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def group_centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
     """Return R − R̄, (B,). Dr. GRPO, arXiv 2503.20783."""
-    return centered(reward, group, statistics_mask)[0].to(reward.dtype)
+    return centered(reward, Groups(group, statistics_mask)).to(reward.dtype)
 
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
@@ -93,9 +90,9 @@ def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None 
 
     RLOO, arXiv 2402.14740.
     """
-    difference, groups, counted = centered(reward, group, statistics_mask)
-    size = groups.sums(counted.double())
-    return (difference * (size / (size - 1).clamp(min=1))[groups.index]).to(reward.dtype)
+    groups = Groups(group, statistics_mask)
+    size = groups.sums(groups.counted.double())
+    return (centered(reward, groups) * (size / (size - 1).clamp(min=1))[groups.index]).to(reward.dtype)
 
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
@@ -103,10 +100,7 @@ def optimal_baseline(
     reward: Tensor, action_tokens: Tensor, group: Tensor, statistics_mask: Tensor | None = None
 ) -> Tensor:
     """Return R − Σ l_j R_j / Σ l_j with the lengths l in action tokens as weights, (B,). OPO, arXiv 2505.23585."""
-    groups, counted, scores = Groups(group), counted_rows(reward, statistics_mask), reward.double()
-    baseline = groups.means(scores, action_tokens * counted)[groups.index]
-    varies = groups.varies(scores, counted)[groups.index]
-    return ((scores - baseline) * varies * counted).to(reward.dtype)
+    return centered(reward, Groups(group, statistics_mask), action_tokens).to(reward.dtype)
 
 
 @advantages.register(writes=["advantage"], columns={"greedy_reward": "greedy.reward"})
@@ -118,11 +112,10 @@ def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
     """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
-    difference, groups, counted = centered(correct, group, statistics_mask)
-    mean = groups.means(correct.double(), counted)[groups.index]
-    return (difference / mean.masked_fill(mean == 0, 1)).to(
-        correct.dtype if correct.is_floating_point() else torch.float32
-    )
+    groups = Groups(group, statistics_mask)
+    mean = groups.means(correct.double())[groups.index]
+    dtype = correct.dtype if correct.is_floating_point() else torch.float32
+    return (centered(correct, groups) / mean.masked_fill(mean == 0, 1)).to(dtype)
 
 
 @advantages.register(
@@ -143,18 +136,18 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
     Raises:
         ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
     """
-    groups, counted = Groups(group), counted_rows(correct, statistics_mask)
+    groups = Groups(group, statistics_mask)
     if bool((groups.sizes < k).any()):
         fewest = int(groups.sizes.min())
         raise ValueError(f"pass_at_k with k={k} needs at least {k} samples per prompt, a group has {fewest}")
-    n = groups.sums(counted.double())
-    wrong = groups.sums((counted & (correct <= 0)).double())
+    n = groups.sums(groups.counted.double())
+    wrong = groups.sums((groups.counted & (correct <= 0)).double())
     of_right = subset_share(wrong, n, k)
     of_wrong = of_right - subset_share(wrong - 1, n - 1, k - 1)
     deviation = (of_right * (1 - of_right)).sqrt()
     scale = torch.where(deviation > 0, 1 / deviation.masked_fill(deviation == 0, 1), 0.0)
     of_row = torch.where(correct > 0, (of_right * scale)[groups.index], (of_wrong * scale)[groups.index])
-    return (of_row * counted).to(correct.dtype if correct.is_floating_point() else torch.float32)
+    return (of_row * groups.counted).to(correct.dtype if correct.is_floating_point() else torch.float32)
 
 
 def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
@@ -171,20 +164,20 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
     return share
 
 
-@selections.register(scope="group", needs=Needs(group_size=2))
+@selections.register(scope="group", needs=PAIR)
 def informative_groups(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> dict[int, str]:
     """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
 
     Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
     """
-    groups, counted = Groups(group), counted_rows(correct, statistics_mask)
-    right, wrong = (groups.sums((counted & rows).long()) for rows in (correct > 0, correct <= 0))
+    groups = Groups(group, statistics_mask)
+    right, wrong = (groups.sums((groups.counted & rows).long()) for rows in (correct > 0, correct <= 0))
     dropped = dict.fromkeys(groups.numbers[wrong == 0].tolist(), "all correct")
     return dropped | dict.fromkeys(groups.numbers[right == 0].tolist(), "all wrong")
 
 
-@selections.register(scope="group", needs=Needs(group_size=2))
+@selections.register(scope="group", needs=PAIR)
 def informative_rewards(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> dict[int, str]:
     """Drop groups whose rewards (B,) are all equal, for graded rewards without right and wrong."""
-    groups, counted = Groups(group), counted_rows(reward, statistics_mask)
-    return dict.fromkeys(groups.numbers[~groups.varies(reward, counted)].tolist(), "all rewards equal")
+    groups = Groups(group, statistics_mask)
+    return dict.fromkeys(groups.numbers[~groups.varies(reward)].tolist(), "all rewards equal")

@@ -59,13 +59,3 @@ def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
         group_tokens: Action tokens of each row's group in the optimizer step, after masking, (B,).
     """
     return per_token(offsets, 1 / group_tokens.clamp(min=1).double())
-
-
-def weighted_sum(loss: Tensor, weights: Tensor) -> Tensor:
-    """Return Σ weight·loss of one micro-batch, a scalar. The caller adds these up and divides once per optimizer step.
-
-    Args:
-        loss: Per action token, (N,).
-        weights: Per action token, (N,) float64.
-    """
-    return (loss * weights.to(loss.dtype)).sum()

@@ -59,16 +59,10 @@ def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Te
     """
     groups = Groups(group)
     right, size, equal = groups.sums((correct > 0).long()), groups.sizes, ~groups.varies(reward)
-    return {
-        "all_correct_fraction": share_of((right == size) & equal),
-        "all_wrong_fraction": share_of((right == 0) & equal),
-        "no_signal_fraction": share_of(equal),
-    }
-
-
-def share_of(chosen: Tensor) -> Tensor:
-    """Return the share of `chosen` (K,) bool that is true; 0 for an empty tensor."""
-    return chosen.double().sum() / max(len(chosen), 1)
+    found = {
+        "all_correct_fraction": (right == size) & equal, "all_wrong_fraction": (right == 0) & equal, "no_signal_fraction": equal,
+    }  # fmt: skip
+    return {name: chosen.double().sum() / max(len(chosen), 1) for name, chosen in found.items()}
 
 
 def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:

@@ -87,10 +87,12 @@ class Entry:
 
         A name of the state is also a setting: it sets the initial value.
         """
-        known = [*self.settings, *self.state]
-        for name in given:
+        known = {**self.settings, **self.state}
+        for name, value in given.items():
             if name not in known:
                 raise ValueError(f"{self.name} has no setting {name!r}. {suggest(name, known)}")
+            if (is_number(known[name]) or name in self.needs.limits) and not (value is None or is_number(value)):
+                raise ValueError(f"{self.name}: {name} must be a number, got {value!r}")
         for name in self.required:
             if name not in given:
                 raise ValueError(f"{self.name} needs the setting {name!r}")
@@ -99,29 +101,8 @@ class Entry:
             if value is not None and not least <= value <= greatest:
                 raise ValueError(f"{self.name}: {name} must lie between {least} and {greatest}, got {value}")
         for name, names in self.needs.choices.items():
-            if name in given and given[name] not in set(names):
+            if name in given and given[name] not in list(names):
                 raise ValueError(f"{self.name}: {name} cannot be {given[name]!r}. {suggest(str(given[name]), names)}")
-
-    def check_group_size(self, given: dict[str, Any], samples: int) -> None:
-        """Check the number of samples per prompt.
-
-        Args:
-            given: The settings in the flow.
-            samples: Samples per prompt of the run.
-
-        Raises:
-            ValueError: With these settings the function needs more samples.
-        """
-        needed = self.needs.group_size
-        least = needed if isinstance(needed, int) else needed({**self.settings, **given})
-        if samples < least:
-            raise ValueError(f"{self.name} needs at least {least} samples per prompt, there are {samples}")
-
-    def check_aggregation(self, aggregation: str) -> None:
-        """Raise ValueError when the loss is not defined for the aggregation."""
-        if self.needs.aggregations and aggregation not in self.needs.aggregations:
-            defined = " or ".join(self.needs.aggregations)
-            raise ValueError(f"{self.name} is defined for aggregate {defined}, not {aggregation}")
 
 
 class Registry:
@@ -202,6 +183,11 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self.entries))
+
+
+def is_number(value: object) -> bool:
+    """Return True for a number; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

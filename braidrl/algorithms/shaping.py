@@ -67,8 +67,7 @@ def kl_penalty(
         coef: Coefficient of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
-    policy = rollout_log_probs if old_log_probs is None else old_log_probs
-    return kl_shaped(reward, policy, ref_log_probs, -coef, estimator)
+    return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -coef)
 
 
 @shapes.register(writes=["reward"], needs=KL)
@@ -84,8 +83,7 @@ def row_kl_penalty(
         coef: Coefficient of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
-    policy = rollout_log_probs if old_log_probs is None else old_log_probs
-    kl = policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
+    kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return reward - coef * kl.row_sums().to(reward.dtype)
 
 
@@ -102,10 +100,8 @@ def advantage_kl_penalty(
         coef: Coefficient of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
-    policy = rollout_log_probs if old_log_probs is None else old_log_probs
-    kl = policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
-    to_go = sums_to_go(kl, 1.0).values
-    return policy.with_values(policy.spread(advantage).to(to_go.dtype) - coef * to_go)
+    to_go = sums_to_go(kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), 1.0)
+    return to_go.with_values(to_go.spread(advantage).to(to_go.values.dtype) - coef * to_go.values)
 
 
 def kl_sums(
@@ -113,9 +109,8 @@ def kl_sums(
     target: float, gain: float = 0.1, estimator: str = "k1",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the sums for the batch's mean KL per row."""
-    policy = rollout_log_probs if old_log_probs is None else old_log_probs
-    kl = estimate(estimator, policy.values, ref_log_probs.values)
-    return {"kl": kl.double().sum(), "rows": torch.tensor(float(len(policy)))}
+    kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
+    return {"kl": kl.values.double().sum(), "rows": torch.tensor(float(len(kl)))}
 
 
 def next_kl_coefficient(
@@ -149,8 +144,7 @@ def adaptive_kl_penalty(
         estimator: Name of the KL estimator.
         state: `coef`, whose initial value is also a setting.
     """
-    policy = rollout_log_probs if old_log_probs is None else old_log_probs
-    return kl_shaped(reward, policy, ref_log_probs, -state["coef"], estimator)
+    return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -state["coef"])
 
 
 @shapes.register(writes=["token_rewards", "cost_token_rewards"], needs=KL)
@@ -166,12 +160,16 @@ def safe_rlhf_kl_penalty(
         coef: Coefficient of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
+    kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
+    return kl_shaped(reward, kl, -coef / 2), kl_shaped(cost, kl, coef / 2)
+
+
+def kl_of(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None, estimator: str) -> Ragged:
+    """Return KL(π, π_ref) per action token; π is `old_log_probs` where a stage writes them, otherwise the engine's."""
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
-    rewards = kl_shaped(reward, policy, ref_log_probs, -coef / 2, estimator)
-    return rewards, kl_shaped(cost, policy, ref_log_probs, coef / 2, estimator)
+    return policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
 
 
-def kl_shaped(per_row: Tensor, log_probs: Ragged, ref_log_probs: Ragged, factor: float, estimator: str) -> Ragged:
+def kl_shaped(per_row: Tensor, kl: Ragged, factor: float) -> Ragged:
     """Return factor·KL per action token, plus `per_row` (B,) at the row's last one."""
-    kl = estimate(estimator, log_probs.values, ref_log_probs.values)
-    return log_probs.with_values(factor * kl + at_row_end(per_row.to(kl.dtype), log_probs).values)
+    return kl.with_values(factor * kl.values + at_row_end(per_row.to(kl.values.dtype), kl).values)

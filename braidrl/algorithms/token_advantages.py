@@ -108,8 +108,8 @@ BatchSums = dict[str, Tensor]
 DISCOUNT = Needs({"gamma": (0, 1)})
 
 
-def moments(tokens: Ragged, statistics_mask: Tensor | None) -> BatchSums:
-    """Return count, sum and sum of squares over the action tokens of unmasked rows, float64."""
+def moments(tokens: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 0.0) -> BatchSums:
+    """Return count, sum and sum of squares over the action tokens of unmasked rows, float64; `epsilon` belongs to `whitened`."""
     counted = tokens.values.new_ones(len(tokens)) if statistics_mask is None else statistics_mask > 0
     weights, values = tokens.spread(counted).double(), tokens.values.double()
     return {"count": weights.sum(), "sum": (weights * values).sum(), "squares": (weights * values**2).sum()}
@@ -123,12 +123,7 @@ def whitened(tokens: Ragged, totals: BatchSums, epsilon: float) -> Ragged:
     return tokens.with_values(((tokens.values - mean) / (variance + epsilon).sqrt()).to(tokens.values.dtype))
 
 
-def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8) -> BatchSums:
-    """Return the moments of the advantages, for `whiten`."""
-    return moments(advantages, statistics_mask)
-
-
-@advantages.register(writes=["advantages"], scope="batch", sums=whiten_sums)
+@advantages.register(writes=["advantages"], scope="batch", sums=moments)
 def whiten(
     advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: BatchSums
 ) -> Ragged:
@@ -136,7 +131,7 @@ def whiten(
 
     Args:
         epsilon: Added to the variance.
-        totals: `whiten_sums` over the batch.
+        totals: `moments` over the batch.
     """
     return whitened(advantages, totals, epsilon)
 

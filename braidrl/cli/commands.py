@@ -236,9 +236,7 @@ def plan(
         list[str] | None, typer.Option(help="STAGE=SECONDS per iteration, for a stage without a cost model.")
     ] = None,
     rates: Annotated[Path | None, typer.Option(help="A file of rates, as written by --calibrate.")] = None,
-    like: Annotated[
-        str | None, typer.Option(help="Use the placement of deepspeed-chat, openrlhf, nemo-aligner or verl.")
-    ] = None,
+    like: Annotated[str | None, typer.Option(hidden=True)] = None,
     max_staleness: Annotated[
         int | None, typer.Option(help="Consider streaming with a staleness of up to this many versions.")
     ] = None,
@@ -279,7 +277,9 @@ def plan(
         measured(config, devices, file, typer.echo)
         typer.echo(f"rates of {devices} are in {file}; use them with --rates {file}")
         return
-    wanted = Wanted(devices, lengths, seconds or (), rates, like, max_staleness, time_limit)
+    if like:
+        raise UserError(f"--like is gone; examples/placements/ has the placement of {like} as a configuration")
+    wanted = Wanted(devices, lengths, seconds or (), rates, max_staleness, time_limit)
     find_plans(config, wanted, overlay, trace, Console())
 
 

@@ -26,8 +26,7 @@ from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.plan_report import show, spans_of
 from braidrl.plan.problem import Problem, batch_lengths, step_lengths
 from braidrl.plan.rates import Rates, read_rates
-from braidrl.plan.search import Plan, Search, like
-from braidrl.plan.streaming import StreamingSearch
+from braidrl.plan.search import Plan, Search
 from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
@@ -49,7 +48,6 @@ class Wanted:
     lengths: str | None = None
     seconds: Sequence[str] = ()
     rates: Path | None = None
-    like: str | None = None
     max_staleness: int | None = None
     time_limit: float | None = None
     runtimes: Sequence[str] = field(default_factory=lambda: ("eager", "hybrid", "distributed", "streaming"))
@@ -58,8 +56,8 @@ class Wanted:
 def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | None, console: Console) -> list[Plan]:
     """Find the best plans, print them, and write the first. Raises UserError for what cannot be planned, and for models that do not fit."""
     problem = problem_of(config, wanted)
-    plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
-    show(problem, plans, console, search=wanted.like is None)
+    plans = best_plans(problem, wanted)
+    show(problem, plans, console)
     if trace is not None:
         write_chrome_trace(trace, spans_of(plans[0]))
         console.print(f"predicted timeline in {trace}; open it at ui.perfetto.dev", soft_wrap=True, highlight=False)
@@ -98,6 +96,7 @@ def problem_of(config: Config, wanted: Wanted) -> Problem:
 
 def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
     """Return the best plans of all runtimes, fastest first. Raises UserError if the models fit on no allocation."""
+    problem.check_stages()
     until = time.monotonic() + wanted.time_limit if wanted.time_limit else None
     search = Search(problem, SHOWN, until)
     found: list[Plan] = []
@@ -114,7 +113,7 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
         for staleness in range(given, max(given, wanted.max_staleness or 0) + 1):
             trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
             config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
-            streamed = StreamingSearch(replace(problem, config=config, flow=build_flow(config))).best(staleness)
+            streamed = Search(replace(problem, config=config, flow=build_flow(config))).streaming(staleness)
             found += [streamed] if streamed is not None else []
     found = [one for one in found if one.runtime in wanted.runtimes]
     return sorted(found, key=lambda one: one.seconds)[:SHOWN]

@@ -12,18 +12,11 @@ publishes its unchanged weights, so that versions and iterations stay aligned.
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from braidrl.algorithms.random import permutation
 from braidrl.data.rows import Uid
 from braidrl.errors import UserError
-
-
-class Update(NamedTuple):
-    """One optimizer step: its epoch and its rows."""
-
-    epoch: int
-    rows: tuple[Uid, ...]
 
 
 @dataclass(frozen=True)
@@ -50,15 +43,12 @@ class Sizes:
         """Return by how many versions the weights may lag at the start of a row; suspended rows need the last one of `max_staleness`."""
         return self.max_staleness - self.sets_aside
 
-    def updates(self, iteration: int, uids: Sequence[Uid]) -> list[Update]:
-        """Return the optimizer steps of a batch, in order."""
-        plan = update_plan(
-            [uid[1] for uid in uids], [uid[2] for uid in uids],
-            rows_per_update=self.rows_per_update, epochs=self.epochs, seed=self.seed, iteration=iteration,
+    def updates(self, iteration: int, groups: Sequence[int], samples: Sequence[int]) -> list[list[int]]:
+        """Return the row positions of each optimizer step of a batch, as `update_plan`."""
+        return update_plan(
+            groups, samples, rows_per_update=self.rows_per_update, epochs=self.epochs, seed=self.seed, iteration=iteration,
             older=self.older_groups or 0,
         )  # fmt: skip
-        per_epoch = len(plan) // self.epochs
-        return [Update(n // per_epoch, tuple(uids[i] for i in rows)) for n, rows in enumerate(plan)]
 
 
 def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_update: int | None) -> int:
@@ -168,12 +158,11 @@ class TrainingBatch:
         if sizes.rows_per_update == rows:
             plan = [list(range(sizes.epochs))] * rows
             return TrainingBatch(iteration, samples, rows, plan, sizes.epochs)
-        places = [(0, n // samples, n % samples) for n in range(rows)]
-        plan = [[] for _ in places]
-        updates = sizes.updates(iteration, places)
+        plan = [[] for _ in range(rows)]
+        updates = sizes.updates(iteration, [n // samples for n in range(rows)], [n % samples for n in range(rows)])
         for number, step in enumerate(updates):
-            for _, place, sample in step.rows:
-                plan[place * samples + sample].append(number)
+            for row in step:
+                plan[row].append(number)
         return TrainingBatch(iteration, samples, sizes.rows_per_update, plan, len(updates))
 
     def updates_of(self, uids: Iterable[Uid]) -> list[list[int]]:

@@ -132,12 +132,16 @@ class Flow:
         return tuple(edges)
 
     @cached_property
+    def predecessors(self) -> dict[str, tuple[str, ...]]:
+        """Return the sources of the edges to each stage, in the order of the stages."""
+        return {s.name: tuple(edge.source for edge in self.edges if edge.target == s.name) for s in self.stages}
+
+    @cached_property
     def depth(self) -> dict[str, int]:
         """Return the length of the longest path of edges to each stage: stages with equal depth may run at the same time."""
         depth = {ADMISSION: 0}
-        for stage in self.stages:
-            before = [edge.source for edge in self.edges if edge.target == stage.name]
-            depth[stage.name] = 1 + max((depth[name] for name in before), default=0)
+        for stage, before in self.predecessors.items():
+            depth[stage] = 1 + max((depth[name] for name in before), default=0)
         return depth
 
     def needs_from_data(self) -> tuple[str, ...]:
@@ -188,10 +192,7 @@ def serial_chain(flow: Flow) -> tuple[Stage, ...]:
     The stages up to a `select` stay in front: they run in waves, the others once.
     """
     # A column's next version overwrites the last, so that its readers come before.
-    before: dict[str, set[str]] = {stage.name: set() for stage in flow.stages}
-    for edge in flow.edges:
-        if edge.source != ADMISSION:
-            before[edge.target].add(edge.source)
+    before = {stage: set(sources) - {ADMISSION} for stage, sources in flow.predecessors.items()}
     for i, stage in enumerate(flow.stages):
         read = {column.name for column in flow.inputs[stage.name]}
         for later in flow.stages[i + 1 :]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import braidrl.algorithms.library  # noqa: F401  (registers what comes with Braid)
 from braidrl.algorithms import registry
-from braidrl.algorithms.registry import Entry, Registry
+from braidrl.algorithms.registry import Entry, Registry, is_number
 from braidrl.errors import UserError, suggest
 from braidrl.flow.stage import Kind, Signature
 from braidrl.importing import LOADED_FROM_FILE, import_function
@@ -47,17 +47,21 @@ FAMILIES: dict[str, Registry] = {
 }
 """Families of the functions of compute and select stages."""
 OLD = ("recompute", "rollout", "self")
-ROLE_TYPES: dict[str, tuple[str, ...]] = {
-    "generate": ("into", "greedy", "temperature", "top_p", "top_k", "purpose", "environment"),
-    "verify": ("correct_score", "wrong_score", "weight", "of"),
-    "score": ("weight", "of"),
-    "log_probs": (),
-    "values": (),
-    "update": (
-        "loss", "aggregate", "old", "kl", "entropy_coef", "correction", "source", "decay", "ptx_coef", "positive_coef",
-    ),
+ROLE_TYPES: dict[str, dict[str, type]] = {
+    "generate": {
+        "into": str, "greedy": bool, "temperature": float, "top_p": float, "top_k": int, "purpose": str, "environment": str,
+    },
+    "verify": {"correct_score": float, "wrong_score": float, "weight": float, "of": str},
+    "score": {"weight": float, "of": str},
+    "log_probs": {},
+    "values": {},
+    "update": {
+        "loss": object, "aggregate": object, "old": str, "kl": object, "entropy_coef": float, "correction": object, "source": str,
+        "decay": float, "ptx_coef": float, "positive_coef": float,
+    },
 }  # fmt: skip
-"""The types of a role's stages, the methods of `Role`, with their parameters."""
+"""The types of a role's stages, the methods of `Role`, with the types of their parameters; `object` is a choice among CHOICES."""
+NAMES_OF_TYPES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
 # Parameters of losses that the training pass itself computes: they are not columns.
 COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "group_tokens")
 
@@ -71,9 +75,17 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
     log_probs  log-probabilities of the action tokens under the role's weights
     values     one value per action token
     """
-    for name in params:
+    for name, value in params.items():
         if name not in ROLE_TYPES[type]:
             raise UserError(f"{role}.{type} has no parameter {name!r}. {suggest(name, ROLE_TYPES[type])}")
+        kind = ROLE_TYPES[type][name]
+        fits = (
+            is_number(value) and (kind is float or isinstance(value, int))
+            if kind in (int, float)
+            else isinstance(value, kind)
+        )
+        if not fits:
+            raise UserError(f"{role}.{type}: {name} must be {NAMES_OF_TYPES[kind]}, got {value!r}")
     if type == "update":
         return update_signature(role, params)
     if type == "generate":
@@ -107,10 +119,11 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
         raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
     chosen = {"aggregate": "token-mean", **params}
     entries = {name: chosen_entry(role, name, chosen[name]) for name in CHOICES if name in chosen}
-    try:
-        entries["loss"].check_aggregation(entries["aggregate"].name)
-    except ValueError as error:
-        raise UserError(f"{role}.update: {error}") from None
+    defined, aggregation = entries["loss"].needs.aggregations, entries["aggregate"].name
+    if defined and aggregation not in defined:
+        raise UserError(
+            f"{role}.update: {entries['loss'].name} is defined for aggregate {' or '.join(defined)}, not {aggregation}"
+        )
     if "correction" in entries and entries["loss"].needs.weighs_rollout:
         raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
     likelihood = {"ptx_tokens": params.get("ptx_coef", 0.0), "correct": params.get("positive_coef", 0.0)}
@@ -152,13 +165,14 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
 
     Raises UserError for an unknown name or setting, and for a KL term without a coefficient.
     """
-    settings = {"name": choice} if isinstance(choice, str) else dict(choice)
     place = f"{role}.update: {parameter}"
-    if "name" not in settings:
+    settings = {"name": choice} if isinstance(choice, str) else choice
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
         raise UserError(f"{place} has no name, as in `{parameter}: {{name: ...}}`. {suggest('', CHOICES[parameter])}")
+    settings = dict(settings)
     try:
         entry = entry_of(CHOICES[parameter], settings.pop("name"))
-        if parameter == "kl" and settings.pop("coef", None) is None:
+        if parameter == "kl" and not is_number(settings.pop("coef", None)):
             raise UserError("needs `coef`, the factor before the KL term")
         entry.check(settings)
     except (ValueError, UserError) as error:

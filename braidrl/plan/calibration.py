@@ -20,7 +20,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.observe.trace import Span
 from braidrl.plan.configured import deployment, predicted
 from braidrl.plan.problem import Problem
-from braidrl.plan.rates import VLLM, EngineRates, Phase, PhaseRates, Rates, RuntimeRates, Work, default_rates
+from braidrl.plan.rates import BUILT_IN, VLLM, EngineRates, Phase, PhaseRates, Rates, RuntimeRates, Work
 from braidrl.plan.work import Lengths
 
 WARM_UP = 2
@@ -58,7 +58,7 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
     """
     cluster, models = runs[0].problem.cluster, runs[0].problem.models
     kind = cluster.groups[0].kind
-    rates = before.get(kind) or default_rates().get(kind) or Rates()
+    rates = before.get(kind) or BUILT_IN.get(kind) or Rates()
     samples: list[tuple[dict[str, float], float]] = []
     compute: dict[str, list[float]] = defaultdict(list)
     # Streaming stages run concurrently and slow each other on shared cores: prefer runs of other runtimes.

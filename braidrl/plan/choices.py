@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal
 
 from braidrl.cluster.device_kinds import NodeGroup
@@ -31,15 +31,13 @@ from braidrl.runtimes.memory.budget import (
 )
 from braidrl.runtimes.memory.residency import PUBLISH, Asset, AssetPart
 from braidrl.runtimes.sizing import MOST_SLOTS
-from braidrl.training.memory.footprint import Shape, saved_bytes
+from braidrl.training.memory.footprint import Shape
 from braidrl.training.role_settings import USUAL_TOKENS, slots_of
 
 RolePart = Literal["all", "model", "generate"]
 PARTS: tuple[AssetPart, ...] = ("weights", "optimizer", "engine", "inference")
 LONG = 8192
 """Tokens from which a row is worth sequence parallelism."""
-AT_ONCE = 2048
-"""Tokens at which activations are counted; other sizes are scaled linearly."""
 FEWEST_SLOTS = 16
 MOST_TRIED = 20_000
 """Most combinations of choices that are tried per set and size; a tenth of this once one fits."""
@@ -83,12 +81,11 @@ class SetChoice:
 
 
 class Choices:
-    """The cached choices of a problem's roles, and of sets of them; `layouts_tried` counts evaluated deployments."""
+    """The cached choices of a problem's roles, and of sets of them."""
 
     def __init__(self, problem: Problem, allowed: Callable[[Choice], bool] | None = None) -> None:
-        """Prepare an empty cache; `allowed` filters the choices of a named placement, None allows all."""
+        """Prepare an empty cache; `allowed` filters choices, None allows all."""
         self.problem, self.allowed = problem, allowed
-        self.layouts_tried = 0
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
         self._sets: dict[tuple[tuple[str, ...], str, int, str], SetChoice | None] = {}
 
@@ -137,33 +134,33 @@ class Choices:
         given = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
         if part == "generate":
             # Engines on separate devices, with their own weights.
-            alone = problem.use(model.role, ParallelLayout(data=devices), given)
-            alone = replace(alone, shape=model.plain, trained=False)
+            alone = model.deployed(ParallelLayout(data=devices), given)
+            alone = replace(alone, shape=model.use.plain, trained=False)
             engines = [
-                engine and replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype), own_weights=True)
+                engine and replace(engine, shape=replace(model.use.plain, dtype=engine.shape.dtype), own_weights=True)
                 for engine in self.engines(model, group, devices)
             ]
             uses = [replace(alone, engine=engine) for engine in engines]
             yield from self._fitting(model, group, uses, devices, part, True)
             return
         tried = sorted({longest, max(longest, given), max(longest, given * 4)})
-        every = layouts(model.shape, devices, group, model.trained, longest)
+        every = layouts(model.use.shape, devices, group, model.use.trained, longest)
         found = [layout for layout in every if problem.allows(model.role, layout)]
         for layout in found:
             # If training gathers its weights, inference may use a copy in a layout that does not.
             copies: list[ParallelLayout | None] = [None]
-            if model.infers and model.trained and layout.shard == "full":
+            if model.infers and model.use.trained and layout.shard == "full":
                 copies += [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1][:2]
-            checkpointing = (False, True) if model.trained else (False,)
+            checkpointing = (False, True) if model.use.trained else (False,)
             uses = [
-                replace(problem.use(model.role, layout, tokens, again), inference=inference)
+                replace(model.deployed(layout, tokens, again), inference=inference)
                 for tokens, again, inference in itertools.product(tried, checkpointing, copies)
             ]
             models = keep(self._fitting(model, group, uses, devices, "model"))
             if not model.generates or part == "model":
                 yield from models
                 continue
-            whole, order = problem.use(model.role, layout, 1), [stage.name for stage in problem.flow.stages]
+            whole, order = model.deployed(layout, 1), [stage.name for stage in problem.flow.stages]
             decoding = [replace(whole, engine=engine) for engine in self.engines(model, group, devices, layout)]
             decoders = keep(self._fitting(model, group, decoding, devices, "generate"))
             for one, other in itertools.product(models, decoders):
@@ -180,8 +177,7 @@ class Choices:
         room = self.problem.cluster.kinds[group.kind].memory * USABLE
         stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
         for use in uses:
-            self.layouts_tried += 1
-            resident, working = role_memory(use, activations)
+            resident, working = role_memory(use)
             if part == "generate":
                 # The trainer's own memory is counted with its model part.
                 resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
@@ -201,7 +197,7 @@ class Choices:
         if engine == "http":
             yield None
             return
-        sizes = model.shape.sizes
+        sizes = model.use.shape.sizes
         heads = sizes.num_attention_heads
         if engine == "embedded":
             heads = math.gcd(heads, sizes.num_key_value_heads)
@@ -218,7 +214,9 @@ class Choices:
             enough = min(-(-rows // FEWEST_SLOTS) * FEWEST_SLOTS, MOST_SLOTS)
             halves = {(enough >> power) // FEWEST_SLOTS * FEWEST_SLOTS for power in range(enough.bit_length())} - {0}
             for slots in sorted({min(slots_of(problem.config), enough), *halves}):
-                yield engine_use(model.role, model.shape, layout or ParallelLayout(), problem.config, slots, divisor)
+                yield engine_use(
+                    model.role, model.use.shape, layout or ParallelLayout(), problem.config, slots, divisor
+                )
 
     def together(
         self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, limit: float = math.inf
@@ -335,18 +333,3 @@ def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-@cache
-def _saved(shape: Shape, layers: int, tensor: int) -> float:
-    return saved_bytes(shape, layers, AT_ONCE * tensor, tensor) / AT_ONCE
-
-
-def activations(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout) -> int:
-    """Return activation bytes as `footprint.activation_bytes`, measured once per (model, tensor) and scaled linearly in tokens."""
-    share = -(-tokens // (layout.sequence * layout.tensor))
-    one, two = (_saved(shape, layers, layout.tensor) * share for layers in (1, 2))
-    layers = shape.sizes.num_hidden_layers
-    if not checkpointing:
-        return int(one + (layers - 1) * (two - one))
-    return int(one + layers * share * shape.sizes.hidden_size * shape.element_bytes)

@@ -13,8 +13,7 @@ from braidrl.engines.factory import generation_layout, own_engines, ranks_per_no
 from braidrl.flow import Kind, Stage
 from braidrl.plan.choices import Choice, all_resident, in_turns
 from braidrl.plan.problem import USABLE, Problem
-from braidrl.plan.search import Plan, Search
-from braidrl.plan.streaming import StreamingSearch
+from braidrl.plan.search import Plan, streaming_plan, synchronous_plan
 from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, engine_use, role_memory
 from braidrl.runtimes.streaming.groups import worker_groups
 from braidrl.training.role_settings import inference_layouts, settings_of, slots_of
@@ -46,8 +45,8 @@ def predicted(problem: Problem) -> Plan:
             found = in_turns(problem, roles, group, devices, int(config.trainer.resident_gib * GIB))
         sets.append(found or all_resident(roles, group, devices))
     if config.runtime == "streaming":
-        return StreamingSearch(problem).plan(sets, config.trainer.max_staleness)
-    return Search(problem).plan(config.runtime, sets)
+        return streaming_plan(problem, sets, config.trainer.max_staleness)
+    return synchronous_plan(problem, config.runtime, sets)
 
 
 def configured_pools(problem: Problem) -> Pools:
@@ -67,7 +66,7 @@ def configured_pools(problem: Problem) -> Pools:
 def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
     """Return the configured deployment of a stage's role, and the number of devices that run the stage."""
     config, role, pools = problem.config, str(stage.role), configured_pools(problem)
-    target, shape = generation_layout(config), problem.models[role].shape
+    target, shape = generation_layout(config), problem.models[role].use.shape
     own = settings_of(role, config)
     tokens, again = own.max_tokens, own.activation_checkpointing
     apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
@@ -75,13 +74,13 @@ def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
     if apart:
         # Engines alone hold their role's weights, by their own layout, without adapters.
         layout = ParallelLayout(pipeline=target.pipeline, tensor=target.tensor).resolve(devices)
-        use = problem.use(role, layout, tokens, again)
+        use = problem.models[role].deployed(layout, tokens, again)
         engine = engine_use(role, shape, layout, config, slots_of(config), target.ranks)
         engine = engine and replace(engine, shape=replace(use.plain, dtype=engine.shape.dtype), own_weights=False)
         return replace(use, shape=use.plain, trained=False, computes=False, engine=engine), devices
     layout = own.layout.resolve(devices)
-    use = problem.use(role, layout, tokens, again)
-    if problem.models[role].trained and (other := inference_layouts(config, problem.flow).get(role)):
+    use = problem.models[role].deployed(layout, tokens, again)
+    if problem.models[role].use.trained and (other := inference_layouts(config, problem.flow).get(role)):
         use = replace(use, inference=other.resolve(devices))
     if stage.kind is Kind.GENERATE:
         use = replace(use, engine=engine_use(role, shape, layout, config, slots_of(config), target.ranks))

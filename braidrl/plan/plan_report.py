@@ -13,7 +13,7 @@ from braidrl.cluster.pools import GENERATE
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.flow import Kind
 from braidrl.observe.trace import Span
-from braidrl.plan.choices import SetChoice, activations
+from braidrl.plan.choices import SetChoice
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan
@@ -23,8 +23,8 @@ SHOWN = 0.005
 """Differences below this share of an iteration are not listed as reasons."""
 
 
-def show(problem: Problem, plans: Sequence[Plan], console: Console, search: bool = True) -> None:
-    """Print the plans, fastest first, the first one in detail, and why it is the first; `search` is False for a given placement."""
+def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
+    """Print the plans, fastest first, the first one in detail, and why it is the first."""
     lengths, first, config = problem.lengths, plans[0], problem.config
     write = lambda text: console.print(text, highlight=False)  # noqa: E731
     write(
@@ -39,11 +39,10 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console, search: bool
         stages.add_row(stage, f"{cost.seconds:,.3g}", causes)
     write(stages)
     write(roles_table(first))
-    if search:
-        write(
-            "varied: runtime, placement, devices of each role, layouts, tokens of a micro-batch, recomputation"
-            + (", slots, ranks of an engine" if config.rollout.engine in ("embedded", "vllm") else "")
-        )
+    write(
+        "varied: runtime, placement, devices of each role, layouts, tokens of a micro-batch, recomputation"
+        + (", slots, ranks of an engine" if config.rollout.engine in ("embedded", "vllm") else "")
+    )
     write(
         f"kept: rollout.engine={config.rollout.engine}, batch, lengths, dtypes, optimizer, adapters, weight-update policy"
     )
@@ -126,14 +125,14 @@ def changed(problem: Problem, one: SetChoice, name: str, key: str, size: int) ->
     engine = choice.use.engine
     assert engine is not None
     slots, ranks = (size, engine.divisor) if key == "slots" else (engine.slots, size)
-    heads = problem.models[role].shape.sizes.num_attention_heads
+    heads = problem.models[role].use.shape.sizes.num_attention_heads
     if heads % ranks or one.devices % ranks or ranks > group.devices:
         return ""
     if key == "slots" and size > 2 * problem.rows * ranks / one.devices:
         return ""
     other = replace(engine, slots=slots, divisor=ranks, own_weights=engine.own_weights or size > 1)
     use = replace(choice.use, engine=other)
-    resident, _ = role_memory(use, activations)
+    resident, _ = role_memory(use)
     if name != role:
         resident = {part: n for part, n in resident.items() if part in (ENGINE, CACHE)}
     beside = [held.resident for held in one.roles.values() if held is not choice]

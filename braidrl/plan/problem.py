@@ -23,11 +23,11 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
-from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, default_rates, price
+from braidrl.plan.rates import BUILT_IN, Cost, Rates, RuntimeRates, Work, price
 from braidrl.plan.work import IntArray, Lengths, generate_work, infer_work, share_received, train_work
 from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
 from braidrl.runtimes.prepare.checks import check_plan
-from braidrl.training.memory.footprint import Shape, model_shape
+from braidrl.training.memory.footprint import model_shape
 from braidrl.training.optimizer import moment_bytes
 from braidrl.training.role_settings import DTYPES, settings_of, slots_of
 from braidrl.weights.generation_layout import GenerationLayout
@@ -45,15 +45,16 @@ class Model:
     """A role's model and its stages in the flow."""
 
     role: str
-    shape: Shape
-    plain: Shape
-    """The shape without adapters."""
     dtype: str
-    trained: bool
-    scalar: bool
+    use: Deployment
+    """Its deployment in no layout yet, and without an engine."""
     stages: tuple[Stage, ...]
     generates: bool
     infers: bool
+
+    def deployed(self, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
+        """Return its deployment in a layout, without an engine."""
+        return replace(self.use, layout=layout, tokens=tokens, checkpointing=checkpointing)
 
 
 @dataclass(eq=False)
@@ -75,8 +76,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.config = self.config.model_copy(update={"device": self.cluster.device})
-        usual = default_rates()
-        self.rates = {kind: self.rates.get(kind) or usual.get(kind) or Rates() for kind in self.cluster.kinds}
+        self.rates = {kind: self.rates.get(kind) or BUILT_IN.get(kind) or Rates() for kind in self.cluster.kinds}
         trainer = self.config.trainer
         self.rows = trainer.prompts_per_step * self.config.rollout.samples_per_prompt
         """The number of rows in a batch."""
@@ -89,15 +89,17 @@ class Problem:
         found = {}
         for role in self.flow.roles:
             own = settings_of(role, self.config)
-            dtype, folder = own.dtype_name, own.model
             scalar, trained = role in self.flow.scalar_roles, role in self.flow.trained_roles
-            plain = shape_of(folder, DTYPES[dtype], scalar)
-            lora = own.lora if trained else None
-            shape = model_shape(folder, DTYPES[dtype], scalar, lora) if lora else plain
+            shape = plain = shape_of(own.model, DTYPES[own.dtype_name], scalar)
+            if trained and own.lora:
+                shape = model_shape(own.model, DTYPES[own.dtype_name], scalar, own.lora)
             stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
             kinds = {stage.kind for stage in stages}
-            generates, infers = Kind.GENERATE in kinds, Kind.INFER in kinds
-            found[role] = Model(role, shape, plain, dtype, trained, scalar, stages, generates, infers)
+            use = Deployment(
+                shape, plain, ParallelLayout(), trained, scalar, not kinds.isdisjoint((Kind.INFER, Kind.TRAIN)), 0,
+                moment_bytes=moment_bytes(self.config.trainer),
+            )  # fmt: skip
+            found[role] = Model(role, own.dtype_name, use, stages, Kind.GENERATE in kinds, Kind.INFER in kinds)
         return found
 
     def with_runtime(self, runtime: str, seconds: float) -> float:
@@ -136,7 +138,7 @@ class Problem:
             return Cost(overhead=self.seconds[stage.name])
         model, kind, rates = self.models[str(stage.role)], self.cluster.kinds[group.kind], self.rates[group.kind]
         if stage.kind is Kind.TRAIN and not is_optimized(stage):
-            return Cost(memory=3 * model.shape.parameters * 4 / kind.bandwidth)
+            return Cost(memory=3 * model.use.shape.parameters * 4 / kind.bandwidth)
         # Many training layouts share an engine configuration: simulate its generation once.
         engine = use.engine and (use.engine.divisor, use.engine.slots, use.engine.shape.dtype)
         key = (model.role, group.kind, devices, engine)
@@ -150,7 +152,7 @@ class Problem:
             return cost.plus(Cost(weights=self.publication_seconds(use, group, apart)))
         if stage.kind is Kind.INFER and use.inference is not None:
             target = GenerationLayout(use.inference.pipeline, use.inference.tensor, None)
-            moved = model.plain.parameters * model.plain.element_bytes * share_received(use.layout, target)
+            moved = model.use.plain.parameters * model.use.plain.element_bytes * share_received(use.layout, target)
             cost = cost.plus(Cost(weights=moved / (kind.link * rates.link)))
         return cost
 
@@ -159,7 +161,7 @@ class Problem:
         model, node, config = self.models[str(stage.role)], group.devices, self.config
         if stage.kind is Kind.GENERATE:
             # Servers are as many as there are addresses, each with what vLLM does by default.
-            engine = use.engine or EngineUse(model.shape, slots_of(config), 0)
+            engine = use.engine or EngineUse(model.use.shape, slots_of(config), 0)
             replicas = max(1, devices // engine.divisor if use.engine else len(config.rollout.servers.urls))
             multiple = ROW_MULTIPLE if self.cluster.device == "cpu" and config.rollout.engine == "embedded" else 1
             samples = config.rollout.samples_per_prompt
@@ -171,9 +173,9 @@ class Problem:
             rows = config.streaming.dispatch_rows * use.layout.ranks_per_replica
             tokens = min(tokens, math.ceil(rows * lengths.tokens / len(lengths)))
         if stage.kind is Kind.INFER:
-            return [infer_work(model.plain, use.inference or use.layout, lengths, tokens, model.scalar, node)]
+            return [infer_work(model.use.plain, use.inference or use.layout, lengths, tokens, model.use.scalar, node)]
         return [train_work(
-            model.shape, use.layout, lengths, tokens, use.checkpointing, model.scalar, node, self.updates,
+            model.use.shape, use.layout, lengths, tokens, use.checkpointing, model.use.scalar, node, self.updates,
             config.trainer.epochs,
         )]  # fmt: skip
 
@@ -214,15 +216,6 @@ class Problem:
             except UserError:
                 self._allowed[axes] = False
         return self._allowed.setdefault(axes, True)
-
-    def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
-        """Return a role's deployment in a layout, without an engine."""
-        model = self.models[role]
-        computes = model.infers or any(stage.kind is Kind.TRAIN for stage in model.stages)
-        return Deployment(
-            model.shape, model.plain, layout, model.trained, model.scalar, computes, tokens, checkpointing,
-            moment_bytes=moment_bytes(self.config.trainer),
-        )  # fmt: skip
 
 
 def batch_lengths(config: Config, given: str | None = None, sources: Sequence[LoadedSource] = ()) -> Lengths:

@@ -4,7 +4,6 @@ Work ──price(kind, rates)──▶ Cost        compute = operations / (peak 
                                          communication = exposed transfers + overlapped transfers that exceed the overlap
 """
 
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -46,8 +45,6 @@ class Work(NamedTuple):
     """Bytes within a node that overlap with compute."""
     behind_network: float = 0.0
     """Bytes between nodes that overlap with compute."""
-    host: float = 0.0
-    """Bytes to and from host memory."""
 
 
 class Cost(NamedTuple):
@@ -149,10 +146,8 @@ class Rates(Section):
         return rates
 
 
-@cache
-def default_rates() -> dict[str, Rates]:
-    """Return the built-in rates: typical GPU values, and values fitted on a CPU."""
-    return read_rates(Path(__file__).with_name("rates.yaml"))
+BUILT_IN = {"cpu": Rates(behind=0.0)}
+"""Rates of kinds of devices that differ from the typical values of `Rates`."""
 
 
 def read_rates(path: Path) -> dict[str, Rates]:
@@ -178,4 +173,4 @@ def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str, engine: str = 
     waited = work.link / link + work.network / network + work.collectives * rates.collective_s
     behind = work.behind_link / link + work.behind_network / network
     left = max(0.0, behind - rates.behind * (compute + memory))
-    return Cost(compute, memory, overhead, waited + left, 0.0, work.host / (kind.host * rates.host))
+    return Cost(compute, memory, overhead, waited + left)

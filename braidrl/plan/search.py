@@ -1,38 +1,41 @@
-"""Placement search after HybridFlow's Algorithm 1 (arXiv 2409.19256): set partitions of roles, devices per set, layouts.
+"""The search for the fastest plan of each runtime.
 
-partitions of the roles ──▶ devices of each set ──▶ choices of each set ──makespan──▶ the best of each partition
-        pruned by a lower bound of each set                                        the runtime's own order of calls
+hybrid      partitions of the roles ──▶ devices of each set ──▶ choices of each set ──makespan──▶ the best of each partition
+                pruned by a lower bound of each set                            the runtime's own order of calls
+streaming   devices of each worker group ──lower bound: its busiest group──▶ in order of the bound ──simulation──▶ the best
 
-A placement of another framework is one partition, with a filter for choices (`like`, `braid plan CONFIG --like NAME`):
-
-deepspeed-chat   all roles on all devices; ZeRO-3 to train, tensor parallelism within a node to generate     arXiv 2308.01320
-openrlhf         separate devices for each role and for engines; ZeRO-3                                       arXiv 2405.11143
-nemo-aligner     actor and reference on one half, critic and reward on the other; one layout for all         arXiv 2405.01481
-verl             all roles on all devices; separate layouts to train, infer and generate                     arXiv 2409.19256
-
-The paper sums seconds within a set and takes the maximum across sets, phase by phase. Here an iteration's calls are scheduled as the
-hybrid runtime makes them; the results are equal if phases do not overlap.
+The search of partitions is HybridFlow's Algorithm 1 (arXiv 2409.19256). The paper sums seconds within a set and takes the maximum across
+sets, phase by phase. Here an iteration's calls are scheduled as the hybrid runtime makes them; the results are equal if phases do not
+overlap. A streaming plan is simulated with the runtime's own schedule.
 """
 
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from braidrl.cluster.device_kinds import NodeGroup
-from braidrl.cluster.pools import GENERATE
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError
+from braidrl.flow import Kind
+from braidrl.flow.batches import Sizes
+from braidrl.flow.selecting import older_places
 from braidrl.plan.choices import Choice, Choices, RolePart, SetChoice
-from braidrl.plan.problem import Problem
+from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
-from braidrl.plan.simulation import Runtime, Simulation
+from braidrl.plan.simulation import Runtime, Simulation, Streaming, Workload
+from braidrl.runtimes.streaming.consumers import Consumers
+from braidrl.runtimes.streaming.groups import worker_groups
 
 FINEST = 32
 """Most units that allocations split the devices into, so that a search over a thousand devices takes seconds."""
-NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
-"""The placements of `like`."""
+ITERATIONS, SKIPPED = 6, 2
+"""Simulated iterations of a streaming plan, and the first ones that its time does not count."""
+MOST_ROWS = 96
+"""Most rows of a simulated iteration; in larger batches, each simulated row stands for several."""
+MOST_SIMULATED = 24
+"""Most allocations that are simulated, the most promising first."""
 RoleSets = tuple[tuple[str, ...], ...]
 
 
@@ -56,17 +59,6 @@ class Plan:
         return " | ".join(f"{'+'.join(one.roles)} x{one.devices}" for one in self.sets)
 
 
-@dataclass
-class Considered:
-    """Counters of a search."""
-
-    partitions: int = 0
-    allocations: int = 0
-    layouts: int = 0
-    cut: int = 0
-    """Partitions and allocations pruned by a bound."""
-
-
 def partitions(items: Sequence[str]) -> Iterator[RoleSets]:
     """Yield every set partition of the items (Bell number)."""
     if not items:
@@ -88,22 +80,27 @@ def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, .
         yield tuple((b - a) * unit for a, b in itertools.pairwise(ends))
 
 
+def unit_of(group: NodeGroup) -> int:
+    """Return the allocation unit of a node group: the smallest divisor that gives at most FINEST parts."""
+    return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
+
+
 class Search:
-    """A search over one problem; `considered` counts its work."""
+    """A search over one problem."""
 
     def __init__(
         self, problem: Problem, keep: int = 8, until: float | None = None,
         allowed: Callable[[Choice], bool] | None = None,
     ) -> None:  # fmt: skip
         """Prepare a search that returns at most `keep` plans, one per partition, and ends at `until` on the monotonic clock."""
-        problem.check_stages()
         self.problem, self.keep, self.until = problem, keep, until
-        self.considered = Considered()
         self.choices = Choices(problem, allowed)
-        self.edges = {
-            stage.name: [edge.source for edge in problem.flow.edges if edge.target == stage.name]
-            for stage in problem.flow.stages
-        }
+
+    def colocated(self, runtime: Runtime) -> list[Plan]:
+        """Return the best plan in which all roles share all devices; empty if they do not fit."""
+        group = max(self.problem.cluster.groups, key=lambda group: group.size)
+        found = self.choices.of_set(tuple(self.problem.flow.roles), group, group.size)
+        return [] if found is None else [synchronous_plan(self.problem, runtime, [found])]
 
     def hybrid(self) -> list[Plan]:
         """Return the best plan of each partition, fastest first, at most `keep` of them.
@@ -115,11 +112,9 @@ class Search:
         for partition in sorted(partitions(roles), key=len):
             if found and self.until is not None and time.monotonic() > self.until:
                 break
-            self.considered.partitions += 1
             plan = self.best_of(partition, found[self.keep - 1].seconds if len(found) >= self.keep else math.inf)
             if plan is not None:
                 found = sorted([*found, plan], key=lambda plan: plan.seconds)[: self.keep]
-        self.considered.layouts = self.choices.layouts_tried
         if found:
             return found
         refused = f"the models of flow {problem.flow.name} fit on no allocation of {problem.cluster}"
@@ -129,10 +124,10 @@ class Search:
                 if self.choices.of_set(roles, wider, wider.size):
                     smallest = f"{wider.nodes}x{wider.devices}x{wider.kind}"
                     raise UserError(f"{refused}; the smallest that fits is --devices {smallest}")
-        largest = max(problem.models.values(), key=lambda model: model.shape.parameters)
+        largest = max(problem.models.values(), key=lambda model: model.use.shape.parameters)
         raise UserError(
             f"{refused}, nor of a thousand times as many devices: {largest.role} has "
-            f"{largest.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
+            f"{largest.use.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
         )
 
     def best_of(self, partition: RoleSets, limit: float = math.inf) -> Plan | None:
@@ -146,37 +141,62 @@ class Search:
                 for group, own in members.items()
             ]
             for picked in itertools.product(*ways):
-                self.considered.allocations += 1
                 size_of = {i: size for one in picked for i, size in one.items()}
-                bar = min(limit, quickest.seconds if quickest else math.inf)
                 sets: list[SetChoice] = []
                 for i, (roles, group) in enumerate(zip(partition, groups, strict=True)):
                     found = self.choices.of_set(roles, group, size_of[i])
                     # Lower bound: an iteration takes at least as long as each set is busy.
-                    if found is None or found.busy >= bar:
-                        self.considered.cut += 1
+                    if found is None or found.busy >= limit:
                         break
                     sets.append(found)
                 else:
-                    plan = self.plan("hybrid", sets)
-                    quickest = plan if plan.seconds < bar else quickest
+                    plan = synchronous_plan(self.problem, "hybrid", sets)
+                    if plan.seconds < limit:
+                        quickest, limit = plan, plan.seconds
         return quickest
 
-    def plan(self, runtime: Runtime, sets: Sequence[SetChoice]) -> Plan:
-        """Return the plan of these sets of devices, with its calls scheduled as a runtime makes them."""
-        costs = costs_of(self.problem, sets)
-        # Only hybrid runs sets in parallel; stages without a model run with the first set.
-        set_of = {name: i for i, one in enumerate(sets) for name in one.costs} if runtime == "hybrid" else {}
-        pools = {name: set_of.get(name, 0) for name in costs}
-        times = call_times(self.edges, pools, {name: cost.seconds for name, cost in costs.items()})
-        seconds = self.problem.with_runtime(runtime, max(end for _, end in times.values()))
-        return Plan(runtime, tuple(sets), seconds, costs, times)
+    def streaming(self, staleness: int) -> Plan | None:
+        """Return the fastest streaming plan with this maximum staleness; None if a worker group does not fit."""
+        config, kinds = self.problem.config, self.problem.cluster.kinds
+        members = [group for group in worker_groups(config, self.problem.flow, None) if group.role]
+        found: list[tuple[float, list[SetChoice]]] = []
+        for group in self.problem.cluster.groups:
+            room = kinds[group.kind].memory * USABLE
+            for sizes in allocations(group.size, len(members), unit_of(group)):
+                sets: list[SetChoice] = []
+                # The fastest choice of each worker group that fits its devices.
+                for member, devices in zip(members, sizes, strict=True):
+                    part: RolePart = "generate" if member.kind == "generate" else "model"
+                    options = self.choices.of_role(str(member.role), group, devices, part)
+                    fitting = [one for one in options if one.peak <= room]
+                    if part == "generate" and config.streaming.weights == "rolling":
+                        # One engine generates while another loads.
+                        fitting = [one for one in fitting if one.use.engine is None or devices > one.use.engine.divisor]
+                    if fitting:
+                        choice = min(fitting, key=lambda one: one.busy)
+                        sets.append(SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak))
+                if len(sets) == len(members):
+                    found.append((max(one.busy for one in sets), sets))
+        quickest: Plan | None = None
+        for bound, sets in sorted(found, key=lambda pair: pair[0])[:MOST_SIMULATED]:
+            # Lower bound: an iteration takes at least as long as each group's work.
+            if quickest is not None and bound >= quickest.seconds:
+                break
+            plan = streaming_plan(self.problem, sets, staleness)
+            if quickest is None or plan.seconds < quickest.seconds:
+                quickest = plan
+        return quickest
 
-    def colocated(self, runtime: Runtime) -> list[Plan]:
-        """Return the best plan in which all roles share all devices; empty if they do not fit."""
-        group = max(self.problem.cluster.groups, key=lambda group: group.size)
-        found = self.choices.of_set(tuple(self.problem.flow.roles), group, group.size)
-        return [] if found is None else [self.plan(runtime, [found])]
+
+def synchronous_plan(problem: Problem, runtime: Runtime, sets: Sequence[SetChoice]) -> Plan:
+    """Return the plan of these sets of devices, with its calls scheduled as a runtime makes them."""
+    costs = costs_of(problem, sets)
+    # Only hybrid runs sets in parallel; stages without a model run with the first set.
+    set_of = {name: i for i, one in enumerate(sets) for name in one.costs} if runtime == "hybrid" else {}
+    pools = {name: set_of.get(name, 0) for name in costs}
+    times = call_times(problem.flow.predecessors, pools, {name: cost.seconds for name, cost in costs.items()})
+    seconds = problem.with_runtime(runtime, max(end for _, end in times.values()))
+    return Plan(runtime, tuple(sets), seconds, costs, times)
 
 
 def call_times(
@@ -200,101 +220,74 @@ def call_times(
 
 def costs_of(problem: Problem, sets: Sequence[SetChoice]) -> dict[str, Cost]:
     """Return the cost of each stage of the flow; stages without a model take given or calibrated seconds."""
-    modelled = {name: cost for one in sets for name, cost in one.costs.items()}
-    costs: dict[str, Cost] = {}
+    costs = {name: cost for one in sets for name, cost in one.costs.items()}
     for stage in problem.flow.stages:
-        if stage.name in modelled:
-            costs[stage.name] = modelled[stage.name]
-        elif stage.name in problem.seconds:
-            costs[stage.name] = Cost(overhead=problem.seconds[stage.name])
-        else:
+        if stage.name not in costs:
             each = problem.rates[sets[0].group.kind].stages.get(stage.type, 0.0)
-            costs[stage.name] = Cost(overhead=each * len(problem.rows_of(stage)))
-    return costs
+            seconds = problem.seconds.get(stage.name, each * len(problem.rows_of(stage)))
+            costs[stage.name] = Cost(overhead=seconds)
+    return {stage.name: costs[stage.name] for stage in problem.flow.stages}
 
 
-def unit_of(group: NodeGroup) -> int:
-    """Return the allocation unit of a node group: the smallest divisor that gives at most FINEST parts."""
-    return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
+def streaming_plan(problem: Problem, sets: Sequence[SetChoice], staleness: int) -> Plan:
+    """Return the plan of these worker groups, timed by simulation."""
+    costs = costs_of(problem, sets)
+    result = Streaming(workload(problem, sets, costs, staleness)).simulate()
+    seconds = problem.with_runtime("streaming", result.seconds_per_iteration(SKIPPED))
+    return Plan("streaming", tuple(sets), seconds, costs, {}, staleness, result)
 
 
-def like(problem: Problem, name: str) -> Plan:
-    """Return the best plan within another framework's placement. Raises UserError for an unknown name, or if the models do not fit."""
-    if name not in NAMES:
-        raise UserError(f"--like: unknown placement {name!r}. {suggest(name, NAMES)}")
-    search = Search(problem)
-    roles = tuple(problem.flow.roles)
-    if name == "openrlhf":
-        plan = apart(search)
-    elif name == "nemo-aligner":
-        plan = fixed(search, halves(problem), same_layout)
-    else:
-        plan = fixed(search, (roles,), sharded if name == "deepspeed-chat" else lambda choice: True)
-    if plan is None:
-        raise UserError(
-            f"--like {name}: the models of flow {problem.flow.name} do not fit in this placement on {problem.cluster}"
-        )
-    return plan
+def workload(problem: Problem, sets: Sequence[SetChoice], costs: Mapping[str, Cost], staleness: int) -> Workload:
+    """Return the workload to simulate; in large batches, each of its rows stands for several."""
+    config, lengths = problem.config, problem.lengths
+    samples = config.rollout.samples_per_prompt
+    prompts = max(1, min(config.trainer.prompts_per_step, MOST_ROWS // samples))
+    scale = config.trainer.prompts_per_step / prompts
+    rows = prompts * samples
+    workers, seconds = worker_seconds(problem, sets, costs, staleness, scale)
+    picks = [int(i * (len(lengths) - 1) / max(1, rows - 1)) for i in range(rows)]
+    responses = lengths.ordered[picks] / lengths.ordered[picks].mean()
+    order = [(i * 7919) % rows for i in range(rows)] if math.gcd(rows, 7919) == 1 else list(range(rows))
+    sizes = Sizes(
+        ITERATIONS, prompts, samples, rows // math.gcd(problem.updates, rows), config.trainer.epochs, staleness,
+        older_groups=older_places(config.streaming.on_policy_share, prompts),
+    )  # fmt: skip
+    return Workload(
+        problem.flow, sizes,
+        lambda stage, uid: seconds[stage] * float(responses[order[(uid[1] * samples + uid[2]) % rows]]), workers=workers,
+        dispatch_rows=max(1, round(config.streaming.dispatch_rows / scale)), loading=config.streaming.weights,
+        receive_seconds=max((costs[s.name].weights for s in problem.flow.stages if s.kind is Kind.GENERATE), default=0.0),
+    )  # fmt: skip
 
 
-def sharded(choice: Choice) -> bool:
-    """Return whether the layout is plain ZeRO-3."""
-    layout = choice.use.layout
-    return (
-        layout.tensor == layout.pipeline == layout.sequence == 1 and layout.shard == "full" and not choice.use.inference
-    )
+def worker_seconds(
+    problem: Problem, sets: Sequence[SetChoice], costs: Mapping[str, Cost], staleness: int, scale: float
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Return the simulated workers of each consumer and stage, and the seconds of a row of mean length, for `scale` rows, on one of them.
 
-
-def same_layout(choice: Choice) -> bool:
-    """Return whether a role uses only tensor and pipeline parallelism, and generates in its training layout."""
-    layout, engine = choice.use.layout, choice.use.engine
-    plain = layout.shard in ("none", "optimizer") and layout.sequence == 1 and not choice.use.inference
-    return plain and (engine is None or engine.divisor == layout.tensor)
-
-
-def halves(problem: Problem) -> RoleSets:
-    """Split the roles: those that generate or provide frozen log-probs, and the others."""
-    models = problem.models
-    first = tuple(role for role, model in models.items() if model.generates or (not model.trained and not model.scalar))
-    second = tuple(role for role in models if role not in first)
-    return (first, second) if second else (first,)
-
-
-def fixed(search: Search, partition: RoleSets, allowed: Callable[[Choice], bool]) -> Plan | None:
-    """Return the best plan of one partition whose sets have equal numbers of devices. Raises UserError if these do not divide so."""
-    group = max(search.problem.cluster.groups, key=lambda group: group.size)
-    size, left = divmod(group.size, len(partition))
-    if left:
-        names = " | ".join("+".join(roles) for roles in partition)
-        raise UserError(
-            f"--devices: {group.size} devices do not divide into {len(partition)} equal parts for {names}; "
-            f"write a multiple of {len(partition)}"
-        )
-    known = Choices(search.problem, allowed)
-    sets = [found for roles in partition if (found := known.of_set(roles, group, size))]
-    return search.plan("hybrid", sets) if len(sets) == len(partition) else None
-
-
-def apart(search: Search) -> Plan | None:
-    """Return the fastest plan with separate devices for each role and for engines."""
-    problem = search.problem
-    group = max(problem.cluster.groups, key=lambda group: group.size)
-    models, engines = Choices(problem, sharded), Choices(problem)
-    members: list[tuple[str, str, Choices, RolePart]] = [(role, role, models, "model") for role in problem.models]
-    generating = [role for role, model in problem.models.items() if model.generates]
-    members += [(role + GENERATE, role, engines, "generate") for role in generating]
-    unit = unit_of(group)
-    while group.size % (unit * 2) == 0 and group.size // (unit * 2) >= 2 * len(members):
-        unit *= 2
-    quickest: Plan | None = None
-    for sizes in allocations(group.size, len(members), unit):
-        sets = [
-            replace(found, roles={name: found.roles[role]})
-            for (name, role, known, part), size in zip(members, sizes, strict=True)
-            if (found := known.of_set((role,), group, size, part))
-        ]
-        if len(sets) < len(members):
+    Each slot of an engine is a simulated worker. Stages without a model run where their rows are.
+    """
+    lengths, flow, workers = problem.lengths, problem.flow, dict[str, int]()
+    seconds = {name: cost.seconds / len(lengths) * scale for name, cost in costs.items()}
+    for consumer in Consumers(flow):
+        one = next((one for one in sets if consumer.group in one.roles), None)
+        if one is None:
             continue
-        plan = search.plan("hybrid", sets)
-        quickest = plan if quickest is None or plan.seconds < quickest.seconds else quickest
-    return quickest
+        use = one.roles[consumer.group].use
+        shared = consumer.group not in flow.changed_roles and not use.layout.is_replicated
+        count = 1 if shared else use.layout.data or 1
+        for stage in consumer.stages:
+            if stage.kind is Kind.GENERATE:
+                total, engine = costs[stage.name].seconds - costs[stage.name].weights, use.engine
+                slots = engine.slots * max(1, one.devices // engine.divisor) if engine else len(lengths)
+                count = max(1, round(slots / scale))
+                if staleness == 0 and slots >= len(lengths):
+                    # On-policy iterations start and end with idle slots: use the mean decode step of `total`.
+                    seconds[stage.name] = total / float(lengths.ordered[-1]) * float(lengths.responses.mean())
+                else:
+                    # Slots are always full: throughput is that of the engine.
+                    seconds[stage.name] = total * min(slots, len(lengths) * (1 + staleness)) / len(lengths)
+            elif stage.name in one.costs:
+                seconds[stage.name] *= count / (problem.config.trainer.epochs if stage.kind is Kind.TRAIN else 1)
+        workers |= dict.fromkeys((consumer.name, *(stage.name for stage in consumer.stages)), count)
+    return workers, seconds

@@ -1,14 +1,13 @@
 """The streaming runtime's schedule in virtual time.
 
-Workload: durations and verdicts ──▶ Streaming ──▶ Simulation: a timeline, and an account of all rows
+Workload: durations and verdicts ──▶ Streaming ──▶ Simulation: a timeline
 
-workers of each consumer ─ take ─▶ schedule ── rows ──▶ seconds pass, a worker dies, an answer is late ──▶ done
-engines               ── load ──▶ which weights, and when ──▶ seconds pass while their rows are paused
+workers of each consumer ─ take ─▶ schedule ── rows ──▶ seconds pass ──▶ done
+engines                  ── load ──▶ which weights, and when ──▶ seconds pass while their rows are paused
 """
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,9 +15,8 @@ from typing import Literal, NamedTuple
 
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
-from braidrl.flow.batches import Sizes, UpdatesInProgress
+from braidrl.flow.batches import Sizes, TrainingBatch, UpdatesInProgress
 from braidrl.flow.flow import Flow, is_optimized
-from braidrl.flow.selecting import Selection
 from braidrl.flow.stage import Kind, Stage
 from braidrl.queue.table import Lease, LeaseLost
 from braidrl.runtimes.streaming.consumers import Consumer
@@ -26,44 +24,34 @@ from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule, Way
 
 Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
-Fate = Literal["done", "dies", "late"]
 
 
 @dataclass(frozen=True)
 class Workload:
     """A flow with its sizes, and functions that give durations and outcomes.
 
-    `seconds(stage, uid)` is the time of one row on one worker; `verdict(group)` is None to keep a group, else the reason to drop it;
-    `fate(lease)` is the outcome of a lease: done, the worker dies halfway, or it answers after the lease expired.
+    `seconds(stage, uid)` is the time of one row on one worker; `verdict(group)` is None to keep a group, else the reason to drop it.
     """
 
     flow: Flow
     sizes: Sizes
     seconds: Callable[[str, Uid], float]
     workers: Mapping[str, int] = field(default_factory=dict)
-    """Workers of a stage (streaming) or of a pool (hybrid); default 1."""
-    pools: Mapping[str, str] = field(default_factory=dict)
-    """The pool of a stage (hybrid); default: a pool of its own."""
-    ranks: int = 1
-    """Ranks of the distributed runtime."""
+    """Workers of a stage; default 1."""
     dispatch_rows: int = 4
-    """Most rows of a lease (streaming); engines lease one row at a time."""
+    """Most rows of a lease; engines lease one row at a time."""
     slots: int = 1
-    """Rows that an engine generates at once (streaming)."""
+    """Rows that an engine generates at once."""
     step_seconds: float = 0.0
-    """Seconds of an engine's decode step (streaming). Rows start at a step boundary; an engine requests a new row while the next step
-    runs. 0: rows start at once."""
+    """Seconds of an engine's decode step. Rows start at a step boundary; an engine requests a new row while the next step runs. 0: rows
+    start at once."""
     loading: Way = "rolling"
-    """The weight-update policy (streaming)."""
+    """The weight-update policy."""
     load_seconds: float = 0.0
     """Seconds that an engine pauses to load received weights."""
     receive_seconds: float = 0.0
     """Seconds to receive weights."""
-    seconds_per_iteration: float = math.inf
-    """Seconds of generation after which a row is suspended, if `sizes.sets_aside` (streaming)."""
     verdict: Callable[[int], str | None] = lambda group: None
-    fate: Callable[[int], Fate] = lambda lease: "done"
-    lease_seconds: float = 1e6
 
     def uids(self, groups: Sequence[int]) -> list[Uid]:
         return [(0, group, sample) for group in groups for sample in range(self.sizes.samples_per_prompt)]
@@ -82,26 +70,10 @@ class SimulatedSpan(NamedTuple):
 
 @dataclass
 class Simulation:
-    """The result: a timeline, the ends of iterations, and the outcome of every row."""
+    """The result: a timeline, and the ends of iterations."""
 
     spans: list[SimulatedSpan] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    admitted: set[Uid] = field(default_factory=set)
-    trained: Counter[tuple[tuple[str, int], Uid]] = field(default_factory=Counter)
-    """The number of times that a train stage used a row in an epoch."""
-    batches: list[tuple[int, ...]] = field(default_factory=list)
-    """The groups of each iteration's batch."""
-    versions: list[list[int]] = field(default_factory=list)
-    """The policy version that each row of each batch started on (streaming)."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    released: list[int] = field(default_factory=list)
-    staleness: int = 0
-    """The maximum over trained rows."""
-
-    def finish_batch(self, outcome: Selection) -> None:
-        self.batches.append(outcome.groups)
-        self.dropped.update(outcome.dropped)
-        self.released += outcome.released
 
     def seconds_per_iteration(self, skip: int = 2) -> float:
         """Return the mean over the iterations after the first `skip` (pipeline fill); needs more than `skip` iterations."""
@@ -135,15 +107,12 @@ class Clock:
 
 
 @dataclass
-class LeaseUnderWay:
+class SimulatedLease:
     """An active lease: its expected end, and for an engine's row the version that it started with."""
 
     lease: Lease
     end: float
     version: int | None
-    fate: Fate = "done"
-    drawn: float | None = None
-    """Seconds that its row has been generated for when it is suspended; None if the row completes."""
     turn: int = 0
     """The number of times that its end was postponed."""
 
@@ -156,30 +125,32 @@ class SimulatedWorker:
     consumer: Consumer
     ranks: int = 1
     slots: int = 1
-    work: dict[int, LeaseUnderWay] = field(default_factory=dict)
+    work: dict[int, SimulatedLease] = field(default_factory=dict)
     """Active leases by number."""
     loads: bool = False
     steps_since: float = 0.0
     """The time at which an engine's current series of decode steps started."""
-    batch: "SimulatedTraining | None" = None
-    """A trainer's batch."""
+    training: "SimulatedTraining | None" = None
 
 
 @dataclass
 class SimulatedTraining:
     """A trainer's work on one batch: the leases that it keeps, and the updates of its train stages, one stage after the other."""
 
+    batch: TrainingBatch
     stages: list[Stage]
-    steps: tuple[int, int]
     updates: UpdatesInProgress
     rows_left: int
-    leases: list[Lease] = field(default_factory=list)
     pieces: list[tuple[Lease, list[list[int]]]] = field(default_factory=list)
+    """The leases, with the updates of each row."""
     busy: bool = False
 
 
 class Streaming:
     """A simulated streaming run."""
+
+    lease_seconds = math.inf
+    """Seconds after which a lease expires."""
 
     def __init__(self, work: Workload) -> None:
         self.work = work
@@ -201,9 +172,6 @@ class Streaming:
         self.loading = LoadingSchedule(work.loading, max(1, len(self.engines) // 2))
         for engine in self.engines:
             self.loading.join(engine.name)
-        self.drawn: dict[Uid, float] = {}
-        """Seconds that suspended rows have been generated for."""
-        self.watching = False
 
     def simulate(self) -> Simulation:
         """Run to the last publication. Raises Deadlock if the run stalls before."""
@@ -215,29 +183,25 @@ class Streaming:
             for worker in self.workers:
                 # If one worker of a stage finds no rows, others of the same version find none either.
                 kind = worker.consumer.name, self.loading.version_of(worker.name)
-                if kind not in idle and self.loading.takes_rows(worker.name):
-                    while (not worker.loads and len(worker.work) < worker.slots) and kind not in idle:
-                        if not self._begin(worker):
-                            idle.add(kind)
+                if kind in idle or worker.loads or not self.loading.takes_rows(worker.name):
+                    continue
+                while len(worker.work) < worker.slots:
+                    if not self._begin(worker):
+                        idle.add(kind)
+                        break
             if self.schedule.published >= self.work.sizes.iterations:
                 break
             if not self.clock.step():
                 waiting = len(self.schedule.tasks.rows)
                 raise Deadlock(f"{waiting} rows wait forever behind version {self.schedule.published}")
-        self.result.staleness = self.schedule.max_staleness_seen
         return self.result
 
     def _admit(self) -> bool:
         count = self.schedule.groups_wanted(self.loading.target)
         if count:
             first = self.schedule.sampling.admitted + 1
-            uids = self.work.uids(range(first, first + count))
-            self.schedule.admit(uids)
-            self.result.admitted.update(uids)
-        outcome = self.schedule.close()
-        if outcome is not None:
-            self.result.finish_batch(outcome)
-        return count > 0 or outcome is not None
+            self.schedule.admit(self.work.uids(range(first, first + count)))
+        return self.schedule.close() is not None or count > 0
 
     def _judge(self) -> bool:
         """Run the verdict stages on complete groups; the last select decides, those before it keep everything."""
@@ -250,64 +214,113 @@ class Streaming:
                 judged = True
         return judged
 
+    def _publish(self) -> bool:
+        if self.schedule.due_publication() is None:
+            return False
+        self.schedule.publish()
+        self.result.ends.append(self.clock.now)
+        return True
+
+    def _begin(self, worker: SimulatedWorker) -> bool:
+        """Give a worker ready rows; return False if there are none."""
+        trains, version = worker.consumer.kind is Kind.TRAIN, self.loading.version_of(worker.name)
+        if worker.training is not None and worker.training.busy:
+            return False
+        most = self.work.dispatch_rows if version is None else 1
+        seconds = math.inf if trains else self.lease_seconds
+        lease = self.schedule.take(worker.consumer.name, worker.name, self.clock.now, seconds, most, version)
+        if lease is None:
+            return False
+        if trains:
+            self._take_in(worker, lease)
+        else:
+            self._start(worker, lease, self._shares(worker, lease.rows), version)
+        return True
+
+    def _start(self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float], version: int | None) -> None:
+        """Let a worker work on a lease for the seconds of its `shares`."""
+        if not worker.work:
+            worker.steps_since = self.clock.now
+        seconds, steps = max(shares), self.work.step_seconds
+        if steps and worker.consumer.kind is Kind.GENERATE and worker.steps_since != self.clock.now:
+            # The row misses the decode step that runs when it is requested.
+            seconds += self._until_step(worker) or steps
+        work = worker.work[lease.number] = SimulatedLease(lease, self.clock.now + seconds, version)
+        self.clock.after(work.end - self.clock.now, partial(self._end, worker, work, work.turn))
+        self._note(worker, lease.rows, shares)
+
+    def _end(self, worker: SimulatedWorker, work: SimulatedLease, turn: int) -> None:
+        """End a lease, unless its end was postponed since this was scheduled, in its `turn`."""
+        if turn != work.turn or worker.work.pop(work.lease.number, None) is None:
+            return
+        try:
+            rows = self.schedule.tasks.complete(work.lease.number, self.clock.now)
+        except LeaseLost:
+            # Selection dropped its rows: discard the result.
+            return
+        versions = dict.fromkeys(rows, work.version or 0) if worker.consumer.kind is Kind.GENERATE else None
+        self.schedule.done(worker.consumer.name, rows, versions)
+
+    def _take_in(self, worker: SimulatedWorker, lease: Lease) -> None:
+        """Run a trainer's stages before its updates on new rows, which it keeps."""
+        batch = self.schedule.coming
+        assert batch is not None
+        if worker.training is None:
+            due = [stage for stage in worker.consumer.updates if stage.when.includes(batch.iteration)]
+            updates = UpdatesInProgress(batch.steps, batch.size)
+            worker.training = SimulatedTraining(batch, due, updates, len(batch.plan))
+        training, numbers = worker.training, batch.updates_of(lease.rows)
+        training.pieces.append((lease, numbers))
+        training.rows_left -= len(lease.rows)
+        training.updates.add(lease, numbers)
+        self._occupy(training, self._shares(worker, lease.rows))
+
     def _train(self) -> bool:
         """Let trainers accumulate, make due steps, and end their batches."""
         changed, coming = False, self.schedule.coming
         for worker in self.workers if coming is not None else ():
-            training = worker.batch
+            training = worker.training
             if not worker.consumer.takes_rows:
                 due = [stage for stage in worker.consumer.updates if self.schedule.may_step(stage)]
                 for stage in due:
                     self.schedule.stepped(stage.name)
                 changed |= bool(due)
-            elif training is not None and not training.busy:
-                changed |= self._go_on(worker, training)
+            elif training is not None and not training.busy and training.stages:
+                changed |= self._update(worker, training)
+            elif training is not None and not training.busy and not training.rows_left:
+                # All of its rows have come and all updates are made.
+                for lease, _ in training.pieces:
+                    self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease.number, self.clock.now))
+                worker.training, changed = None, True
         return changed
 
-    def _go_on(self, worker: SimulatedWorker, training: SimulatedTraining) -> bool:
-        if not training.stages and not training.rows_left:  # all of its rows have come and all updates are made
-            for lease in training.leases:
-                self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease.number, self.clock.now))
-            worker.batch = None
-            return True
-        if not training.stages:
-            return False
-        stage = training.stages[0]
+    def _update(self, worker: SimulatedWorker, training: SimulatedTraining) -> bool:
+        """Accumulate the rows of a trainer's next update that have come, or make its step; return False if neither is possible."""
+        stage, batch = training.stages[0], training.batch
         if pieces := training.updates.take():
             rows = [lease.rows[place] for lease, places in pieces for place in places]
-            shares, lease = self._shares(worker, rows, stage), pieces[0][0]
-            training.busy = True
-            self._note(worker, lease, shares, stage, len(rows))
-            epoch = training.updates.made // (training.steps[0] // self.work.sizes.epochs)
-            self.result.trained.update(((stage.name, epoch), row) for row in rows)
-            self.clock.after(max(shares), partial(setattr, training, "busy", False))
+            shares = self._shares(worker, rows, stage)
+            self._occupy(training, shares)
+            self._note(worker, rows, shares, stage)
             return True
         infers = any(other.kind is Kind.INFER for other in worker.consumer.stages)
-        due = (
-            training.updates.is_complete and not (infers and training.rows_left)
-            if is_optimized(stage)
-            else not training.rows_left
-        )
+        due = not training.rows_left
+        if is_optimized(stage):
+            due = training.updates.is_complete and not (infers and training.rows_left)
         if not due or not self.schedule.may_step(stage):
             return False
         self.schedule.stepped(stage.name)
-        if is_optimized(stage):
-            training.updates.made += 1
-        if not is_optimized(stage) or training.updates.made == training.updates.steps:
+        training.updates.made += is_optimized(stage)
+        if not is_optimized(stage) or training.updates.made == batch.steps:
             training.stages.pop(0)
-            training.updates = UpdatesInProgress(*training.steps)
+            training.updates = UpdatesInProgress(batch.steps, batch.size)
             for lease, numbers in training.pieces:
                 training.updates.add(lease, numbers)
         return True
 
-    def _publish(self) -> bool:
-        if self.schedule.due_publication() is None:
-            return False
-        batch = self.schedule.batches[self.schedule.published + 1]
-        self.result.versions.append([self.schedule.versions[uid] for uid in batch.uids])
-        self.schedule.publish()
-        self.result.ends.append(self.clock.now)
-        return True
+    def _occupy(self, training: SimulatedTraining, shares: Sequence[float]) -> None:
+        training.busy = True
+        self.clock.after(max(shares), partial(setattr, training, "busy", False))
 
     def _load(self) -> bool:
         """Let engines receive and load weights if the policy allows it now."""
@@ -330,7 +343,7 @@ class Streaming:
                 # Rows that end with this step are not preempted; 1e-9 covers rounding of the sums.
                 if work.end > self.clock.now + step + 1e-9:
                     work.end, work.turn = work.end + seconds, work.turn + 1
-                    self.clock.after(work.end - self.clock.now, partial(self._ends, engine, work, work.turn))
+                    self.clock.after(work.end - self.clock.now, partial(self._end, engine, work, work.turn))
             engine.steps_since += seconds
             self.clock.after(step + seconds, partial(self._loaded, engine, load.version))
         return begun
@@ -338,85 +351,6 @@ class Streaming:
     def _loaded(self, engine: SimulatedWorker, version: int) -> None:
         engine.loads = False
         self.loading.loaded(engine.name, version)
-
-    def _begin(self, worker: SimulatedWorker) -> bool:
-        """Give a worker ready rows; return False if there are none."""
-        version = self.loading.version_of(worker.name)
-        most = self.work.dispatch_rows if version is None else 1
-        if worker.batch is not None and worker.batch.busy:
-            return False
-        seconds = math.inf if worker.consumer.kind is Kind.TRAIN else self.work.lease_seconds
-        lease = self.schedule.take(worker.consumer.name, worker.name, self.clock.now, seconds, most, version)
-        if lease is None:
-            return False
-        if worker.consumer.kind is Kind.TRAIN:
-            self._take_in(worker, lease)
-            return True
-        shares = self._shares(worker, lease.rows)
-        drawn: float | None = None
-        if worker.consumer.kind is Kind.GENERATE:
-            # A row that needs more seconds than an iteration allows is suspended (partial rollout).
-            before, limit = self.drawn.get(lease.rows[0], 0.0), self.work.seconds_per_iteration
-            shares = [shares[0] - before]
-            if shares[0] > limit and self.schedule.may_suspend(lease.rows[0]):
-                shares, drawn = [limit], before + limit
-        if not worker.work:
-            worker.steps_since = self.clock.now
-        seconds, steps = max(shares), self.work.step_seconds
-        if steps and worker.consumer.kind is Kind.GENERATE and worker.steps_since != self.clock.now:
-            # The row misses the decode step that runs when it is requested.
-            seconds += self._until_step(worker) or steps
-        fate = self.work.fate(lease.number)
-        late = self.work.lease_seconds if fate == "late" else 0.0
-        seconds = seconds / 2 if fate == "dies" else seconds + late
-        work = worker.work[lease.number] = LeaseUnderWay(lease, self.clock.now + seconds, version, fate, drawn)
-        self.clock.after(work.end - self.clock.now, partial(self._ends, worker, work, work.turn))
-        self._note(worker, lease, shares)
-        self._watch()
-        return True
-
-    def _ends(self, worker: SimulatedWorker, work: LeaseUnderWay, turn: int) -> None:
-        """End a lease, unless its end was postponed since this was scheduled, in its `turn`."""
-        if turn != work.turn:
-            return
-        lease, now = work.lease, self.clock.now
-        # The worker died in the meantime and lost its rows.
-        if worker.work.pop(lease.number, None) is None:
-            return
-        if work.fate == "dies":
-            worker.work.clear()
-            self.schedule.tasks.give_up(self.schedule.tasks.leases.of(worker.name))
-            return
-        try:
-            self.schedule.tasks.leases.current(lease.number, now)
-        except LeaseLost:
-            # Its rows were leased again or dropped: discard the result.
-            return
-        if work.drawn is not None:
-            rows = self.schedule.tasks.left(lease)
-            self.schedule.suspend(lease, dict.fromkeys(rows, work.version or 0))
-            self.drawn[lease.rows[0]] = work.drawn
-            return
-        rows = self.schedule.tasks.complete(lease.number, now)
-        versions = dict.fromkeys(rows, work.version or 0) if worker.consumer.kind is Kind.GENERATE else None
-        self.schedule.done(worker.consumer.name, rows, versions)
-
-    def _take_in(self, worker: SimulatedWorker, lease: Lease) -> None:
-        """Run a trainer's stages before its updates on new rows, which it keeps."""
-        batch = self.schedule.coming
-        assert batch is not None
-        if worker.batch is None:
-            due = [stage for stage in worker.consumer.updates if stage.when.includes(batch.iteration)]
-            steps = batch.steps, batch.size
-            worker.batch = SimulatedTraining(due, steps, UpdatesInProgress(*steps), len(batch.plan))
-        training, numbers = worker.batch, batch.updates_of(lease.rows)
-        training.leases.append(lease)
-        training.pieces.append((lease, numbers))
-        training.rows_left -= len(lease.rows)
-        training.updates.add(lease, numbers)
-        shares = self._shares(worker, lease.rows)
-        training.busy = True
-        self.clock.after(max(shares), partial(setattr, training, "busy", False))
 
     def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid], stage: Stage | None = None) -> list[float]:
         """Return the seconds of each rank for rows of one stage; by default of all of the consumer's stages that do not train."""
@@ -434,25 +368,11 @@ class Streaming:
         return (math.ceil(done) - done) * seconds
 
     def _note(
-        self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float], stage: Stage | None = None, rows: int = 0
+        self, worker: SimulatedWorker, rows: Sequence[Uid], shares: Sequence[float], stage: Stage | None = None
     ) -> None:
-        iteration = self.schedule.iteration_of[lease.rows[0][1]]
+        """Add a span of each rank to the timeline; by default it has the name of the consumer's first stage that its worker is for."""
+        own = stage or (worker.consumer.updates or worker.consumer.stages)[0]
+        now, iteration = self.clock.now, self.schedule.iteration_of[rows[0][1]]
         for rank, share in enumerate(shares):
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
-            span = (self.clock.now, self.clock.now + share, rows or len(lease.rows), iteration)
-            # By default the first of the stages whose workers it stands for.
-            own = stage or (worker.consumer.updates or worker.consumer.stages)[0]
-            self.result.spans.append(SimulatedSpan(name, own.name, *span))
-
-    def _watch(self, expired: bool = False) -> None:
-        """Give up `expired` leases, and schedule a check when the next one expires."""
-        tasks = self.schedule.tasks
-        if expired:
-            self.watching = False
-            tasks.give_up(tasks.leases.expired(self.clock.now))
-        deadline = tasks.leases.next_deadline()
-        if deadline is not None and not self.watching:
-            self.watching = True
-            # Slightly later, beyond rounding: a lease exactly at its deadline has not expired.
-            seconds = deadline - self.clock.now + self.work.lease_seconds / 1000
-            self.clock.after(seconds, partial(self._watch, expired=True))
+            self.result.spans.append(SimulatedSpan(name, own.name, now, now + share, len(rows), iteration))

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms import registry
-from braidrl.algorithms.aggregation import weighted_sum
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
@@ -161,7 +160,7 @@ class Objective:
         # Computed on the host, which knows the token counts, to avoid device synchronisation.
         on_host = replace(look, device=offsets.device).arguments(self.aggregation)
         weights = self.aggregation.function(*on_host, **self.aggregation_settings)
-        return {self.denominator: weighted_sum(per_token, weights.to(device))}, metrics
+        return {self.denominator: (per_token * weights.to(device, per_token.dtype)).sum()}, metrics
 
     def _monitors(self, look: "Lookup") -> dict[str, Tensor]:
         """Return metrics per token (A,) of a policy's drift from the old, the rollout and the reference policy."""

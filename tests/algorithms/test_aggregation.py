@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidrl.algorithms.advantages import Groups
-from braidrl.algorithms.aggregation import weighted_sum
 from braidrl.algorithms.ragged import offsets_of
 from braidrl.algorithms.registry import aggregations, losses
 from tests.algorithms.batches import built_in, floats, loss_columns, ragged, ragged_rows, take_rows
@@ -59,7 +58,7 @@ def test_an_aggregation_computes_the_mean_in_its_name(name: str, rows: list[list
     group = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
     loss, numbers = ragged(rows), torch.tensor(group)
     weights = weights_of(name, loss.offsets, group_tokens(loss.offsets, numbers))
-    result = weighted_sum(loss.values, weights) / count(name, loss.offsets, numbers)
+    result = (loss.values * weights).sum() / count(name, loss.offsets, numbers)
     assert result.item() == pytest.approx(loop(name, rows, group), abs=1e-9)
 
 
@@ -85,7 +84,7 @@ def sums_in_parts(name: str, aggregation: str, columns: Columns, parts: list[lis
         taken = take_rows(columns | {trained: leaf}, part)
         loss, _ = entry.function(*(taken[c] for c in entry.reads))
         offsets = offsets_of(torch.ones(len(part))) if name == "bradley_terry" else taken["offsets"]
-        share = weighted_sum(loss, weights_of(aggregation, offsets, of_group[torch.tensor(part, dtype=torch.int64)]))
+        share = (loss * weights_of(aggregation, offsets, of_group[torch.tensor(part, dtype=torch.int64)])).sum()
         share.backward()
         total += share.item()
     assert leaf.grad is not None
@@ -129,7 +128,7 @@ def test_reinforce_with_every_advantage_1_is_sft_under_any_aggregation(aggregati
 def test_token_mean_divides_by_the_tokens_of_the_whole_batch() -> None:
     loss = ragged([[1.0], [0.0, 0.0, 0.0]])
     halves = [ragged([[1.0]]), ragged([[0.0, 0.0, 0.0]])]
-    total = sum(weighted_sum(h.values, weights_of("token-mean", h.offsets, floats([]))).item() for h in halves)
+    total = sum((h.values * weights_of("token-mean", h.offsets, floats([]))).sum().item() for h in halves)
     assert total / int(loss.offsets[-1]) == 0.25
     assert statistics.fmean(h.values.mean().item() for h in halves) == 0.5
 

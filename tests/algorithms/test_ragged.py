@@ -49,6 +49,5 @@ def test_groups_are_found_for_arbitrary_group_numbers(batch: tuple[list[float], 
     assert groups.sums(floats(values)).tolist() == pytest.approx([sum(values[i] for i in rows) for rows in own])
     means = [sum(weights[i] * values[i] for i in rows) / (sum(weights[i] for i in rows) or 1) for rows in own]
     assert groups.means(floats(values), floats(weights)).tolist() == pytest.approx(means)
-    counted = floats(weights) > 0
     varied = [len({values[i] for i in rows if weights[i] > 0}) > 1 for rows in own]
-    assert groups.varies(floats(values), counted).tolist() == varied
+    assert Groups(torch.tensor(numbers), floats(weights)).varies(floats(values)).tolist() == varied

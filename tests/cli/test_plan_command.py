@@ -28,7 +28,6 @@ from braidrl.plan.calibration import least_squares, nonnegative
 from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.plan_report import plans_table, reason, roles_table, spans_of
 from braidrl.plan.rates import read_rates
-from braidrl.plan.search import NAMES, like
 from braidrl.runtimes.memory.budget import moving, peak
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import ROOT, TOKENIZER, Workshop, braid
@@ -52,7 +51,6 @@ def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Worksho
     problem = problem_of(config, Wanted("1x4xcpu", max_staleness=1))
     plans = best_plans(problem, Wanted("1x4xcpu", max_staleness=1))
     assert {one.runtime for one in plans} >= {"hybrid", "streaming"}
-    plans += [like(problem_of(config, Wanted("1x8xcpu")), name) for name in NAMES]
     for number, found in enumerate(plans):
         overlay = written(workshop, str(number), found, problem)
         settings = load_config(workshop.folder / "run.yaml", [str(overlay)])
@@ -250,9 +248,7 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
         (["--seconds", "actor.generat=3"], "Did you mean 'actor.generate'?"),
         (["--seconds", "actor.generate=slow"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
         (["--lengths", "20:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
-        (["--like", "trlx"], "unknown placement 'trlx'"),
-        (["--like", "nemo-aligner", "--devices", "1x3xA100-80GB", "flow=ppo"],
-         "3 devices do not divide into 2 equal parts for actor+reference | reward+critic; write a multiple of 2"),
+        (["--like", "verl"], "examples/placements/ has the placement of verl as a configuration"),
         (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
     ],
 )  # fmt: skip

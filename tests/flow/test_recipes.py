@@ -2,9 +2,9 @@
 
 import pytest
 
-from braidrl.flow import Flow, actor, loss
+from braidrl.flow import Flow, actor, advantage, loss, reward
 from braidrl.flow.recipes import RECIPES, load_flow
-from braidrl.flow.recipes.load import parameter_model
+from braidrl.flow.recipes.load import check_group_size, parameter_model
 from braidrl.flow.yaml_form import from_yaml, to_yaml
 from tests.flow.flows import message_of
 
@@ -220,6 +220,9 @@ def test_groups_smaller_than_an_estimator_needs_are_refused():
         "stage advantage.group_normalized: group_normalized needs at least 2 samples per prompt, there are 1; "
         "raise rollout.samples_per_prompt"
     )
+    subsets = Flow("f", [actor.generate(), reward.verify(), advantage.pass_at_k(k=8)])
+    check_group_size(subsets, 9)
+    assert "pass_at_k needs at least 9 samples" in message_of(lambda: check_group_size(subsets, 8))
 
 
 def test_loss_with_an_aggregation_that_it_is_not_defined_for_is_refused():

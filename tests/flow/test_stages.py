@@ -205,4 +205,4 @@ def test_family_attributes_have_signature_and_docstring() -> None:
 @pytest.mark.parametrize("type", ROLE_TYPES)
 def test_both_forms_have_the_same_parameters_of_a_roles_stage(type: str) -> None:
     method = inspect.signature(getattr(Role, type)).parameters
-    assert tuple(name for name in method if name not in ("self", "id", "when", "after")) == ROLE_TYPES[type]
+    assert tuple(name for name in method if name not in ("self", "id", "when", "after")) == tuple(ROLE_TYPES[type])

@@ -62,7 +62,7 @@ def test_every_plain_parameter_round_trips_through_yaml(number, text, whole):
     )
     flow = Flow("f", [*grpo().stages[:3], stage])
     assert from_yaml(to_yaml(flow)) == flow
-    nested = actor.update(loss={"name": "plain_ratio", "low": {text or "x": [number, text]}}, aggregate="mean-of-all")
+    nested = actor.update(loss={"name": "plain_ratio", "more": {text or "x": [number, text]}}, aggregate="mean-of-all")
     assert from_yaml(to_yaml(Flow("f", [*grpo().stages[:3], nested]))).stages[-1].params == nested.params
 
 
@@ -122,6 +122,22 @@ ERRORS = {
     "after that is no list": (
         changed("type: verify", "type: verify, after: {a: 1}"),
         "stage 2 (verify): after must be a list of stages, as in `after: [reward.verify]`, got {'a': 1}",
+    ),
+    "parameter of another type": (
+        changed("type: verify", "type: verify, params: {correct_score: high}"),
+        "stage 2 (verify): reward.verify: correct_score must be a number, got 'high'",
+    ),
+    "loss that is no name": (
+        changed("{loss: {name: plain_ratio}", "{loss: [plain_ratio]"),
+        "stage 4 (update): actor.update: loss has no name, as in `loss: {name: ...}`.",
+    ),
+    "setting of another type": (
+        changed("{loss: {name: plain_ratio}", "{loss: {name: clip, low: often}"),
+        "stage 4 (update): actor.update: loss: clip: low must be a number, got 'often'",
+    ),
+    "KL term of another type": (
+        changed("{loss: {name: plain_ratio}", "{kl: {name: k3, coef: small}, loss: {name: plain_ratio}"),
+        "stage 4 (update): actor.update: kl: needs `coef`, the factor before the KL term",
     ),
     "unknown after": (
         changed("type: verify", "type: verify, after: [actor]"),

@@ -5,26 +5,68 @@ hybrid         a call starts when its inputs are there and its pool is free; cal
 distributed    every rank walks the chain with its rows; ranks meet where groups or a batch must be complete, and to train
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import check_staleness, trained_on
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import is_optimized, touched_weights
-from braidrl.flow.selecting import GroupSelector, Verdict
+from braidrl.flow.selecting import GroupSelector, Selection, Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.plan.simulation import SimulatedSpan, Simulation, Workload
+
+Fate = Literal["done", "dies", "late"]
+
+
+@dataclass(frozen=True)
+class AnyWorkload(Workload):
+    """A workload for every runtime, with failures under `streaming`."""
+
+    pools: Mapping[str, str] = field(default_factory=dict)
+    """The pool of a stage (hybrid); default: a pool of its own. `workers` may be by pool."""
+    ranks: int = 1
+    """Ranks of the distributed runtime."""
+    fate: Callable[[int], Fate] = lambda lease: "done"
+    """The outcome of a lease: done, the worker dies halfway, or it answers after the lease expired."""
+    lease_seconds: float = 1e6
+    most_seconds: float = math.inf
+    """Seconds of generation in one batch after which a row is suspended, if `sizes.sets_aside`."""
+
+
+@dataclass
+class Account(Simulation):
+    """A timeline, and the outcome of every row."""
+
+    admitted: set[Uid] = field(default_factory=set)
+    trained: Counter[tuple[tuple[str, int], Uid]] = field(default_factory=Counter)
+    """The number of times that a train stage used a row in an epoch."""
+    batches: list[tuple[int, ...]] = field(default_factory=list)
+    """The groups of each iteration's batch."""
+    versions: list[list[int]] = field(default_factory=list)
+    """The policy version that each row of each batch started on (streaming)."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    released: list[int] = field(default_factory=list)
+    staleness: int = 0
+    """The maximum over trained rows."""
+
+    def finish_batch(self, outcome: Selection) -> None:
+        self.batches.append(outcome.groups)
+        self.dropped.update(outcome.dropped)
+        self.released += outcome.released
 
 
 @dataclass
 class Iterations(ABC):
     """The common part of the three runtimes: waves until the batch is complete, then the other stages, each row once."""
 
-    work: Workload
-    result: Simulation = field(default_factory=Simulation)
+    work: AnyWorkload
+    result: Account = field(default_factory=Account)
     iteration: int = 0
     admitted: int = 0
 
@@ -36,7 +78,7 @@ class Iterations(ABC):
     def now(self) -> float:
         """Return the time at which all started work ends."""
 
-    def simulate(self) -> Simulation:
+    def simulate(self) -> Account:
         sizes = self.work.sizes
         sampling = GroupSelector(
             sizes.prompts_per_step, sizes.epoch_groups, sizes.surplus, sizes.max_staleness, sizes.over_sampling
@@ -76,9 +118,12 @@ class Iterations(ABC):
         """Return a stage's consecutive portions: a train stage's updates, else all rows."""
         if not is_optimized(stage):
             return [list(uids)]
-        updates = self.work.sizes.updates(self.iteration, uids)
-        self.result.trained.update(((stage.name, epoch), uid) for epoch, rows in updates for uid in rows)
-        return [list(rows) for _, rows in updates]
+        sizes = self.work.sizes
+        updates = sizes.updates(self.iteration, [uid[1] for uid in uids], [uid[2] for uid in uids])
+        for number, rows in enumerate(updates):
+            epoch = number * sizes.epochs // len(updates)
+            self.result.trained.update(((stage.name, epoch), uids[row]) for row in rows)
+        return [[uids[row] for row in rows] for rows in updates]
 
     def shares(self, stage: Stage, uids: Sequence[Uid], workers: int) -> list[float]:
         """Return the seconds of each worker when rows are partitioned by cost."""

@@ -14,9 +14,10 @@ from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, rew
 from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.stage import When
-from braidrl.plan.simulation import Deadlock, Fate, Runtime, Simulation, Workload
+from braidrl.plan.simulation import Deadlock, Runtime
 from tests.plan.durations import busy_shares, long_tailed
 from tests.plan.simulator import simulate
+from tests.plan.synchronous import Account, AnyWorkload, Fate
 
 
 def compute(
@@ -73,7 +74,7 @@ def random_fate(seed: int, share: float) -> object:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
+def workloads(draw: st.DrawFn) -> AnyWorkload:
     flow = draw(st.sampled_from([GRPO, DAPO, PPO, WARM_UP]))
     seed = draw(st.integers(0, 10_000))
     prompts, samples = draw(st.integers(1, 5)), draw(st.integers(1, 3))
@@ -93,7 +94,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         sets_aside=surplus == "keep" and draw(st.booleans()),
     )
     keep, failing = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.0, 0.3]))
-    return Workload(
+    return AnyWorkload(
         flow,
         sizes,
         random_seconds(seed),  # type: ignore[arg-type]
@@ -104,12 +105,12 @@ def workloads(draw: st.DrawFn) -> Workload:
         loading=draw(st.sampled_from(["end", "delayed", "rolling", "interrupt"])),
         verdict=lambda group: None if float(uniform(seed, "keep", group)) < keep else "all_wrong",
         fate=random_fate(seed, failing),  # type: ignore[arg-type]
-        seconds_per_iteration=draw(st.sampled_from([0.02, 0.2, 1.0])),
+        most_seconds=draw(st.sampled_from([0.02, 0.2, 1.0])),
         lease_seconds=50.0,
     )
 
 
-def account(work: Workload, result: Simulation) -> None:
+def account(work: AnyWorkload, result: Account) -> None:
     """Assert that each row was trained once per train stage and epoch, dropped with a reason, or is still in work."""
     trained = [uid for groups in result.batches[: work.sizes.iterations] for uid in work.uids(groups)]
     expected = Counter(
@@ -136,13 +137,13 @@ def account(work: Workload, result: Simulation) -> None:
 
 @settings(max_examples=80)
 @given(workloads())
-def test_streaming_trains_every_row_once_under_any_failures(work: Workload) -> None:
+def test_streaming_trains_every_row_once_under_any_failures(work: AnyWorkload) -> None:
     account(work, simulate("streaming", work))
 
 
 def test_lease_expiring_at_the_time_of_a_take_is_released() -> None:
     seconds = {"actor.generate": 0.05, "reward.verify": 1.0}
-    work = Workload(
+    work = AnyWorkload(
         GRPO, Sizes(1, 1, 1, 1), lambda stage, uid: seconds.get(stage, 0.0),
         fate=lambda lease: "late" if lease == 1 else "done", lease_seconds=50.0,
     )  # fmt: skip
@@ -153,12 +154,12 @@ def test_lease_expiring_at_the_time_of_a_take_is_released() -> None:
 
 
 @given(workloads(), st.sampled_from(RUNTIMES[:3]))
-def test_the_other_runtimes_train_every_row_once(work: Workload, runtime: Runtime) -> None:
+def test_the_other_runtimes_train_every_row_once(work: AnyWorkload, runtime: Runtime) -> None:
     account(work, simulate(runtime, work))
 
 
 @given(workloads())
-def test_all_runtimes_train_equal_groups_per_iteration_on_policy(work: Workload) -> None:
+def test_all_runtimes_train_equal_groups_per_iteration_on_policy(work: AnyWorkload) -> None:
     if work.sizes.max_staleness == 0:
         results = [simulate(runtime, work) for runtime in RUNTIMES]
         for result in results[1:]:
@@ -166,7 +167,7 @@ def test_all_runtimes_train_equal_groups_per_iteration_on_policy(work: Workload)
             assert result.staleness == 0
 
 
-def inference_heavy(pools: dict[str, str]) -> Workload:
+def inference_heavy(pools: dict[str, str]) -> AnyWorkload:
     seconds = {"reward.score": 2.0, "reference.log_probs": 3.0, "critic.values": 1.0, "actor.generate": 4.0}
     flow = Flow(
         "three",
@@ -175,7 +176,7 @@ def inference_heavy(pools: dict[str, str]) -> Workload:
             compute("join", ("values", "reward", "ref_log_probs"), ("advantages",)), train("actor", ("advantages",)),
         ],
     )  # fmt: skip
-    return Workload(flow, Sizes(5, 4, 2, 8), lambda stage, uid: seconds.get(stage, 0.0) / 8, pools=pools)
+    return AnyWorkload(flow, Sizes(5, 4, 2, 8), lambda stage, uid: seconds.get(stage, 0.0) / 8, pools=pools)
 
 
 def test_inference_roles_overlap_in_separate_pools_and_add_up_in_one() -> None:
@@ -192,11 +193,11 @@ def test_inference_roles_overlap_in_separate_pools_and_add_up_in_one() -> None:
 def test_ranks_divide_the_work_and_meet_where_they_must() -> None:
     work = inference_heavy({})
     assert simulate("distributed", work).seconds_per_iteration() == pytest.approx(10)
-    quicker = Workload(work.flow, work.sizes, work.seconds, ranks=4)
+    quicker = AnyWorkload(work.flow, work.sizes, work.seconds, ranks=4)
     assert simulate("distributed", quicker).seconds_per_iteration() == pytest.approx(2.5)
 
 
-def long_tailed_streaming(staleness: int, loading: str = "rolling", flow: Flow = GRPO) -> Workload:
+def long_tailed_streaming(staleness: int, loading: str = "rolling", flow: Flow = GRPO) -> AnyWorkload:
     """8 generating and 4 training workers, training as long as generation on average, longest row ten times the median.
 
     Where the flow selects, half of the groups are dropped, and a row that is trained on costs twice as much.
@@ -209,7 +210,7 @@ def long_tailed_streaming(staleness: int, loading: str = "rolling", flow: Flow =
         # 8 workers generate at rows' own lengths, 4 train: half the seconds per row make both take as long.
         return {"actor.generate": lengths(uid), "actor.update": mean if flow is SELECTING else mean / 2}.get(stage, 0.0)
 
-    return Workload(
+    return AnyWorkload(
         flow,
         Sizes(60, rows // samples, samples, rows, max_staleness=staleness),
         seconds,
@@ -223,7 +224,7 @@ def test_slot_of_a_finished_row_idles_for_one_decode_step() -> None:
     def seconds(stage: str, uid: Uid) -> float:
         return (2.0, 3.0, 2.0)[uid[2]] if stage == "actor.generate" else 0.0
 
-    work = Workload(GRPO, Sizes(1, 1, 3, 3), seconds, slots=2)
+    work = AnyWorkload(GRPO, Sizes(1, 1, 3, 3), seconds, slots=2)
     assert simulate("streaming", work).ends == [4.0]
     assert simulate("streaming", replace(work, step_seconds=1.0)).ends == [5.0]
 
@@ -272,14 +273,16 @@ def test_delayed_update_policy_gains_less_than_rolling() -> None:
 
 
 def test_a_thousand_iterations_take_seconds() -> None:
-    work = Workload(GRPO, Sizes(1000, 4, 2, 8, max_staleness=1), lambda stage, uid: 1.0, workers={"actor.generate": 4})
+    work = AnyWorkload(
+        GRPO, Sizes(1000, 4, 2, 8, max_staleness=1), lambda stage, uid: 1.0, workers={"actor.generate": 4}
+    )
     began = time.thread_time()
     account(work, simulate("streaming", work))
     assert time.thread_time() - began < 10
 
 
 def test_a_flow_that_cannot_go_on_is_called_a_deadlock() -> None:
-    work = Workload(GRPO, Sizes(2, 2, 2, 4), lambda stage, uid: 1.0, workers={"reward.verify": 0})
+    work = AnyWorkload(GRPO, Sizes(2, 2, 2, 4), lambda stage, uid: 1.0, workers={"reward.verify": 0})
     with pytest.raises(Deadlock, match="8 rows wait forever behind version 0"):
         simulate("streaming", work)
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from braidrl.cluster.device_kinds import known_kinds
 from braidrl.config.layout import ParallelLayout
-from braidrl.plan.choices import activations
 from braidrl.plan.problem import batch_lengths, spread
 from braidrl.plan.rates import Rates, Work, price
 from braidrl.plan.work import (
@@ -25,7 +24,7 @@ from braidrl.plan.work import (
     share_received,
     train_work,
 )
-from braidrl.training.memory.footprint import activation_bytes, model_shape
+from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import decoding
 from braidrl.weights.generation_layout import GenerationLayout
 from tests.plan.problems import cluster, problem, write_sizes
@@ -135,15 +134,6 @@ def test_resharding_sends_only_missing_blocks_as_in_hybridflow_table_2() -> None
     assert received(ParallelLayout(data=4, shard="full"), 1, 2, "gather") == pytest.approx(3 / 4)
     # Neighbours that do not nest: some rank trains nothing of what it generates with.
     assert received(ParallelLayout(data=4, tensor=2), 1, 8) == pytest.approx(1 / 8)
-
-
-@given(st.integers(1, 6), st.sampled_from([1, 2, 4]), st.booleans())
-def test_activations_counted_in_proportion_are_those_of_the_dry_run(
-    shape, thousands: int, tensor: int, again: bool
-) -> None:  # type: ignore[no-untyped-def]
-    layout = ParallelLayout(data=1, tensor=tensor)
-    exact = activation_bytes(shape, 1024 * thousands, again, layout)
-    assert activations(shape, 1024 * thousands, again, layout) == pytest.approx(exact, rel=0.01)
 
 
 def test_overlapped_communication_costs_only_its_exposed_part() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from braidrl.algorithms import registry
-from braidrl.algorithms.registry import Entry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
 from braidrl.flow.signatures import compute_entry, entry_of
@@ -57,17 +56,19 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
 def check_group_size(flow: Flow, samples: int) -> None:
     """Raise UserError if a function of the flow needs more samples per prompt than `samples`."""
     for stage in flow.stages:
-        used: list[tuple[Entry, dict[str, Any]]] = []
         if stage.role is None:
-            used.append((compute_entry(stage.type), stage.settings))
+            entry, settings = compute_entry(stage.type), stage.settings
         elif "loss" in stage.params:
-            loss = stage.params["loss"]
-            used.append((entry_of(registry.losses, loss["name"]), {k: v for k, v in loss.items() if k != "name"}))
-        for entry, settings in used:
-            try:
-                entry.check_group_size(settings, samples)
-            except ValueError as error:
-                raise UserError(f"stage {stage.name}: {error}; raise rollout.samples_per_prompt") from None
+            entry, settings = entry_of(registry.losses, stage.params["loss"]["name"]), stage.params["loss"]
+        else:
+            continue
+        needed = entry.needs.group_size
+        least = needed if isinstance(needed, int) else needed({**entry.settings, **settings})
+        if samples < least:
+            raise UserError(
+                f"stage {stage.name}: {entry.name} needs at least {least} samples per prompt, there are {samples}; "
+                "raise rollout.samples_per_prompt"
+            )
 
 
 def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | None:

@@ -3,7 +3,7 @@
 configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -27,7 +27,6 @@ MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
 PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
 shape_of = cache(model_shape)
-ActivationBytes = Callable[[Shape, int, bool, ParallelLayout], int]
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,7 @@ class Footprint:
     working: dict[str, int]
 
 
-def role_memory(
-    use: Deployment, activations: ActivationBytes = activation_bytes
-) -> tuple[dict[str, int], dict[str, int]]:
+def role_memory(use: Deployment) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes on each device by part: the resident ones, and those needed while the role works."""
     resident = resident_bytes(use.shape, use.trained, use.layout, use.moment_bytes)
     if use.inference is not None:
@@ -102,7 +99,7 @@ def role_memory(
         uses.append(replace(use, shape=use.plain, layout=use.inference, trained=False, inference=None))
     working: dict[str, int] = {}
     for each in uses:
-        saved = activations(each.shape, each.tokens, each.checkpointing, each.layout) if each.trained else 0
+        saved = activation_bytes(each.shape, each.tokens, each.checkpointing, each.layout) if each.trained else 0
         needed = working_bytes(each.shape, each.layout, each.tokens, each.trained, saved, each.scalar)
         working = {part: max(working.get(part, 0), needed.get(part, 0)) for part in {**working, **needed}}
     return resident, working

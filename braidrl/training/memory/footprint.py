@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,8 @@ from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, pla
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
 """Model types whose layers save equal amounts, so that counting two layers is enough."""
+COUNTED = 2048
+"""Tokens at which activations are counted; they grow in proportion."""
 ALONE = ParallelLayout(data=1)
 
 
@@ -241,22 +243,29 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
     kinds = set(own_setting(shape.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds or shape.config.model_type not in UNIFORM:
         # Layers differ by more than attention windows: count all of them on one device.
-        plan, model = proven_plan(shape.config, shape.name), on_meta(shape.config, shape.dtype)
-        use_plan(model, plan if not plan.by_rows else PACKED)
-        try:
-            every = kept_bytes(model, share)
-        except FAILURES:
-            # The model's own attention does not run on the meta device: estimate a layer that saves its scores.
-            layer = 34 * shape.sizes.hidden_size + 2 * shape.sizes.num_attention_heads * share
-            every = layers * share * layer * shape.element_bytes // 2
+        # Without a count, estimate a layer that saves its scores.
+        layer, saved = 34 * shape.sizes.hidden_size + 2 * shape.sizes.num_attention_heads * share, saved_by_all(shape)
+        every = layers * share * layer * shape.element_bytes // 2 if saved is None else int(saved * share)
         return every // layers + layers * inputs if checkpointing else every
-    one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
+    one, two = (saved_by_layers(shape, layers, layout.tensor) * share for layers in (1, 2))
     # A pipeline rank has fewer layers but proportionally more micro-batches in flight.
-    return one + (layers * inputs if checkpointing else (layers - 1) * (two - one))
+    return int(one + (layers * inputs if checkpointing else (layers - 1) * (two - one)))
 
 
-def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
-    """Count the bytes that autograd saves in a forward pass of `layers` layers on one of `tensor` ranks, without parameters."""
+@cache
+def saved_by_all(shape: Shape) -> float | None:
+    """Count the bytes per token that all layers save; None if the model's attention does not run on the meta device."""
+    plan, model = proven_plan(shape.config, shape.name), on_meta(shape.config, shape.dtype)
+    use_plan(model, plan if not plan.by_rows else PACKED)
+    try:
+        return kept_bytes(model, COUNTED) / COUNTED
+    except FAILURES:
+        return None
+
+
+@cache
+def saved_by_layers(shape: Shape, layers: int, tensor: int) -> float:
+    """Count the bytes per token that `layers` uniform layers save on one of `tensor` ranks."""
     config = deepcopy(shape.config)
     config.head_dim = ModelSizes.of(config).head_dim
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -267,7 +276,7 @@ def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
     model = on_meta(config, shape.dtype)
     if tensor > 1:
         divide_tokens(model, tensor)
-    return kept_bytes(model, tokens)
+    return kept_bytes(model, COUNTED * tensor) / COUNTED
 
 
 def kept_bytes(model: Any, tokens: int) -> int:

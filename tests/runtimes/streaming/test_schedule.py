@@ -85,7 +85,8 @@ def test_updates_accumulate_as_rows_arrive_in_order_of_steps() -> None:
         assert progress.is_complete
         trained[number] = [piece.rows[place] for piece, places in progress.take() for place in places]
     assert sorted(trained[0] + trained[1]) == sorted(trained[2] + trained[3]) == sorted(uids)
-    assert [step.rows for step in schedule.sizes.updates(1, uids)] == [tuple(sorted(rows)) for rows in trained]
+    updates = schedule.sizes.updates(1, [uid[1] for uid in uids], [uid[2] for uid in uids])
+    assert [[uids[row] for row in rows] for rows in updates] == [sorted(rows) for rows in trained]
     assert schedule.due_publication() is None and schedule.rows_trained() == (12, 16)
 
 
