@@ -16,10 +16,17 @@ import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig
-from braidrl.data.chat import TEMPLATE, ChatMessage, Tools, tools_of
-from braidrl.data.endings import MARK, end_of_sequence_ids, turn_end_id
+from braidrl.data.chat import (
+    MARK,
+    TEMPLATE,
+    ChatMessage,
+    Tools,
+    end_of_sequence_ids,
+    render_chat,
+    tools_of,
+    turn_end_id,
+)
 from braidrl.data.records import whole_text
-from braidrl.data.rendering import render_chat
 from braidrl.data.rows import IDENTITY, Column, Rows
 from braidrl.data.sources import Example, Prompt, Response
 from braidrl.errors import UserError

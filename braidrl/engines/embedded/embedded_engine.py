@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.algorithms.random import uniform
-from braidrl.data.endings import end_of_sequence_ids
+from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder

@@ -29,7 +29,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from braidrl.data.endings import end_ids_of
+from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
 from braidrl.engines.requests import Response, draw_arguments
