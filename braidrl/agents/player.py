@@ -130,8 +130,12 @@ class EnvironmentPlayer(Player):
             await self._take_turns(trajectory, environment, prompt, example)
         except EnvironmentFailed as failed:
             trajectory.fail(failed)
-        if hasattr(environment, "close"):
-            await self.ask(environment.close)
+        finally:  # also if the row is cancelled: its process would run on until the end of the run
+            if hasattr(environment, "close"):
+                try:
+                    await self.ask(environment.close)
+                except EnvironmentFailed as failed:
+                    trajectory.fail(failed)
 
     async def _take_turns(
         self, trajectory: Trajectory, environment: Environment, prompt: list[int], example: dict[str, Any]

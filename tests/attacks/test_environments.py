@@ -195,20 +195,35 @@ def test_an_interpreter_behind_a_link_in_the_working_folder_starts(
     assert (episode.failure, episode.score) == (None, 1.0), episode.detail
 
 
-def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
+def test_copies_of_cancelled_trajectories_end_at_once_and_forgotten_ones_with_the_run() -> None:
     with opened(settings(params={"seconds": 600})) as hosts:
+        make, tokenizer = hosts.find(str(hosts.settings.name)), make_chat_tokenizer("chatml")
+        started = hosts._host(str(hosts.settings.name)).process
+        assert started is not None
+        host = psutil.Process(started.pid)
 
-        async def give_up() -> None:
-            environment: Any = await hosts.find(str(hosts.settings.name))()
-            await environment.reset({"prompt": "sleeps"})
-            await environment.step("a")
-            waiting = asyncio.ensure_future(environment.step("b"))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            forgotten: Any = await hosts.find(str(hosts.settings.name))()
+        async def copies(number: int) -> None:
+            """Wait for so many copies; the two processes above them are bubblewrap's and the host."""
+            async with asyncio.timeout(30):
+                while len(host.children(recursive=True)) != 2 + number:
+                    await asyncio.sleep(0.02)
+
+        async def run() -> None:
+            forgotten: Any = await make()
             await forgotten.reset({"prompt": "sleeps"})
+            script = Script(tokenizer, ["ab"])
+            player = EnvironmentPlayer(script, make, turn_template(tokenizer), SamplingParams(), limits=LIMITS)  # type: ignore[arg-type]
+            playing = asyncio.ensure_future(player.play(make_rows(tokenizer, ["sleeps"] * 2)))
+            while list(script.turns.values()) != [2, 2]:  # both are in the turn that sleeps
+                await asyncio.sleep(0.02)
+            await copies(3)
+            playing.cancel()
+            await copies(1)
 
-        asyncio.run(give_up())
+        asyncio.run(run())
+        processes = [host, *host.children(recursive=True)]
+    _, running = psutil.wait_procs(processes, timeout=30)
+    assert not running
 
 
 def test_processes_of_environments_and_programs_load_no_heavy_modules() -> None:
