@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -87,6 +88,18 @@ def test_tools_of_a_command_are_called_and_their_errors_returned() -> None:
         "error: no tool is called 'divide'; there are add, multiply" in text
         and "error: Error executing tool add" in text
     )
+
+
+def test_a_server_that_does_not_answer_in_time_leaves_no_process() -> None:
+    pytest.importorskip("mcp", reason="mcp is not installed")
+    make, before = environments("mcp:python -c 'import sys; sys.stdin.read()'", {}), psutil.Process().children()
+
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(make(), 0.5)
+        assert psutil.Process().children() == before
+
+    asyncio.run(run())
 
 
 def test_a_step_trains_on_episodes_with_the_tools_of_a_server(mcp_address: str, tmp_path: Path) -> None:
