@@ -233,9 +233,8 @@ class Endpoint:
         session.requests += 1
         raw = bytearray()
         try:
-            said = http.content_length or 0
-            if said > self._body_bytes:
-                raise web.HTTPRequestEntityTooLarge(self._body_bytes, said)
+            if (http.content_length or 0) > self._body_bytes:
+                raise web.HTTPRequestEntityTooLarge(self._body_bytes, http.content_length or 0)
             async with asyncio.timeout(BODY_S):
                 async for part in http.content.iter_any():
                     raw += part

@@ -6,7 +6,8 @@ nulls           null means the same as absent                                   
 
 Chat templates are untrusted programs: they are rendered with limits of time and size, after a trial in a separate process.
 
-tokenizer ──check_template: a fork with limits of memory and time──▶ may be used        messages ──render_chat──▶ text, or a UserError
+tokenizer ──check_template: a fork with limits of memory and time──▶ may be used
+messages  ──PromptTemplate.apply──▶ text, or a UserError
 """
 
 import ctypes
@@ -110,44 +111,8 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 class Overdue(BaseException):
     """The watch raises this inside a rendering; exception handlers of a template do not catch it."""
 
-
-def render_chat(
-    tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools = (), opens: bool = True,
-    arguments: Mapping[str, Any] | None = None,
-) -> str:  # fmt: skip
-    """Render messages with a tokenizer's chat template.
-
-    Args:
-        tokenizer: The tokenizer with the template.
-        messages: The conversation.
-        tools: JSON schemas of functions.
-        opens: Open the assistant's turn at the end.
-        arguments: Further arguments of the template.
-
-    Raises:
-        UserError: The template refuses the messages, fails, or breaks a limit of time or size.
-    """
-    check_size(tokenizer)
-    try:
-        WATCH.begin(RENDER_S)
-        try:
-            text: str = tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opens, **(arguments or {})
-            )  # fmt: skip
-        finally:
-            WATCH.end()
-    except Overdue:
-        raise UserError(f"the tokenizer's chat template took more than {RENDER_S:g} s for these messages") from None
-    except Exception as error:  # a template is a program and may raise anything
-        name = "" if "Template" in type(error).__name__ else f"{type(error).__name__}: "
-        raise UserError(
-            f"the tokenizer's chat template refuses the messages: {name}{' '.join(str(error).split())[:500]}"
-        ) from None
-    if len(text) > RENDERED_CHARACTERS:
-        raise UserError(
-            f"the tokenizer's chat template makes a text of {len(text)} characters, and at most {RENDERED_CHARACTERS} are taken"
-        )
-    return text
+    def __str__(self) -> str:
+        return f"took more than {RENDER_S:g} s"
 
 
 def check_size(tokenizer: Any) -> None:
@@ -222,22 +187,22 @@ def try_template(tokenizer: Any, line: int) -> NoReturn:
 
 
 class RenderingWatch:
-    """A thread that raises Overdue in threads whose rendering takes too long."""
+    """A context in which a rendering that takes too long raises Overdue; a thread watches those of all threads."""
 
     _process = 0
 
-    def begin(self, seconds: float) -> None:
-        """Watch the calling thread from now on."""
+    def __enter__(self) -> None:
         # A fork has no threads of its parent, and its lock may be held by one of these.
         if self._process != os.getpid():
             self._lock, self._process = threading.Lock(), os.getpid()
             self._until, self._ended = dict[int, float](), set[int]()
             threading.Thread(target=self._look, daemon=True, name="rendering watch").start()
+        thread = threading.get_ident()
         with self._lock:
-            self._until[threading.get_ident()] = time.thread_time() + seconds
+            self._ended.discard(thread)
+            self._until[thread] = time.thread_time() + RENDER_S
 
-    def end(self) -> None:
-        """Stop watching the calling thread. Raises Overdue if it was over its limit."""
+    def __exit__(self, *_: object) -> None:
         thread = threading.get_ident()
         with self._lock:
             self._until.pop(thread, None)
