@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     # Only agents need aiohttp, which is optional.
     from braidrl.agents.endpoint import Endpoint
 
+ENDING_S = 1.0
+"""Seconds in which the environment of a cancelled row may close; its process then ends."""
+
 
 @dataclass(kw_only=True)
 class Player(ABC):
@@ -124,18 +127,24 @@ class EnvironmentPlayer(Player):
     stage: str = "generate"
 
     async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
-        environment = await self.ask(self.make)
+        environment, limit = await self.ask(self.make), None
         try:
             example = self.example_of(trajectory.uid, metadata, self.purpose)
             await self._take_turns(trajectory, environment, prompt, example)
         except EnvironmentFailed as failed:
             trajectory.fail(failed)
-        finally:  # also if the row is cancelled: its process would run on until the end of the run
+        except asyncio.CancelledError:  # the engine's loop waits for the end of a cancelled row
+            limit = ENDING_S
+            raise
+        finally:
             if hasattr(environment, "close"):
                 try:
-                    await self.ask(environment.close)
+                    async with asyncio.timeout(limit):
+                        await self.ask(environment.close)
                 except EnvironmentFailed as failed:
                     trajectory.fail(failed)
+                except TimeoutError:
+                    pass
 
     async def _take_turns(
         self, trajectory: Trajectory, environment: Environment, prompt: list[int], example: dict[str, Any]
