@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -39,7 +38,7 @@ from braidrl.agents.turns import TurnTemplate
 from braidrl.data.chat import ChatMessage
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import Engine, EngineError
-from braidrl.engines.requests import Request, SamplingParams
+from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError, shown
 from braidrl.parsing import parse_json
 
@@ -78,8 +77,6 @@ class EndpointSession:
     """The prompt and its continuation, for `completions`."""
     responses: dict[str, list[ChatMessage]] = field(default_factory=dict)
     """The conversation up to the end of each response, by the response's name."""
-    turns: int = 0
-    finish_reason: FinishReason = FinishReason.STOP
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a turn, since a row's turns are sequential."""
     requests: int = 0
@@ -92,7 +89,9 @@ class TurnStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self.name, self.pieces = "", list[str]()
         self.drawn = asyncio.Event()
-        self._decode, self._stops = decode, StopMatcher(stops)
+        self._decode, self._stops = decode, stops
+        self._held = max(map(len, stops), default=1) - 1
+        """Characters at the text's end that are not sent yet: a stop text may begin there."""
         self._tokens: list[int] = []
         self._text, self._sent, self._from, self._read = "", 0, 0, 0
 
@@ -103,7 +102,7 @@ class TurnStream:
             self.drawn.set()
 
     def add_piece(self) -> bool:
-        """Add the next piece of the text: whole characters, and nothing that may begin a stop text.
+        """Add the next piece of the text: whole characters, and nothing that may belong to a stop text.
 
         Returns False if there is none yet.
         """
@@ -111,11 +110,12 @@ class TurnStream:
         # Decoded with earlier tokens, since a decoder may treat the first token of a text differently.
         before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
         if not now.endswith(UNFINISHED):
-            added = now[len(before) :]
-            self._text += added
-            self._stops.add(added)
+            self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._tokens)
-        piece = self._text[self._sent : self._stops.sure]
+        # A stop text that is complete begins in the part that was not sent.
+        end = first_stop(self._text, self._stops, self._sent)
+        end = len(self._text) - self._held if end is None else end
+        piece = self._text[self._sent : max(end, self._sent)]
         self._sent += len(piece)
         self.pieces += [piece] if piece else []
         return bool(piece)
@@ -186,24 +186,30 @@ class Endpoint:
         await self._runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def open(self, uid: Uid) -> str:
-        """Begin a row's session, and return the base URL for its client. Raises ValueError if it is already open."""
-        if uid in self._names:
-            raise ValueError(f"the session of row {uid} is open already")
-        name = self._names[uid] = ".".join(map(str, (*uid, secrets.token_hex(8))))
-        self._sessions[name] = EndpointSession(Trajectory(uid))
+    def open(self, trajectory: Trajectory) -> str:
+        """Begin a row's session, which appends to its trajectory, and return the base URL for its client.
+
+        Raises ValueError if the row's session is already open.
+        """
+        if trajectory.uid in self._names:
+            raise ValueError(f"the session of row {trajectory.uid} is open already")
+        name = self._names[trajectory.uid] = ".".join(map(str, (*trajectory.uid, secrets.token_hex(8))))
+        self._sessions[name] = EndpointSession(trajectory)
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/sessions/{name}/v1"
 
-    async def close(self, uid: Uid) -> EndpointSession:
-        """End a row's session and abort a turn in flight; later requests get an error. Raises KeyError for a session that is not open."""
+    async def close(self, uid: Uid) -> Trajectory:
+        """End a row's session, abort a turn in flight, and return the trajectory; later requests get an error.
+
+        Raises KeyError for a session that is not open.
+        """
         session = self._sessions.pop(self._names.pop(uid))
         if session.lock.locked():
             # The turn may not have reached the engine yet, or has left it.
             with suppress(KeyError):
                 await self.engine.abort(uid)
         async with session.lock:
-            return session
+            return session.trajectory
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -227,9 +233,8 @@ class Endpoint:
         session.requests += 1
         raw = bytearray()
         try:
-            said = http.content_length or 0
-            if said > self._body_bytes:
-                raise web.HTTPRequestEntityTooLarge(self._body_bytes, said)
+            if (http.content_length or 0) > self._body_bytes:
+                raise web.HTTPRequestEntityTooLarge(self._body_bytes, http.content_length or 0)
             async with asyncio.timeout(BODY_S):
                 async for part in http.content.iter_any():
                     raw += part
@@ -270,12 +275,8 @@ class Endpoint:
             return failed(503, str(error))
 
     async def _models(self, http: web.Request) -> web.Response:
-        one = {
-            "id": http.match_info.get("model", MODEL),
-            "object": "model",
-            "created": self._began,
-            "owned_by": "braid",
-        }
+        name = http.match_info.get("model", MODEL)
+        one = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
     async def _turn(
@@ -286,37 +287,30 @@ class Endpoint:
         async with session.lock:
             if self._sessions.get(self._names.get(trajectory.uid, "")) is not session:
                 raise UserError("the session of this row is closed")
-            if session.turns >= MOST_TURNS:
+            if trajectory.turns >= MOST_TURNS:
                 raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
             asked, ids, opens = await self._read_messages(session, asked, is_long)
-            context = ids if opens else [*trajectory.sequence, *ids]
-            room = self.max_sequence_tokens - len(context)
-            if room < 1:
-                raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
-            limit = min(asked.limit or self.sampling.max_tokens, room)
-            sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *asked.stops))
-            name = f"{'.'.join(map(str, trajectory.uid))}-{session.turns + 1}"
+            stops = (*self.sampling.stop, *asked.stops)
+            sampling = replace(self.sampling, max_tokens=asked.limit or self.sampling.max_tokens, stop=stops)
+            name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
             if stream is not None:
                 stream.name = name
-            finished = await self.engine.submit(
-                Request(
-                    trajectory.uid, torch.tensor(context), sampling, self.purpose, self.stage,
-                    first_draw=trajectory.action_tokens, on_token=stream.add_token if stream else None,
-                )
+            # The row is unchanged if this fails: the client may repeat its request.
+            tokens = await trajectory.sample_turn(
+                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage,
+                opens=opens, on_token=stream.add_token if stream else None,
             )  # fmt: skip
-            # Only now, so that a client that repeats a failed request finds the row unchanged.
-            trajectory.append(ids, opens=opens)
-            trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
-            session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
-            text = before_stop(self.template.text(finished.tokens.tolist(), asked.tools), asked.stops)
+            text = self.template.text(tokens, asked.tools)
+            # The reply lacks the stop text that ended it, whose tokens are trained on all the same.
+            text = text[: first_stop(text, asked.stops)]
             message = reply(text, bool(asked.tools))
             if asked.prompt is not None:
                 session.said, session.text = [], asked.prompt + text
             else:
                 session.said, session.text = [*asked.messages, message], ""
                 session.responses[name] = session.said
-            reason = "tool_calls" if "tool_calls" in message else REASONS[finished.finish_reason]
-            return TurnReply(name, message, reason, len(context), len(finished.tokens))
+            reason = "tool_calls" if "tool_calls" in message else REASONS[trajectory.finish_reason]
+            return TurnReply(name, message, reason, len(trajectory.sequence) - len(tokens), len(tokens))
 
     async def _read_messages(
         self, session: EndpointSession, asked: TurnRequest, is_long: bool
@@ -396,48 +390,9 @@ async def streamed(
     return answer
 
 
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return a reply without the stop text that ended it; the stop text's tokens are still trained on."""
-    ends = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
-
-
-class StopMatcher:
-    """An incremental search for stop texts in a growing text, linear in its length (Knuth, Morris and Pratt)."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.sure = 0
-        """The number of characters of the text that certainly lie before any stop text."""
-        self._stops: list[tuple[str, list[int]]] = []
-        """Each stop text, and of each of its prefixes the length of the longest proper prefix that is also its suffix."""
-        for stop in stops:
-            borders, length = [0], 0
-            for character in stop[1:]:
-                while length and stop[length] != character:
-                    length = borders[length - 1]
-                length += stop[length] == character
-                borders.append(length)
-            self._stops.append((stop, borders))
-        self._begun = [0] * len(stops)
-        """The number of characters of each stop text with which the text ends."""
-        self._length = 0
-        self._found: int | None = None
-
-    def add(self, piece: str) -> None:
-        for number, (stop, borders) in enumerate(self._stops):
-            begun = self._begun[number]
-            for place, character in enumerate(piece, self._length + 1):
-                while begun and (begun == len(stop) or stop[begun] != character):
-                    begun = borders[begun - 1]
-                begun += stop[begun] == character
-                if begun == len(stop):
-                    begins = place - len(stop)
-                    self._found = begins if self._found is None else min(self._found, begins)
-            self._begun[number] = begun
-        self._length += len(piece)
-        self.sure = self._length - max(self._begun, default=0)
-        if self._found is not None:
-            self.sure = min(self.sure, self._found)
+def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
+    """Return the first position from `begin` on at which a text has one of the stop texts; None if it has none."""
+    return min((place for stop in stops if (place := text.find(stop, begin)) >= 0), default=None)
 
 
 def failed(status: int, message: str) -> web.Response:

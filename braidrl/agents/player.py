@@ -8,98 +8,59 @@ context ──▶ engine ──▶ sampled tokens ──append──▶ Trajecto
 """
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from braidrl.agents.environments import Environment, called
-from braidrl.agents.trajectory import Trajectory, generated_columns
+from braidrl.agents.trajectory import Limits, Trajectory
 from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context, outcome_of
-from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.random import hashed
 from braidrl.data.chat import TEMPLATE
-from braidrl.data.rows import Column, FinishReason, Rows, Uid
+from braidrl.data.rows import FinishReason, Rows, Uid
 from braidrl.engines.engine import Engine
-from braidrl.engines.requests import Request, SamplingParams
-from braidrl.errors import UserError
+from braidrl.engines.requests import SamplingParams
 from braidrl.observe.stalls import WORK
 
 if TYPE_CHECKING:
     # Only agents need aiohttp, which is optional.
     from braidrl.agents.endpoint import Endpoint
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a trajectory, and the number of concurrent trajectories."""
-
-    at_once: int
-    timeout_s: float
-    """Seconds for one `reset` or `step`."""
-    max_turns: int
-    max_sequence_tokens: int
-    correct_score: float = 1.0
-    """A trajectory with at least this score is correct, unless its environment says otherwise."""
-    max_abs: float = math.inf
-    """A score with a larger absolute value is a failure of the environment."""
-
-    def check(self, score: float) -> None:
-        """Raise EnvironmentFailed for a score beyond the limit."""
-        if not abs(score) <= self.max_abs:
-            raise EnvironmentFailed("reward", f"the score is {score:g}, and reward.max_abs is {self.max_abs:g}")
+ENDING_S = 1.0
+"""Seconds in which the environment of a cancelled row may close; its process then ends."""
 
 
-@dataclass
-class Episode:
-    """A trajectory and its outcome."""
-
-    trajectory: Trajectory
-    turns: int = 0
-    score: float = 0.0
-    correct: bool | None = None
-    finish_reason: FinishReason = FinishReason.STOP
-    failure: str | None = None
-    """`timeout`, or the name of the exception that the environment raised."""
-    detail: str = ""
-    killed: bool = False
-    """True if the environment's process was ended from outside."""
-
-    def fail(self, failed: EnvironmentFailed) -> None:
-        """Record the failure that ended the trajectory."""
-        self.finish_reason = FinishReason.ERROR
-        self.failure, self.detail, self.killed = failed.reason, failed.detail, failed.killed
-
-
+@dataclass(kw_only=True)
 class Player(ABC):
     """The base of players, which play each row independently."""
 
     limits: Limits
-    seed: int
-    on_finished: Callable[[Episode], None]
+    seed: int = 0
+    on_finished: Callable[[Trajectory], None] = lambda trajectory: None
 
-    async def play(self, rows: Rows) -> list[Episode]:
-        """Play one episode for each row, at most `at_once` at a time, and return them in the order of the rows."""
-        prompts, metadata = rows["prompt"], rows["metadata"]
+    async def play(self, rows: Rows) -> list[Trajectory]:
+        """Play one trajectory for each row, at most `at_once` at a time, and return them in the order of the rows."""
+        free, metadata = asyncio.Semaphore(self.limits.at_once), rows["metadata"]
 
-        free = asyncio.Semaphore(self.limits.at_once)
-
-        async def one(number: int, uid: Uid) -> Episode:
+        async def one(uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Trajectory:
             async with free:
                 for _ in range(2):
-                    episode = await self.one(uid, prompts[number].tolist(), metadata[number])
-                    if not episode.killed:
+                    trajectory = Trajectory(uid)
+                    try:
+                        await self.play_one(trajectory, prompt, metadata)
+                    except EnvironmentFailed as failed:
+                        trajectory.fail(failed)
+                    if not trajectory.killed:
                         break
-                if not episode.trajectory.sequence_lengths:
-                    episode.trajectory.append(prompts[number].tolist(), opens=True)
-                self.on_finished(episode)
-                return episode
+                if not trajectory.sequence_lengths:
+                    trajectory.append(prompt, opens=True)
+                self.on_finished(trajectory)
+                return trajectory
 
-        tasks = [asyncio.ensure_future(one(number, uid)) for number, uid in enumerate(rows.uids())]
-        # The first exception cancels the other episodes.
+        each = zip(rows.uids(), rows["prompt"].tolist(), metadata.values, strict=True)
+        tasks = [asyncio.ensure_future(one(*row)) for row in each]
+        # The first exception cancels the other trajectories.
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -108,8 +69,8 @@ class Player(ABC):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     @abstractmethod
-    async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Play a row's trajectory to its end; failures in it are recorded, not raised. It may be empty: the row then has its prompt."""
+    async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
+        """Play a row's trajectory to its end. Raises EnvironmentFailed; if it is then empty, the row has its prompt."""
 
     def example_of(self, uid: Uid, metadata: dict[str, Any], purpose: str) -> dict[str, Any]:
         """Return the row's example for `Environment.reset` or an agent; `seed` is the same for all rows of a group."""
@@ -133,7 +94,7 @@ class Player(ABC):
 
 
 @dataclass
-class Agents(Player):
+class AgentPlayer(Player):
     """A player that runs one agent per row against an open endpoint. Here `limits.timeout_s` limits the whole trajectory.
 
     async def agent(base_url, example) -> float: ...            `environment: agent:module:function`
@@ -141,116 +102,90 @@ class Agents(Player):
 
     endpoint: "Endpoint"
     agent: Callable[..., Any]
-    limits: Limits
-    seed: int = 0
-    on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
-    async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
+    async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
         """Run a row's agent; the number or Observation that it returns is the score."""
-        url = self.endpoint.open(uid)
-        example = {**self.example_of(uid, metadata, self.endpoint.purpose), "api_key": self.endpoint.key or "-"}
-        outcome: Observation | EnvironmentFailed
+        uid, endpoint = trajectory.uid, self.endpoint
+        example = {**self.example_of(uid, metadata, endpoint.purpose), "api_key": endpoint.key or "-"}
         try:
-            outcome = outcome_of(await self.ask(self.agent, url, example))
-            self.limits.check(outcome.reward)
-        except EnvironmentFailed as failed:
-            outcome = failed
-        session = await self.endpoint.close(uid)
-        episode = Episode(session.trajectory, session.turns, finish_reason=session.finish_reason)
-        if isinstance(outcome, EnvironmentFailed):
-            episode.fail(outcome)
-        else:
-            episode.score, episode.correct = outcome.reward, outcome.correct
-        return episode
+            outcome = outcome_of(await self.ask(self.agent, endpoint.open(trajectory), example))
+        finally:
+            await endpoint.close(uid)
+        trajectory.add_reward(outcome.reward, outcome.correct, self.limits.max_abs)
 
 
 @dataclass
-class Episodes(Player):
+class EnvironmentPlayer(Player):
     """A player with one engine, one kind of environment and one set of sampling settings."""
 
     engine: Engine
     make: Callable[[], Environment | Awaitable[Environment]]
     template: TurnTemplate
     sampling: SamplingParams
-    limits: Limits
-    seed: int = 0
+    _: KW_ONLY
     purpose: str = "train"
     stage: str = "generate"
-    on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
-    async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        episode = Episode(Trajectory(uid))
-        environment: Environment | None = None
+    async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
+        environment, limit = await self.ask(self.make), None
         try:
-            environment = await self.ask(self.make)
-            await self._play(episode, environment, prompt, self.example_of(uid, metadata, self.purpose))
+            example = self.example_of(trajectory.uid, metadata, self.purpose)
+            await self._take_turns(trajectory, environment, prompt, example)
         except EnvironmentFailed as failed:
-            episode.fail(failed)
-        if environment is not None and hasattr(environment, "close"):
-            try:
-                await self.ask(environment.close)
-            except EnvironmentFailed as failed:
-                episode.fail(failed)
-        return episode
+            trajectory.fail(failed)
+        except asyncio.CancelledError:  # the engine's loop waits for the end of a cancelled row
+            limit = ENDING_S
+            raise
+        finally:
+            if hasattr(environment, "close"):
+                try:
+                    async with asyncio.timeout(limit):
+                        await self.ask(environment.close)
+                except EnvironmentFailed as failed:
+                    trajectory.fail(failed)
+                except TimeoutError:
+                    pass
 
-    async def _play(
-        self, episode: Episode, environment: Environment, prompt: list[int], example: dict[str, Any]
+    async def _take_turns(
+        self, trajectory: Trajectory, environment: Environment, prompt: list[int], example: dict[str, Any]
     ) -> None:
-        trajectory, tools = episode.trajectory, getattr(environment, "tools", ())
-        own = self.template.template.with_arguments(example.get(TEMPLATE) or {})
-        template = replace(self.template, template=own)
+        limits, tools = self.limits, getattr(environment, "tools", ())
+        prompts = self.template.template.with_arguments(example.get(TEMPLATE) or {})
+        template = replace(self.template, template=prompts)
         context = await self.ask(environment.reset, example)
         if context is None and not tools:
-            trajectory.append(prompt, opens=True)
+            ids, opens = prompt, True
         else:
             context = example["prompt"] if context is None else context
             try:
                 check_context(context)
             except TypeError as error:
                 raise EnvironmentFailed("TypeError", str(error)) from error
-            trajectory.append(tokenised(template.first, context, tools), opens=True)
+            ids, opens = tokenised(template.first, context, tools), True
         while True:
-            ids = torch.tensor(trajectory.sequence, dtype=torch.int64)
-            room = self.limits.max_sequence_tokens - len(ids)
-            if room < 1:
-                raise UserError(
-                    f"row {trajectory.uid}: a first context of {len(ids)} tokens leaves no room for a response "
-                    f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
-                )
-            sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
-            request = Request(
-                trajectory.uid, ids, sampling, self.purpose, self.stage, first_draw=trajectory.action_tokens
+            sampled = await trajectory.sample_turn(
+                self.engine, ids, self.sampling, limits.max_sequence_tokens, self.purpose, self.stage, opens=opens
             )
-            finished = await self.engine.submit(request)
-            trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
-            episode.turns, episode.finish_reason = episode.turns + 1, finished.finish_reason
-            if finished.finish_reason is FinishReason.ABORT:
+            if trajectory.finish_reason is FinishReason.ABORT:
                 return
-            observation = await self.ask(environment.step, template.text(finished.tokens.tolist(), tools))
+            observation = await self.ask(environment.step, template.text(sampled, tools))
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")
-            self.limits.check(episode.score + observation.reward)
-            episode.score += observation.reward
-            episode.correct = observation.correct if observation.correct is not None else episode.correct
+            trajectory.add_reward(observation.reward, observation.correct, limits.max_abs)
             if observation.done:
                 return
-            if episode.turns >= self.limits.max_turns or not self._continue(trajectory, observation, template, tools):
-                episode.finish_reason = FinishReason.LENGTH
+            held, opens = trajectory.sequence, False
+            if trajectory.turns < limits.max_turns and observation.restart:
+                ids = tokenised(template.first, observation.said, tools)
+                opens = ids[: len(held)] != held
+                ids = ids if opens else ids[len(held) :]
+            elif trajectory.turns < limits.max_turns:
+                ids = tokenised(template.following, observation.said, held[-1], tools)
+            room = limits.max_sequence_tokens - len(ids) - (0 if opens else len(held))
+            if trajectory.turns >= limits.max_turns or room < 1:
+                # An observation without a turn after it is not appended.
+                trajectory.finish_reason = FinishReason.LENGTH
                 return
-
-    def _continue(self, trajectory: Trajectory, observation: Observation, template: TurnTemplate, tools: Any) -> bool:
-        """Append the observation. Return False, and append nothing, if it leaves no room for another action."""
-        held, opens = trajectory.sequence, False
-        if observation.restart:
-            ids = tokenised(template.first, observation.said, tools)
-            opens = ids[: len(held)] != held
-            ids = ids if opens else ids[len(held) :]
-        else:
-            ids = tokenised(template.following, observation.said, held[-1], tools)
-        if (0 if opens else len(held)) + len(ids) >= self.limits.max_sequence_tokens:
-            return False
-        trajectory.append(ids, opens=opens)
-        return True
 
 
 def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
@@ -260,37 +195,3 @@ def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
     # A chat template may raise any exception for an environment's message.
     except Exception as error:
         raise EnvironmentFailed("template", f"{type(error).__name__}: {error}"[:600]) from error
-
-
-def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Column]:
-    """Return the columns of a generate stage with an environment, in the order of `episodes`.
-
-    `prompt` holds the tokens before the first action of the first sequence, and the whole sequence if it has no action.
-    """
-    trajectories, prompts = [episode.trajectory for episode in episodes], []
-    for trajectory in trajectories:
-        end = trajectory.sequence_lengths[0]
-        acted = trajectory.actions[:end]
-        prompts.append(trajectory.tokens[: acted.index(True) if True in acted else end])
-    dtype = next((turn.dtype for t in trajectories for turn in t.log_probs), torch.float32)
-    generated = generated_columns(
-        Ragged.from_rows([t.tokens for t in trajectories], torch.int64),
-        Ragged.from_rows([t.actions for t in trajectories], torch.bool),
-        Ragged.from_rows([t.sequence_lengths for t in trajectories], torch.int64),
-        Ragged.from_rows([torch.cat([*t.log_probs, torch.empty(0, dtype=dtype)]) for t in trajectories], dtype),
-        [torch.cat([*t.versions, torch.empty(0, dtype=torch.int64)]) for t in trajectories],
-        [episode.finish_reason for episode in episodes],
-    )
-    score = torch.tensor([e.score for e in episodes], dtype=torch.float32)
-    correct = [e.score >= limits.correct_score if e.correct is None else e.correct for e in episodes]
-    # The score of a failed trajectory says nothing about its actions, nor about its group's prompt.
-    counted = [e.finish_reason is not FinishReason.ERROR for e in episodes]
-    return {
-        "prompt": Ragged.from_rows(prompts, torch.int64),
-        "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
-        **generated,
-        "score": score,
-        "correct": torch.tensor(correct, dtype=torch.float32),
-        "reward": score.clone(),
-        "statistics_mask": torch.tensor(counted, dtype=torch.float32),
-    }

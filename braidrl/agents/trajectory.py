@@ -1,23 +1,42 @@
-"""A growing trajectory: append-only token ids, with the engine's log-probs and versions of sampled tokens; and the columns of a generate
-stage, here from single responses, in `player` from trajectories.
+"""A growing trajectory: append-only token ids, with the engine's log-probs and versions of sampled tokens, and its outcome; and the columns
+of a generate stage, from trajectories or from single responses.
 
 context ──▶ actions ──▶ observation ──▶ actions | context ──▶ actions          | a new sequence of the same row
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from braidrl.agents.turns import EnvironmentFailed
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
-from braidrl.engines.requests import Response
+from braidrl.engines.engine import Engine
+from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a trajectory, and the number of concurrent trajectories."""
+
+    at_once: int
+    timeout_s: float
+    """Seconds for one `reset` or `step`."""
+    max_turns: int
+    max_sequence_tokens: int
+    correct_score: float = 1.0
+    """A trajectory with at least this score is correct, unless its environment says otherwise."""
+    max_abs: float = math.inf
+    """A score with a larger absolute value is a failure of the environment."""
 
 
 @dataclass
 class Trajectory:
-    """A growing trajectory; only `append` changes it."""
+    """A row's tokens and outcome; only `append` adds tokens."""
 
     uid: Uid
     tokens: list[int] = field(default_factory=list)
@@ -28,11 +47,23 @@ class Trajectory:
     log_probs: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampled tokens, one tensor for each turn."""
     versions: list[Tensor] = field(default_factory=list)
+    score: float = 0.0
+    correct: bool | None = None
+    finish_reason: FinishReason = FinishReason.STOP
+    failure: str | None = None
+    """`timeout`, or the name of the exception that the environment raised."""
+    detail: str = ""
+    killed: bool = False
+    """True if the environment's process was ended from outside."""
 
     @property
     def sequence(self) -> list[int]:
         """Return the tokens of the current sequence, the engine's next prompt."""
         return self.tokens[len(self.tokens) - self.sequence_lengths[-1] :]
+
+    @property
+    def turns(self) -> int:
+        return len(self.log_probs)
 
     @property
     def action_tokens(self) -> int:
@@ -76,6 +107,90 @@ class Trajectory:
         if log_probs is not None and versions is not None:
             self.log_probs.append(log_probs)
             self.versions.append(versions)
+
+    async def sample_turn(
+        self, engine: Engine, ids: Sequence[int], sampling: SamplingParams, max_sequence_tokens: int, purpose: str,
+        stage: str, *, opens: bool = False, on_token: Callable[[int, int], None] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Append tokens and a turn that an engine samples after them, and return the sampled tokens.
+
+        Args:
+            engine: Samples the turn.
+            ids: Token ids to append before the turn, perhaps none.
+            sampling: Settings of the turn, which is shortened to the room in the sequence.
+            max_sequence_tokens: Maximum length of the sequence with the turn.
+            purpose: The purpose of the row's random numbers.
+            stage: The generate stage.
+            opens: `ids` begin a new sequence.
+            on_token: Called with each sampled token's index in the turn, and its id.
+
+        Raises:
+            UserError: The sequence has no room for a token; nothing was appended, as after an error of the engine.
+        """
+        context = [*ids] if opens else [*self.sequence, *ids]
+        room = max_sequence_tokens - len(context)
+        if room < 1:
+            raise UserError(
+                f"row {self.uid}: a context of {len(context)} tokens leaves no room for a response in a sequence of "
+                f"{max_sequence_tokens}; raise rollout.max_sequence_tokens"
+            )
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        drawn = self.action_tokens
+        prompt = torch.tensor(context, dtype=torch.int64)
+        turn = await engine.submit(
+            Request(self.uid, prompt, sampling, purpose, stage, first_draw=drawn, on_token=on_token)
+        )
+        self.append(ids, opens=opens)
+        self.append(turn.tokens.tolist(), log_probs=turn.log_probs, versions=turn.versions)
+        self.finish_reason = turn.finish_reason
+        return turn.tokens.tolist()
+
+    def fail(self, failed: EnvironmentFailed) -> None:
+        """Record the failure that ended the trajectory."""
+        self.finish_reason = FinishReason.ERROR
+        self.failure, self.detail, self.killed = failed.reason, failed.detail, failed.killed
+
+    def add_reward(self, reward: float, correct: bool | None, max_abs: float) -> None:
+        """Add an observation's reward and verdict. Raises EnvironmentFailed for a score beyond the limit."""
+        score = self.score + reward
+        if not abs(score) <= max_abs:
+            raise EnvironmentFailed("reward", f"the score is {score:g}, and reward.max_abs is {max_abs:g}")
+        self.score = score
+        self.correct = self.correct if correct is None else correct
+
+
+def trajectory_columns(trajectories: Sequence[Trajectory], limits: Limits) -> dict[str, Column]:
+    """Return the columns of a generate stage with an environment, in the order of `trajectories`.
+
+    `prompt` holds the tokens before the first action of the first sequence, and the whole sequence if it has no action.
+    """
+    prompts = []
+    for trajectory in trajectories:
+        end = trajectory.sequence_lengths[0]
+        acted = trajectory.actions[:end]
+        prompts.append(trajectory.tokens[: acted.index(True) if True in acted else end])
+    dtype = next((turn.dtype for t in trajectories for turn in t.log_probs), torch.float32)
+    generated = generated_columns(
+        Ragged.from_rows([t.tokens for t in trajectories], torch.int64),
+        Ragged.from_rows([t.actions for t in trajectories], torch.bool),
+        Ragged.from_rows([t.sequence_lengths for t in trajectories], torch.int64),
+        Ragged.from_rows([torch.cat([*t.log_probs, torch.empty(0, dtype=dtype)]) for t in trajectories], dtype),
+        [torch.cat([*t.versions, torch.empty(0, dtype=torch.int64)]) for t in trajectories],
+        [t.finish_reason for t in trajectories],
+    )
+    score = torch.tensor([t.score for t in trajectories], dtype=torch.float32)
+    correct = [t.score >= limits.correct_score if t.correct is None else t.correct for t in trajectories]
+    # The score of a failed trajectory says nothing about its actions, nor about its group's prompt.
+    counted = [t.finish_reason is not FinishReason.ERROR for t in trajectories]
+    return {
+        "prompt": Ragged.from_rows(prompts, torch.int64),
+        "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+        **generated,
+        "score": score,
+        "correct": torch.tensor(correct, dtype=torch.float32),
+        "reward": score.clone(),
+        "statistics_mask": torch.tensor(counted, dtype=torch.float32),
+    }
 
 
 def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:

@@ -5,19 +5,22 @@
 
 The text between two assistant turns comes from the chat template itself: it is rendered with a mark as the assistant's turn, and the text
 after the mark follows a turn. So it does not matter how the template changes earlier turns, for example by removing their reasoning.
+
+Calls of tools are found by token ids, by a reader of the library `renderers`, if one is proven to write the chat template's ids over
+several turns (`exact_over_turns`); otherwise by the formats of `tool_calls`.
 """
 
+import importlib.util
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.tool_calls import FORMATS, call_text, format_of, tagged
-from braidrl.data.chat import ChatMessage, Tools, normal_message
-from braidrl.data.endings import MARK, special_tokens
+from braidrl.data.chat import MARK, TRIALS, ChatMessage, Tools, normal_message, special_tokens
 from braidrl.errors import UserError
 
 # Environments import this module, and their processes need neither torch nor templates.
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
 
 Context = str | list[ChatMessage]
 """Text, or chat messages."""
+First = Callable[[list[ChatMessage], Tools], list[int]]
+"""Returns the ids of a prompt, with the assistant's turn opened."""
+Follow = Callable[[list[int], list[int], list[ChatMessage], Tools], list[int] | None]
+"""Returns the ids after a prompt and a sampled turn up to the next turn, given the messages between; None if it cannot."""
+WITHOUT_READER = ("default", "inkling")
+"""Renderers that do not know a family's format, or do not continue conversations."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,6 @@ class TurnTemplate:
         plain: str = decode(ids, skip_special_tokens=True)
         if not tools:
             return plain
-        from braidrl.agents.turn_readers import proven_reader
-
         special = special_tokens(tokenizer)
         if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
             parsed = reader.parse_response(ids, tools=list(tools), prompt_ids=self.template.encode("-", tools))
@@ -112,6 +119,66 @@ class TurnTemplate:
         made = [call["function"] for call in message.get("tool_calls") or []]
         calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in made]
         return (message.get("content") or "", tagged(calls)) if calls else None
+
+
+def exact_over_turns(template: "PromptTemplate", first: First, follow: Follow) -> bool:
+    """Return True if prompts, and what follows each turn of some conversations, have the ids of the chat template's rendering."""
+    closing = template.tokenizer.decode([template.end_id])
+    for messages, tools in TRIALS:
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        opening = messages[: turns[0]] if turns else messages
+        ids = template.encode(opening, tools)
+        if first(opening, tools) != ids:
+            return False
+        for turn, following in zip(turns, [*turns, len(messages)][1:], strict=True):
+            # A mark stands for each turn, since templates may render earlier turns otherwise.
+            marked = {**messages[turn], "content": MARK}
+            rendered = template.apply([*messages[:turn], marked, *messages[turn + 1 : following]], tools, opens=True)
+            calls, _, between = rendered.partition(MARK)[2].partition(closing)
+            sampled, expected = template.encode_texts([f"{messages[turn]['content']}{calls}{closing}", between])
+            if follow(ids, sampled, messages[turn + 1 : following], tools) != expected:
+                return False
+            ids = [*ids, *sampled, *expected]
+    return True
+
+
+def proven_reader(template: "PromptTemplate") -> Any | None:
+    """Return the library's renderer that is exact over turns for a chat template; None without one, or without the library."""
+    if not template.is_chat or importlib.util.find_spec("renderers") is None:
+        return None
+    return _proven(template.tokenizer, json.dumps(dict(template.arguments), sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _proven(tokenizer: Any, arguments: str) -> Any | None:
+    # Imported here: the library is optional, and takes a second to import.
+    from pydantic import TypeAdapter
+    from renderers import RendererConfig, create_renderer, merge_chat_template_kwargs
+    from renderers.base import RENDERER_REGISTRY, _populate_registry
+
+    from braidrl.data.templates import PromptTemplate
+
+    _populate_registry()
+    template, kinds = PromptTemplate(tokenizer, arguments=json.loads(arguments)), TypeAdapter(RendererConfig)
+    for name in sorted(set(RENDERER_REGISTRY).difference(WITHOUT_READER)):
+        try:
+            config = kinds.validate_python({"name": name, "thinking_retention": "all"})
+            reader = create_renderer(tokenizer, merge_chat_template_kwargs(config, template.arguments))
+
+            def first(messages: list[ChatMessage], tools: Tools, reader: Any = reader) -> list[int]:
+                return list(reader.render_ids(messages, tools=list(tools) or None, add_generation_prompt=True))
+
+            def follow(
+                prompt: list[int], sampled: list[int], said: list[ChatMessage], tools: Tools, reader: Any = reader
+            ) -> list[int] | None:
+                found = reader.bridge_to_next_turn(prompt, sampled, said, tools=list(tools) or None)
+                return None if found is None else list(found.token_ids)[len(prompt) + len(sampled) :]
+
+            if exact_over_turns(template, first, follow):
+                return reader
+        except Exception:  # of any kind: this family's tokens or arguments are not the tokenizer's
+            continue
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,66 @@
-"""Normalisation of chat messages and tools: from the forms in data files and requests to the form for chat templates.
+"""Chat messages in the form for chat templates, the rendering of templates, and the tokens that end a response.
 
 content         text, null or absent beside calls, a list of {type: text, text}     ──▶ text
 arguments       an object, or its JSON as text (OpenAI)                             ──▶ an object
 nulls           null means the same as absent                                       ──▶ absent
+
+Chat templates are untrusted programs: they are rendered with limits of time and size, after a trial in a separate process.
+
+tokenizer ──check_template: a fork with limits of memory and time──▶ may be used
+messages  ──PromptTemplate.apply──▶ text, or a UserError
 """
 
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
 
-from braidrl.errors import UserError
+from braidrl.errors import UserError, shown
 from braidrl.parsing import parse_json
 
 ChatMessage = dict[str, Any]
-TEMPLATE = "chat_template_kwargs"
-"""The field of `metadata` with a row's arguments of the chat template."""
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
+TEMPLATE = "chat_template_kwargs"
+"""The field of `metadata` with a row's arguments of the chat template."""
+MARK = "the-assistants-turn-stands-here"
+"""Text that stands for an assistant's turn where a template is rendered."""
+RENDER_S = 5.0
+"""Limit of one rendering in CPU seconds, independent of other programs' load. The largest known templates take some milliseconds."""
+TRIAL_S = 120.0
+"""Limit of a whole trial, in seconds of wall-clock time."""
+TEMPLATE_CHARACTERS = 256 << 10
+RENDERED_CHARACTERS = 16 << 20
+TRIAL_BYTES = 1 << 30
+"""Additional memory for a trial, in bytes."""
+LOOK_S = 0.25
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+FUNCTION = {"name": "look", "arguments": {}}
+CALL: ChatMessage = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call00000", "type": "function", "function": FUNCTION}],
+}
+SYSTEM, USER, ANSWER, RESULT = (
+    {"role": role, "content": "a"} for role in ("system", "user", "assistant", "tool")
+)  # fmt: skip
+TRIALS: Sequence[tuple[list[ChatMessage], Tools]] = (
+    ([USER], ()),
+    ([SYSTEM, USER, ANSWER, USER], ()),
+    ([USER, CALL, {**RESULT, "tool_call_id": "call00000"}, ANSWER, USER], (TOOL,)),
+)
 
 
 def normal_message(message: Mapping[str, Any]) -> ChatMessage:
@@ -61,3 +106,171 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
             return None
     found = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
     return value if found else None
+
+
+class Overdue(BaseException):
+    """The watch raises this inside a rendering; exception handlers of a template do not catch it."""
+
+    def __str__(self) -> str:
+        return f"took more than {RENDER_S:g} s"
+
+
+def check_size(tokenizer: Any) -> None:
+    """Raise UserError for a chat template that is not text or is too long."""
+    template = tokenizer.chat_template
+    for each in template.values() if isinstance(template, dict) else [template]:
+        if each is not None and not isinstance(each, str):
+            raise UserError(f"the tokenizer's chat template is no text, but {shown(each)}")
+        if each is not None and len(each) > TEMPLATE_CHARACTERS:
+            raise UserError(
+                f"the tokenizer's chat template has {len(each)} characters, and at most {TEMPLATE_CHARACTERS} are taken"
+            )
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raise UserError for a chat template that needs too much time or memory for short conversations, or ends its process.
+
+    It is compiled and rendered in a fork of this process with limits, because a template can allocate any amount of memory at once.
+    """
+    if not tokenizer.chat_template:
+        return
+    check_size(tokenizer)
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try_template(tokenizer, theirs)
+    os.close(theirs)
+    ready, _, _ = select.select([ours], [], [], TRIAL_S)
+    found = os.read(ours, 100) if ready else b"took too long"
+    os.close(ours)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not found and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        found = b"took too long"
+    if found != b"rendered":
+        raise UserError(
+            f"the tokenizer's chat template {found.decode() or 'ended its process'} for a short conversation; copy the template that "
+            "belongs to this model"
+        )
+
+
+def try_template(tokenizer: Any, line: int) -> NoReturn:
+    """Render some conversations, in a fork, and write the outcome to a pipe. A template may refuse any of them."""
+    from jinja2 import nodes
+
+    def end_without_memory(*_: Any) -> None:
+        if isinstance(sys.exc_info()[1], MemoryError):
+            os.write(line, b"takes more than 1 GiB of memory")
+            os._exit(0)
+
+    try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, RENDER_S)
+        # Jinja evaluates constants when it compiles, and swallows exceptions there; they would occur again later, without limits.
+        nodes.Impossible.__init__ = end_without_memory  # type: ignore[assignment]
+        with open("/proc/self/statm") as file:
+            taken = int(file.read().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        wanted = taken + TRIAL_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+        for messages, tools in TRIALS:
+            try:
+                tokenizer.apply_chat_template(
+                    messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                )
+            except Exception:
+                end_without_memory()
+        os.write(line, b"rendered")
+    finally:
+        os._exit(1)
+
+
+class RenderingWatch:
+    """A context in which a rendering that takes too long raises Overdue; a thread watches those of all threads."""
+
+    _process = 0
+
+    def __enter__(self) -> None:
+        # A fork has no threads of its parent, and its lock may be held by one of these.
+        if self._process != os.getpid():
+            self._lock, self._process = threading.Lock(), os.getpid()
+            self._until, self._ended = dict[int, float](), set[int]()
+            threading.Thread(target=self._look, daemon=True, name="rendering watch").start()
+        thread = threading.get_ident()
+        with self._lock:
+            self._ended.discard(thread)
+            self._until[thread] = time.thread_time() + RENDER_S
+
+    def __exit__(self, *_: object) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            self._until.pop(thread, None)
+            late = thread in self._ended
+            self._ended.discard(thread)
+        if late:
+            set_exception(thread, None)
+            raise Overdue
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with self._lock:
+                for thread, until in list(self._until.items()):
+                    if until < time.clock_gettime(time.pthread_getcpuclockid(thread)):
+                        del self._until[thread]
+                        self._ended.add(thread)
+                        set_exception(thread, Overdue)
+
+
+WATCH = RenderingWatch()
+
+
+def set_exception(thread: int, kind: type[BaseException] | None) -> None:
+    """Raise an exception in another thread when it next runs Python code; None cancels a pending one."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind) if kind else None)
+
+
+def end_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that end a response of the model in a Hugging Face directory; see `end_of_sequence_ids`."""
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    return end_of_sequence_ids(tokenizer, *(json.loads(file.read_bytes()) for file in files if file.is_file()))
+
+
+def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of the tokenizer and of the model's settings, and the end of a turn in the chat template.
+
+    Args:
+        tokenizer: The run's tokenizer.
+        settings: The model's generation settings and configuration, as objects or as JSON.
+    """
+
+    def value_of(part: Any, name: str) -> Any:
+        return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
+
+    found = [tokenizer.eos_token_id]
+    for part in (one for each in settings for one in (each, value_of(each, "text_config"))):
+        ends = value_of(part, "eos_token_id")
+        found += ends if isinstance(ends, Sequence) else [ends]
+    return tuple(dict.fromkeys(token for token in (*found, turn_end_id(tokenizer)) if token is not None))
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the special tokens by id: the named ones, and added ones marked as special, as Gemma 3 and Phi 3 have the end of a turn."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return named | {number: token.content for number, token in added.items() if token.special}
+
+
+def turn_end_id(tokenizer: Any) -> int | None:
+    """Return the special token that closes an assistant's turn in the chat template, or None."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
+    try:
+        after = tokenizer.apply_chat_template(turn, tokenize=False).rpartition(MARK)[2]
+    # A template may refuse this conversation with any exception; its end of a turn is then unknown.
+    except Exception:
+        return None
+    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and ids[0] in special_tokens(tokenizer) else None

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.conversions import CONVERSIONS
-from braidrl.data.records import check_source, place, quiet
+from braidrl.data.records import place, quiet
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
@@ -190,32 +190,6 @@ def with_progress(
                 progress.update(task, completed=done)
 
 
-def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *further: Any) -> Path | None:
-    """Return the folder of a source's table in the cache; its name depends on files, settings, code, tokenizer and `further` values.
-
-    It returns None if the table depends on unknown code: a conversion without a version, or a tokenizer with its own code.
-    """
-    own_conversion = source.convert is not None and source.convert not in CONVERSIONS
-    tokenizer = template.tokenizer
-    own_tokenizer = not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers.")
-    if own_tokenizer or (own_conversion and source.convert_version is None):
-        return None
-    files = sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else [source.path]
-    code = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
-    chat = tokenizer.chat_template if template.is_chat else None
-    described = [
-        [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
-        source.model_dump(mode="json", exclude={"weight", "verify"}), code,
-        [importlib.metadata.version(name) for name in PACKAGES],
-        tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map), chat,
-        # Some templates write the date into the prompt.
-        time.strftime("%Y-%m-%d") if "strftime" in str(chat) else "",
-        template.system_prompt, repr(dict(template.arguments)), further,
-    ]  # fmt: skip
-    name = hashlib.blake2b(json.dumps(described, default=str).encode(), digest_size=16).hexdigest()
-    return cache.expanduser() / f"{source.label}-{name}"
-
-
 @dataclass(frozen=True)
 class Readers:
     """The processes that read the same files: the first one writes the tables, and all of them map these."""
@@ -276,14 +250,18 @@ def load_source(
     `kept` is another rank's `LoadedSource.kept` of it; if this machine does not have that folder, the source is read into it.
     Raises UserError if the file is invalid, or no prompt is short enough.
     """
-    check_source(reading.source)
     given = 2 if reading.pairs else int(reading.responses)
+
+    def table(folder: Path, examples: Iterator[Example]) -> LoadedSource:
+        rows = partial(rows_of, reading, examples, template, data.max_prompt_tokens, given)
+        return open_table(reading.source, folder, rows, given)
+
     if kept is None:
         # A UserError of the first process is raised in all of them.
         written, refused = None, ""
         if readers.rank == 0:
             try:
-                written = write_table(reading, data, template, given)
+                written = table(*new_folder(reading, data, template))
             except UserError as error:
                 refused = str(error)
         first = readers.tell({"refused": refused, "found": written.kept if written else ""})[0]
@@ -292,28 +270,47 @@ def load_source(
         if written is not None:
             return written
         kept = str(first["found"])
-    rows = partial(rows_of, reading, iter(reading), template, data.max_prompt_tokens, given)
-    return open_table(reading.source, Path(kept), rows, given)
+    return table(Path(kept), iter(reading))
 
 
-def write_table(reading: Reading, data: DataConfig, template: PromptTemplate, given: int) -> LoadedSource:
-    """Open a source's table in the cache, or write a new one: to the cache if the source is large enough, else to a temporary folder."""
-    further = (data.max_prompt_tokens, reading.responses, reading.pairs, reading.usual_split)
-    folder = kept_folder(data.cache, reading.source, template, *further)
-    begun, rest = list[Example](), iter(reading)
-    if folder is not None and not folder.is_dir():
-        begun = list(islice(rest, data.in_memory + 1))
-        folder = folder if len(begun) > data.in_memory else None
-    if folder is None:
-        own, temporary = f"{PASSING}{platform.node()}-", Path(tempfile.gettempdir())
-        for other in temporary.glob(f"{glob.escape(own)}*"):
-            # Folders of processes that were killed are removed.
-            process = other.name.removeprefix(own).partition("-")[0]
-            if process.isdigit() and not psutil.pid_exists(int(process)):
-                shutil.rmtree(other, ignore_errors=True)
-        folder = temporary / f"{own}{os.getpid()}-{uuid.uuid4().hex}"
-    rows = partial(rows_of, reading, chain(begun, rest), template, data.max_prompt_tokens, given)
-    return open_table(reading.source, folder, rows, given)
+def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> tuple[Path, Iterator[Example]]:
+    """Return the folder of a source's table, and the examples to write to it.
+
+    A large source has a folder in the cache; its name depends on files, settings, code and tokenizer. The folder is temporary for a small
+    source, and for unknown code: a conversion without a version, or a tokenizer with its own code.
+    """
+    source, tokenizer, examples = reading.source, template.tokenizer, iter(reading)
+    own_conversion = source.convert is not None and source.convert not in CONVERSIONS
+    own_tokenizer = not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers.")
+    if not own_tokenizer and (source.convert_version is not None or not own_conversion):
+        files = (
+            sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else [source.path]
+        )
+        chat = tokenizer.chat_template if template.is_chat else None
+        described = [
+            [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+            source.model_dump(mode="json", exclude={"weight", "verify"}),
+            [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))],
+            [importlib.metadata.version(name) for name in PACKAGES],
+            tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map), chat,
+            # Some templates write the date into the prompt.
+            time.strftime("%Y-%m-%d") if "strftime" in str(chat) else "",
+            template.system_prompt, repr(dict(template.arguments)),
+            data.max_prompt_tokens, reading.responses, reading.pairs, reading.usual_split,
+        ]  # fmt: skip
+        name = hashlib.blake2b(json.dumps(described, default=str).encode(), digest_size=16).hexdigest()
+        folder = data.cache.expanduser() / f"{source.label}-{name}"
+        begun = [] if folder.is_dir() else list(islice(examples, data.in_memory + 1))
+        examples = chain(begun, examples)
+        if folder.is_dir() or len(begun) > data.in_memory:
+            return folder, examples
+    own, temporary = f"{PASSING}{platform.node()}-", Path(tempfile.gettempdir())
+    for other in temporary.glob(f"{glob.escape(own)}*"):
+        # Folders of processes that were killed are removed.
+        process = other.name.removeprefix(own).partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(other, ignore_errors=True)
+    return temporary / f"{own}{os.getpid()}-{uuid.uuid4().hex}", examples
 
 
 def rows_of(

@@ -84,7 +84,11 @@ class Reading:
             usual_split: Default split of a folder.
             responses: The flow trains on given responses: each example must have one.
             pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
+
+        Raises:
+            UserError: There is no such file or folder.
         """
+        check_source(source)
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
         self._is_arrow = source.path.is_dir() or source.path.suffix == ".parquet"
         """Whether records come from Arrow batches, where each nested record has the keys of all records, as nulls."""
@@ -101,7 +105,6 @@ class Reading:
         """Yield the examples. Raises UserError, with file and line or row, for an invalid record, and for a source without examples."""
         source, number = self.source, 0
         end = None if source.first is None else source.skip + source.first
-        check_source(source)
         if self._is_arrow:
             records = read_arrow(source, self.usual_split)
         else:

@@ -16,10 +16,20 @@ import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig
-from braidrl.data.chat import TEMPLATE, ChatMessage, Tools, tools_of
-from braidrl.data.endings import MARK, end_of_sequence_ids, turn_end_id
+from braidrl.data.chat import (
+    MARK,
+    RENDERED_CHARACTERS,
+    TEMPLATE,
+    WATCH,
+    ChatMessage,
+    Overdue,
+    Tools,
+    check_size,
+    end_of_sequence_ids,
+    tools_of,
+    turn_end_id,
+)
 from braidrl.data.records import whole_text
-from braidrl.data.rendering import render_chat
 from braidrl.data.rows import IDENTITY, Column, Rows
 from braidrl.data.sources import Example, Prompt, Response
 from braidrl.errors import UserError
@@ -102,9 +112,28 @@ class PromptTemplate:
         # The template may open the turn with the same tag as the turn itself.
         return (opened[: tag.start()] if tag and begun.lstrip().startswith(tag[1]) else opened) + begun
 
-    def apply(self, messages: list[ChatMessage], tools: Tools = (), opens: bool = False) -> str:
-        """Apply the chat template to messages; with `opens` it opens the assistant's turn. Raises UserError as `render`."""
-        return render_chat(self.tokenizer, messages, tools, opens, self.arguments)
+    def apply(self, messages: Sequence[ChatMessage], tools: Tools = (), opens: bool = False) -> str:
+        """Apply the chat template to messages; with `opens` it opens the assistant's turn.
+
+        Raises UserError if the template refuses the messages, fails, or breaks a limit of time or size.
+        """
+        check_size(self.tokenizer)
+        settings = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens, **self.arguments}
+        try:
+            with WATCH:
+                text: str = self.tokenizer.apply_chat_template(list(messages), **settings)
+        except Overdue as error:
+            raise UserError(f"the tokenizer's chat template {error} for these messages") from None
+        except Exception as error:  # a template is a program and may raise anything
+            name = "" if "Template" in type(error).__name__ else f"{type(error).__name__}: "
+            raise UserError(
+                f"the tokenizer's chat template refuses the messages: {name}{' '.join(str(error).split())[:500]}"
+            ) from None
+        if len(text) > RENDERED_CHARACTERS:
+            raise UserError(
+                f"the tokenizer's chat template makes a text of {len(text)} characters, and at most {RENDERED_CHARACTERS} are taken"
+            )
+        return text
 
     def encode_texts(self, texts: Sequence[str], begins: bool = False) -> list[list[int]]:
         """Tokenise texts, without tokens that the tokenizer appends.

@@ -24,7 +24,7 @@ from braidrl.cluster.process import LOOPBACK, default_threads
 from braidrl.cluster.process_groups import address_towards, subgroup
 from braidrl.config import Config, LoraConfig
 from braidrl.config.layout import ParallelLayout
-from braidrl.data.endings import end_ids_of
+from braidrl.data.chat import end_ids_of
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, EngineSpec, RoleEngine, ServedEngine

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
@@ -26,7 +27,7 @@ from braidrl.errors import UserError
 from braidrl.importing import source_of
 from braidrl.rewards.verifier import Completion, Verifier, call
 from braidrl.rewards.verifiers import VERIFIERS
-from braidrl.sandbox.answers import NAME, Message, shown
+from braidrl.sandbox.answers import DETAIL_LENGTH, NAME, Message, printable
 from braidrl.sandbox.host import awaited
 from braidrl.sandbox.hosts import CodeHost, Talk, check_walls
 
@@ -54,11 +55,12 @@ class CallOutcome:
     @staticmethod
     def of(message: Message, max_abs: float) -> "CallOutcome":
         """Validate an untrusted answer; a score with an absolute value above `max_abs` is a failure."""
+        max_abs = min(max_abs, sys.float_info.max)  # JSON has integers beyond any float
         score, correct, failure = (message.get(name) for name in ("score", "correct", "failure"))
         metrics = message.get("metrics", {})
         if failure is not None:
             reason = failure if failure in REASONS else "result"
-            return CallOutcome(failure=reason, detail=shown(str(message.get("detail"))[:600]))
+            return CallOutcome(failure=reason, detail=printable(str(message.get("detail"))[:DETAIL_LENGTH]))
         if correct not in (None, True, False) or isinstance(score, bool) or not isinstance(score, int | float | None):
             fault = "its process gave an answer that is none"
         elif score is not None and not abs(score) <= max_abs:

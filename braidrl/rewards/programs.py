@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from braidrl.rewards.verifiers import Score
-from braidrl.sandbox.answers import shown
+from braidrl.sandbox.answers import printable
 from braidrl.sandbox.copies import PROGRAMS
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -282,7 +282,7 @@ class Running:
         name = last.partition(":")[0].strip().rpartition(".")[2]
         kind = getattr(builtins, name, None)
         if name in DENIED or (isinstance(kind, type) and issubclass(kind, (OSError, MemoryError))):
-            raise ProgramEnded(shown(last[:200]))
+            raise ProgramEnded(printable(last[:200]))
         return None
 
     def ask(self, verb: str, on: int | None, name: str, *positional: Any, **named: Any) -> Any:
@@ -306,7 +306,7 @@ class Running:
         if "error" in said:
             kind, text = getattr(builtins, str(said["error"]), None), str(said.get("text"))[:200]
             if isinstance(kind, type) and issubclass(kind, (OSError, MemoryError)):
-                raise ProgramEnded(shown(f"{kind.__name__}: {text}"))
+                raise ProgramEnded(printable(f"{kind.__name__}: {text}"))
             raise (kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else WrongProgram(text))
         for mine, changed in zip(positional, given, strict=False):
             if isinstance(mine, list) and isinstance(changed, list):
@@ -380,8 +380,17 @@ class Kept:
 def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequence[int] = ()) -> Iterator[Running]:
     """Start Python with these arguments and `given` as its input; on exit kill it and the processes that it started.
 
-    Its input and output are files, so a program that prints endlessly or reads nothing cannot block this process.
+    Its input and output are files, so a program that prints endlessly or reads nothing cannot block this process. The kernel ends it after
+    `seconds` of processor time, or at the sandbox's own limit if that is lower.
     """
+
+    def limit_processor() -> None:
+        # It gives way to the process that counts its processes: otherwise it could start many more before they are counted.
+        os.nice(LATER)
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        hard = seconds + 1 if most == resource.RLIM_INFINITY else min(seconds + 1, most)
+        resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, hard), hard))
+
     with (
         tempfile.TemporaryFile("w+", dir=WORK) as stdin,
         tempfile.TemporaryFile(dir=WORK) as out,
@@ -394,7 +403,7 @@ def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequenc
         process = subprocess.Popen(
             [sys.executable, "-I", *words], stdin=stdin, stdout=out, stderr=err, cwd=WORK, start_new_session=True,
             env=variables | {"HOME": WORK, "TMPDIR": WORK}, pass_fds=descriptors,
-            preexec_fn=lambda: limit_processor(seconds),
+            preexec_fn=limit_processor,
         )  # fmt: skip
         try:
             yield Running(process, out, err, seconds)
@@ -402,14 +411,3 @@ def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequenc
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def limit_processor(seconds: int) -> None:
-    """Make this process end after so many seconds of processor time, or at the sandbox's own limit if that is lower.
-
-    Its niceness gives way to the process that counts its processes: otherwise a program could start many more before they are counted.
-    """
-    os.nice(LATER)
-    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    hard = seconds + 1 if most == resource.RLIM_INFINITY else min(seconds + 1, most)
-    resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, hard), hard))

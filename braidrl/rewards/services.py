@@ -57,7 +57,9 @@ async def judge(
     as temperature. At most `concurrency` requests are open; each is repeated up to `retries` times, after `wait_s` seconds, then twice as
     long each time. `cache` is a folder of answers. `prices` per million tokens read and written give the cost metric.
     """
-    question = filled(template or TEMPLATE, {"prompt": shown(prompt), "response": response, "answer": shown(answer)})
+    question = filled(
+        template or TEMPLATE, {"prompt": as_text(prompt), "response": response, "answer": as_text(answer)}
+    )
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0.0, **(settings or {})}
     digest = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
     kept = Path(cache).expanduser() / f"{digest}.json" if cache else None
@@ -194,7 +196,7 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
     return re.sub("|".join(rf"\{{{name}\}}" for name in fields), lambda match: fields[match[0][1:-1]], template)
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return text unchanged, chat messages by role, anything else as JSON."""
     if isinstance(value, list) and all(isinstance(one, dict) and "content" in one for one in value):
         return "\n\n".join(f"{one.get('role', 'user')}: {one['content']}" for one in value)

@@ -47,10 +47,12 @@ class Verifier:
     key: str
     """The name and settings as JSON, from which another process makes the same verifier."""
     label: str
-    """The short name in metrics and columns: `judge` of `file.py:judge`."""
+    """The short name in metrics and columns: `judge` of `file.py:judge`; of two of a source, the second is `judge_2`."""
     function: Callable[..., Any]
     reads: tuple[str, ...]
     asynchronous: bool
+    weight: float = 1.0
+    """Its weight in `reward`."""
 
     def __call__(self, completion: Mapping[str, Any]) -> Any:
         """Call the function with a completion's fields, and return its result; an awaitable if it is `async`."""

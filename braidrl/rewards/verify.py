@@ -6,7 +6,7 @@ rows ──submit──> one check per row and verifier ──> pool (beside gen
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +20,6 @@ from braidrl.rewards.verifier import Completion, Verifier, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """A verifier with its weight in `reward` and its unique name among a source's verifiers."""
-
-    verifier: Verifier
-    weight: float
-    label: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,7 @@ class Pending:
     """Checks in flight for some rows, in the rows' order."""
 
     rewards: "RuleRewards"
-    checks: list[list[tuple[Weighted, Future[CallOutcome]]]]
+    checks: list[list[tuple[Verifier, Future[CallOutcome]]]]
     prefix: str
     """Precedes the names of the columns."""
 
@@ -62,12 +53,12 @@ class Pending:
         `score` and, before reward shaping, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1, is the first
         verifier's verdict. `score_<name>` is NaN in rows whose source does not have that verifier.
         """
-        rows = [[(weighted, self.rewards.judge(future.result())) for weighted, future in row] for row in self.checks]
-        total = torch.tensor([sum(w.weight * score for w, (score, _) in row) for row in rows], dtype=torch.float32)
+        rows = [[(verifier, self.rewards.judge(future.result())) for verifier, future in row] for row in self.checks]
+        total = torch.tensor([sum(v.weight * score for v, (score, _) in row) for row in rows], dtype=torch.float32)
         correct = torch.tensor([float(row[0][1][1]) for row in rows], dtype=torch.float32)
         columns = {"score": total, "correct": correct, "reward": total.clone()}
         if len(self.rewards.labels) > 1:
-            scores = [{weighted.label: score for weighted, (score, _) in row} for row in rows]
+            scores = [{verifier.label: score for verifier, (score, _) in row} for row in rows]
             for label in self.rewards.labels:
                 values = [row.get(label, float("nan")) for row in scores]
                 columns[f"score_{label}"] = torch.tensor(values, dtype=torch.float32)
@@ -77,17 +68,17 @@ class Pending:
         """Wait, and return the checks that raised, hung, died or returned no score."""
         failed = []
         for number, row in enumerate(self.checks):
-            for weighted, future in row:
+            for verifier, future in row:
                 if (reason := future.result().failure) is not None:
-                    words = f"verifier {weighted.label}: {reason}: {future.result().detail}"
-                    failed.append(CheckFailure(number, weighted.label, reason, words))
+                    words = f"verifier {verifier.label}: {reason}: {future.result().detail}"
+                    failed.append(CheckFailure(number, verifier.label, reason, words))
         return failed
 
     def metrics(self) -> Iterator[tuple[str, float]]:
         """Wait, and yield the score of each check, `checks/NAME/score_mean`, and a verifier's own numbers, `reward/NAME/number`."""
-        for weighted, future in (check for row in self.checks for check in row):
-            yield f"checks/{weighted.label}/score_mean", self.rewards.judge(future.result())[0]
-            yield from ((f"reward/{weighted.label}/{name}", value) for name, value in future.result().metrics.items())
+        for verifier, future in (check for row in self.checks for check in row):
+            yield f"checks/{verifier.label}/score_mean", self.rewards.judge(future.result())[0]
+            yield from ((f"reward/{verifier.label}/{name}", value) for name, value in future.result().metrics.items())
 
 
 class RuleRewards:
@@ -117,7 +108,7 @@ class RuleRewards:
         self._default = weighted_verifiers(config.verify)
         self._per_source = {source: weighted_verifiers(many) for source, many in per_source.items()}
         every = [self._default, *self._per_source.values()]
-        self.labels = list(dict.fromkeys(weighted.label for many in every for weighted in many))
+        self.labels = list(dict.fromkeys(verifier.label for many in every for verifier in many))
         self._pool = RewardPool(config)
 
     def submit(self, rows: Rows, of: str | None = None) -> Pending:
@@ -130,7 +121,7 @@ class RuleRewards:
             name = self._source_names.get(source, str(source))
             completion = Completion(metadata.get("prompt"), texts[row], metadata.get("answer"), metadata, name)
             verifiers = self._per_source.get(source, self._default)
-            checks.append([(w, self._pool.submit(completion, w.verifier)) for w in verifiers])
+            checks.append([(verifier, self._pool.submit(completion, verifier)) for verifier in verifiers])
         return Pending(self, checks, prefix)
 
     def judge(self, outcome: CallOutcome) -> tuple[float, bool]:
@@ -146,8 +137,8 @@ class RuleRewards:
         self._pool.close()
 
 
-def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
-    """Resolve verifiers under unique labels: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
+def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Verifier]:
+    """Resolve the verifiers of a source under unique labels. Raises UserError as `resolve`, or for an empty list."""
     if not configs:
         raise UserError("`verify` names no verifier; write one, as in `verify: exact`")
     seen: Counter[str] = Counter()
@@ -155,8 +146,8 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
     for config in configs:
         verifier = resolve(config.name, config.params)
         seen[verifier.label] += 1
-        number = seen[verifier.label]
-        weighted.append(Weighted(verifier, config.weight, verifier.label + (f"_{number}" if number > 1 else "")))
+        number = f"_{seen[verifier.label]}" if seen[verifier.label] > 1 else ""
+        weighted.append(replace(verifier, weight=config.weight, label=verifier.label + number))
     return weighted
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.agents.trajectory import response_columns
 from braidrl.config import Config
+from braidrl.data.chat import end_ids_of
 from braidrl.data.codec import pack_rows, unpack_rows
-from braidrl.data.endings import end_ids_of
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.packing import equal_share
 from braidrl.data.prompts import LoadedSource

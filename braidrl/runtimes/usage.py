@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from braidrl.agents.player import Episode
+from braidrl.agents.trajectory import Trajectory
 from braidrl.cluster.devices import choose_device
 from braidrl.cluster.process import default_threads
 from braidrl.config import Config
@@ -42,13 +42,13 @@ class Drawn(NamedTuple):
     seen: int
 
     @staticmethod
-    def of(prompt: Tensor, ended: Response | Episode) -> "Drawn":
-        """Return the tokens drawn after a prompt, or in all turns of an episode."""
+    def of(prompt: Tensor, ended: Response | Trajectory) -> "Drawn":
+        """Return the tokens drawn after a prompt, or in all turns of a trajectory."""
         if isinstance(ended, Response):
             tokens = ended.tokens.numel()
             return Drawn(tokens, tokens * prompt.numel() + tokens * (tokens - 1) // 2)
-        actions = np.array(ended.trajectory.actions, dtype=bool)
-        lengths = np.array(ended.trajectory.sequence_lengths, dtype=np.int64)
+        actions = np.array(ended.actions, dtype=bool)
+        lengths = np.array(ended.sequence_lengths, dtype=np.int64)
         places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return Drawn(int(actions.sum()), int(places[actions].sum()))
 

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from braidrl.sandbox.answers import Message, shown
+from braidrl.sandbox.answers import Message, printable
 from braidrl.sandbox.fork_gate import LIBC, Start, allow, hold_back_starts, next_start
 
 FILE_BYTES = 64 << 20
@@ -262,7 +262,7 @@ class SandboxedCopies:
         self._kill(copy, {})
         _, status, usage = os.wait4(copy.process, 0)
         if text := os.pread(copy.printed, PRINTED_BYTES, 0).decode(errors="replace"):
-            os.write(2, shown(text, keep="\n\t").encode(errors="replace"))
+            os.write(2, printable(text, keep="\n\t").encode(errors="replace"))
         code, failure = os.waitstatus_to_exitcode(status), copy.failure
         if not failure and code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime >= self.limits.cpu_seconds:
             failure = {"failure": "timeout", "detail": f"it took over {self.limits.cpu_seconds:g} s of a processor"}

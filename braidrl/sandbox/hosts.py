@@ -25,7 +25,7 @@ from braidrl.cluster.local import Spawned
 from braidrl.cluster.process import ProcessSpec
 from braidrl.config.section import SandboxConfig
 from braidrl.errors import UserError
-from braidrl.sandbox.answers import NAME, Message, plain, shown
+from braidrl.sandbox.answers import Message, checked_answer
 from braidrl.sandbox.copies import PROGRAMS, REASON, SandboxLimits
 from braidrl.sandbox.host import APART, HERE, LISTEN, LOAD_LIMIT_S, TOGETHER
 from braidrl.sandbox.walls import POLICIES, CodeFiles, bubblewrap, view, walls_missing
@@ -37,7 +37,6 @@ PASSED = (
 """Environment variables of the run that untrusted code gets."""
 ARENAS = "MALLOC_ARENA_MAX"
 PIECE_BYTES = 1 << 16
-DETAIL_LENGTH = 600
 STUCK_AFTER_S = 1.0
 """Seconds after the limit of calls that share an event loop until it counts as blocked."""
 ENDING_S = 2.0
@@ -121,25 +120,6 @@ class Talk:
         self.ready = False
         self._end.close()
         self._closed(self)
-
-
-def checked_answer(line: bytes | bytearray) -> Message:
-    """Return an answer as plain data, or a failure if it is not."""
-    try:
-        found = plain(line)
-    except ValueError as error:
-        found = str(error)[:100]
-    if not isinstance(found, dict):
-        detail = f"its process gave an answer that is not plain data: {shown(str(found)[:100])}"
-        return {"failure": "result", "detail": detail}
-    if "failure" not in found:
-        return found
-    reason, where = found["failure"], str(found.get("where", ""))
-    failure = {
-        "failure": reason if isinstance(reason, str) and NAME.fullmatch(reason) else "result",
-        "detail": shown(str(found.get("detail"))[:DETAIL_LENGTH]), "where": shown(where[:100]),
-    }  # fmt: skip
-    return failure | ({"again": True} if found.get("again") is True else {})
 
 
 class CodeHost:

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from braidrl.data.rendering import check_template
+from braidrl.data.chat import check_template
 from braidrl.errors import UserError, shown
 from braidrl.native.linear import use_fast_products
 from braidrl.parsing import read_json

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from braidrl.algorithms.random import uniform
-from braidrl.data.endings import end_ids_of
+from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineSpec
 from braidrl.engines.requests import EngineRow, Response

@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from braidrl.agents.environments import environments
-from braidrl.agents.player import Episode, Episodes, Limits
+from braidrl.agents.player import EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
+from braidrl.agents.trajectory import Limits, Trajectory
 from braidrl.config import EnvironmentConfig, load_config
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
@@ -35,7 +37,7 @@ SERVER = EXAMPLES / "tool_arithmetic" / "server.py"
 LIMITS = Limits(at_once=3, timeout_s=60, max_turns=4, max_sequence_tokens=4000)
 
 
-def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> list[Episode]:
+def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> list[Trajectory]:
     """Return the episodes of rows that all give the same responses."""
     tokenizer = make_chat_tokenizer("chatml")
     hosts = EnvironmentHosts(config)
@@ -43,7 +45,9 @@ def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> li
         script, template = Script(tokenizer, says), turn_template(tokenizer)
         make = hosts.find(str(config.name))
         return asyncio.run(
-            Episodes(script, make, template, SamplingParams(), LIMITS).play(make_rows(tokenizer, prompts))  # type: ignore[arg-type]
+            EnvironmentPlayer(script, make, template, SamplingParams(), limits=LIMITS).play(
+                make_rows(tokenizer, prompts)
+            )  # type: ignore[arg-type]
         )
     finally:
         hosts.close()
@@ -76,7 +80,7 @@ def test_tools_of_a_command_are_called_and_their_errors_returned() -> None:
     calls = task.call("multiply", 7, 8) + task.call("divide", 7, 8) + '<tool_call>{"name": "add"}</tool_call>'
     config = EnvironmentConfig(name=f"mcp:python {SERVER}", timeout_s=60)
     (episode,) = played(config, [calls, "56"], ["what is 7 times 8"])
-    text = make_chat_tokenizer("chatml").decode(episode.trajectory.tokens)
+    text = make_chat_tokenizer("chatml").decode(episode.tokens)
     assert (episode.failure, episode.turns, episode.score) == (None, 2, 0.0), "the example has no answer"
     assert '"name": "multiply"' in text and "Return the product of two numbers." in text, "the prompt lists the tools"
     assert "<tool_response>\n56\n" in text
@@ -84,6 +88,18 @@ def test_tools_of_a_command_are_called_and_their_errors_returned() -> None:
         "error: no tool is called 'divide'; there are add, multiply" in text
         and "error: Error executing tool add" in text
     )
+
+
+def test_a_server_that_does_not_answer_in_time_leaves_no_process() -> None:
+    pytest.importorskip("mcp", reason="mcp is not installed")
+    make, before = environments("mcp:python -c 'import sys; sys.stdin.read()'", {}), psutil.Process().children()
+
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(make(), 0.5)
+        assert psutil.Process().children() == before
+
+    asyncio.run(run())
 
 
 def test_a_step_trains_on_episodes_with_the_tools_of_a_server(mcp_address: str, tmp_path: Path) -> None:

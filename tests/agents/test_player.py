@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from braidrl.agents.environments import environments
-from braidrl.agents.player import Episode, Episodes, Limits, episode_columns
+from braidrl.agents.player import EnvironmentPlayer
+from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
 from braidrl.agents.turns import Observation
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -89,16 +90,16 @@ def play_slowly(texts: list[str], example: dict[str, Any]) -> Observation:
     return Observation(done=True)
 
 
-def script_play(make: Any, rows: Any, limits: Limits = LIMITS, seconds: float = 0.0) -> tuple[list[Episode], float]:
+def script_play(make: Any, rows: Any, limits: Limits = LIMITS, seconds: float = 0.0) -> tuple[list[Trajectory], float]:
     """Play episodes in virtual time; return them and their duration."""
     tokenizer = make_chat_tokenizer(None)
 
     async def made() -> Any:
         return make()
 
-    async def run() -> tuple[list[Episode], float]:
+    async def run() -> tuple[list[Trajectory], float]:
         engine = Script(tokenizer, ["ab"], seconds)
-        episodes = Episodes(engine, made, turn_template(tokenizer), SamplingParams(), limits)  # type: ignore[arg-type]
+        episodes = EnvironmentPlayer(engine, made, turn_template(tokenizer), SamplingParams(), limits=limits)  # type: ignore[arg-type]
         return await episodes.play(rows), asyncio.get_running_loop().time()
 
     return run_virtually(run())
@@ -145,14 +146,14 @@ def test_a_failing_environment_ends_its_own_trajectory_with_a_counted_reason() -
     failures = Counter(one.failure for one in played if one.failure)
     assert failures == {"KeyError": 1, "OSError": 1, "timeout": 1, "TypeError": 2, "RuntimeError": 1}
     assert by_prompt["hang"].detail == "step took over 30 s"
-    columns = episode_columns(played, LIMITS)
+    columns = trajectory_columns(played, LIMITS)
     assert set(columns) == set(PLAYED)
     ended = columns["finish_reason"].tolist()  # type: ignore[union-attr]
     assert ended == [FinishReason.STOP] + [FinishReason.ERROR] * 6
     assert columns["statistics_mask"].tolist() == [1] + [0] * 6  # type: ignore[union-attr]
     assert columns["score"].tolist() == [1.5, 0.5, 0.0, 0.5, 0.5, 1.5, 0.0]  # type: ignore[union-attr]
     assert columns["correct"].tolist() == [1, 0, 0, 0, 0, 1, 0]  # type: ignore[union-attr]
-    assert columns["action_tokens"].tolist() == [e.trajectory.action_tokens for e in played]  # type: ignore[union-attr]
+    assert columns["action_tokens"].tolist() == [e.action_tokens for e in played]  # type: ignore[union-attr]
     assert columns["prompt"].tolist() == rows["prompt"].tolist()  # type: ignore[union-attr]
 
 
@@ -160,7 +161,9 @@ def test_a_hanging_plain_function_delays_neither_other_rows_nor_the_end() -> Non
     tokenizer = make_chat_tokenizer(None)
     limits = Limits(at_once=4, timeout_s=1.0, max_turns=8, max_sequence_tokens=300)
     make = environments(f"{HERE}:play_slowly", {})
-    episodes = Episodes(Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits)  # type: ignore[arg-type]
+    episodes = EnvironmentPlayer(
+        Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits=limits
+    )  # type: ignore[arg-type]
     played = asyncio.run(episodes.play(rows_of(["?"], samples=4)))
     assert not LATE, "the call is still hanging"
     RELEASED.set()
@@ -170,7 +173,9 @@ def test_a_hanging_plain_function_delays_neither_other_rows_nor_the_end() -> Non
 def test_a_plain_function_sees_every_turn_and_the_example() -> None:
     tokenizer = make_chat_tokenizer(None)
     make = environments(f"{HERE}:is_long", {"length": 2})
-    episodes = Episodes(Script(tokenizer, ["a", "abc"]), make, turn_template(tokenizer), SamplingParams(), LIMITS)  # type: ignore[arg-type]
+    episodes = EnvironmentPlayer(
+        Script(tokenizer, ["a", "abc"]), make, turn_template(tokenizer), SamplingParams(), limits=LIMITS
+    )  # type: ignore[arg-type]
     (episode,) = asyncio.run(episodes.play(rows_of(["?"])))
     assert (episode.turns, episode.score, episode.finish_reason) == (2, 4.0, FinishReason.STOP)
 
@@ -178,26 +183,24 @@ def test_a_plain_function_sees_every_turn_and_the_example() -> None:
 def test_trajectories_end_at_their_turns_and_where_a_sequence_has_no_room() -> None:
     (by_turns,), _ = script_play(lambda: Turns(100), rows_of(["?"]))
     assert (by_turns.turns, by_turns.finish_reason) == (8, FinishReason.LENGTH)
-    tokens = len(by_turns.trajectory.tokens)
+    tokens = len(by_turns.tokens)
     for limit in range(2, tokens):
         limits = Limits(at_once=1, timeout_s=30, max_turns=8, max_sequence_tokens=limit)
         (episode,), _ = script_play(lambda: Turns(100), rows_of(["?"]), limits)
         assert episode.finish_reason is FinishReason.LENGTH
-        assert len(episode.trajectory.tokens) <= limit
-        assert episode.trajectory.tokens == by_turns.trajectory.tokens[: len(episode.trajectory.tokens)]
-        assert episode.trajectory.actions[-1], "an observation without a following action is not appended"
-    with pytest.raises(
-        UserError, match=r"a first context of 3 tokens leaves no room .* raise rollout.max_sequence_tokens"
-    ):
+        assert len(episode.tokens) <= limit
+        assert episode.tokens == by_turns.tokens[: len(episode.tokens)]
+        assert episode.actions[-1], "an observation without a following action is not appended"
+    with pytest.raises(UserError, match=r"a context of 3 tokens leaves no room .* raise rollout.max_sequence_tokens"):
         script_play(Turns, rows_of(["???"]), Limits(1, 30, 8, 3))
 
 
 def test_an_aborted_trajectory_keeps_its_tokens_so_far() -> None:
     engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
     sampling = SamplingParams(max_tokens=30, ends=False)
-    episodes = Episodes(engine, Turns, turn_template(make_tokenizer()), sampling, LIMITS)  # type: ignore[arg-type]
+    episodes = EnvironmentPlayer(engine, Turns, turn_template(make_tokenizer()), sampling, limits=LIMITS)  # type: ignore[arg-type]
 
-    async def run() -> list[Episode]:
+    async def run() -> list[Trajectory]:
         task = asyncio.ensure_future(episodes.play(make_rows(make_tokenizer(), ["a", "b"])))
         while not task.done():
             await asyncio.sleep(0)
@@ -210,17 +213,17 @@ def test_an_aborted_trajectory_keeps_its_tokens_so_far() -> None:
     aborted, other = asyncio.run(run())
     assert aborted.finish_reason is FinishReason.ABORT and aborted.failure is None
     assert 1 < aborted.turns <= other.turns == 4
-    assert 30 <= aborted.trajectory.action_tokens < 120
-    assert aborted.trajectory.tokens == other_run()[: len(aborted.trajectory.tokens)]
+    assert 30 <= aborted.action_tokens < 120
+    assert aborted.tokens == other_run()[: len(aborted.tokens)]
 
 
 def other_run() -> list[int]:
     """Return the tokens of the first row without an abort."""
     engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
-    episodes = Episodes(
-        engine, Turns, turn_template(make_tokenizer()), SamplingParams(max_tokens=30, ends=False), LIMITS
+    episodes = EnvironmentPlayer(
+        engine, Turns, turn_template(make_tokenizer()), SamplingParams(max_tokens=30, ends=False), limits=LIMITS
     )  # type: ignore[arg-type]
-    return asyncio.run(episodes.play(make_rows(make_tokenizer(), ["a"])))[0].trajectory.tokens
+    return asyncio.run(episodes.play(make_rows(make_tokenizer(), ["a"])))[0].tokens
 
 
 class Jittery(Turns):
@@ -238,8 +241,10 @@ def test_episodes_have_the_same_tokens_on_one_engine_and_four_replicas() -> None
     def play(replicas: int, slots: int) -> list[tuple[list[int], list[int]]]:
         engines = [EngineReplica(EmbeddedEngine(model, tokenizer, slots, 300)) for _ in range(replicas)]
         engine = engines[0] if replicas == 1 else Router(engines)
-        episodes = Episodes(engine, Jittery, turn_template(tokenizer), SamplingParams(max_tokens=12), LIMITS)  # type: ignore[arg-type]
-        return [(e.trajectory.tokens, e.trajectory.sequence_lengths) for e in asyncio.run(episodes.play(rows))]
+        episodes = EnvironmentPlayer(
+            engine, Jittery, turn_template(tokenizer), SamplingParams(max_tokens=12), limits=LIMITS
+        )  # type: ignore[arg-type]
+        return [(e.tokens, e.sequence_lengths) for e in asyncio.run(episodes.play(rows))]
 
     assert play(1, 64) == play(4, 16)
 

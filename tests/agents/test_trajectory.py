@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.agents.player import Episode, Limits, episode_columns
-from braidrl.agents.trajectory import Trajectory
+from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
 from braidrl.algorithms.token_advantages import gae
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow.signatures import PLAYED
@@ -34,9 +33,9 @@ def two_sequences() -> Trajectory:
 
 
 def test_a_row_holds_every_sequence_and_marks_sampled_tokens() -> None:
-    never = Trajectory((0, 4, 0))
+    never = Trajectory((0, 4, 0), finish_reason=FinishReason.ERROR)
     never.append([1, 2], opens=True)
-    columns = episode_columns([Episode(two_sequences()), Episode(never, finish_reason=FinishReason.ERROR)], LIMITS)
+    columns = trajectory_columns([two_sequences(), never], LIMITS)
     assert set(columns) == set(PLAYED)
     rows = Rows(columns)
     assert rows["tokens"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [1, 2]]
@@ -94,7 +93,7 @@ def test_gae_over_several_sequences_is_the_formula_on_the_joined_action_tokens(
         trajectory.append([1] * actions, **turn(actions))
         if observed:
             trajectory.append([2] * observed, opens=opens)
-    rows = Rows(episode_columns([Episode(trajectory)], LIMITS))
+    rows = Rows(trajectory_columns([trajectory], LIMITS))
     values = rows["rollout_log_probs"].with_values(torch.linspace(-1, 1, trajectory.action_tokens, dtype=torch.float64))
     advantages, returns = gae(values, torch.tensor([0.7], dtype=torch.float64), gamma=gamma, lam=lam)
     v = values.values.tolist()

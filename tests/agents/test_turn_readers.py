@@ -9,8 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from braidrl.agents.tool_calls import ToolCall, parse_tool_calls
-from braidrl.agents.turn_readers import exact_over_turns, proven_reader
-from braidrl.agents.turns import TurnTemplate
+from braidrl.agents.turns import TurnTemplate, exact_over_turns, proven_reader
 from braidrl.data.templates import PromptTemplate
 from tests.agents.chat import STYLES, make_chat_tokenizer
 

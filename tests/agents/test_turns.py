@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from braidrl.agents.player import Episodes, Limits, episode_columns
+from braidrl.agents.player import EnvironmentPlayer
+from braidrl.agents.trajectory import Limits, trajectory_columns
 from braidrl.agents.turns import MARK, Observation
-from braidrl.data.endings import end_of_sequence_ids
+from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import SamplingParams
@@ -87,14 +88,14 @@ def test_a_row_holds_exactly_the_engines_tokens_with_trainings_log_probs(
     tokenizer, model = engine_parts(style)
     recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, 16, LIMIT)))
     waiting = list(histories)
-    episodes = Episodes(
-        recorder, lambda: Told(waiting.pop(0)), turn_template(tokenizer), SamplingParams(max_tokens=9), LIMITS
+    episodes = EnvironmentPlayer(
+        recorder, lambda: Told(waiting.pop(0)), turn_template(tokenizer), SamplingParams(max_tokens=9), limits=LIMITS
     )
     rows = make_rows(tokenizer, [f"question {i}" for i in range(len(histories))])
     played = asyncio.run(episodes.play(rows))
     for episode, uid in zip(played, rows.uids(), strict=True):
         assert episode.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and episode.failure is None
-        trajectory, seen = episode.trajectory, recorder.seen[uid]
+        trajectory, seen = episode, recorder.seen[uid]
         sequences = [s.tolist() for s in torch.tensor(trajectory.tokens).split(trajectory.sequence_lengths)]
         held: list[list[int]] = []
         for prompt, response in seen:
@@ -104,7 +105,7 @@ def test_a_row_holds_exactly_the_engines_tokens_with_trainings_log_probs(
         assert held == sequences
         acted = [token for token, sampled in zip(trajectory.tokens, trajectory.actions, strict=True) if sampled]
         assert acted == [token for _, response in seen for token in response]
-    table = rows.with_columns(episode_columns(played, LIMITS))
+    table = rows.with_columns(trajectory_columns(played, LIMITS))
     torch.testing.assert_close(table["rollout_log_probs"].values, packed_log_probs(model, table), rtol=0, atol=1e-5)
 
 
@@ -115,12 +116,12 @@ def test_a_row_equals_the_rendered_conversation_if_the_template_keeps_turns(
     tokenizer = make_chat_tokenizer(style)
     said = ["higher", [{"role": "tool", "content": "12"}, {"role": "tool", "content": "13"}], "lower"]
     turns = ["guess 5", "guess 77", "guess 123", "aab"]
-    episodes = Episodes(
+    episodes = EnvironmentPlayer(
         Script(tokenizer, turns),
         lambda: Told([Observation(s) for s in said]),
         turn_template(tokenizer),
         SamplingParams(),
-        LIMITS,
+        limits=LIMITS,
     )
     (episode,) = asyncio.run(episodes.play(make_rows(tokenizer, ["the number is"])))
     conversation = [{"role": "user", "content": "the number is"}]
@@ -128,24 +129,24 @@ def test_a_row_equals_the_rendered_conversation_if_the_template_keeps_turns(
         conversation.append({"role": "assistant", "content": turn})
         conversation += [{"role": "user", "content": answer}] if isinstance(answer, str) else answer
     rendered = tokenizer.apply_chat_template(conversation[:-1], tokenize=False)
-    assert tokenizer.decode(episode.trajectory.tokens).rstrip() == rendered.rstrip()
-    assert episode.turns == 4 and len(episode.trajectory.sequence_lengths) == 1
+    assert tokenizer.decode(episode.tokens).rstrip() == rendered.rstrip()
+    assert episode.turns == 4 and len(episode.sequence_lengths) == 1
 
 
 def test_reasoning_that_the_template_would_drop_stays_where_the_engine_saw_it() -> None:
     tokenizer = make_chat_tokenizer("thinking")
     recorder = Recorder(Script(tokenizer, ["12 or 123?</think>guess 12", "123 then</think>guess 123"]))
-    episodes = Episodes(
-        recorder, lambda: Told([Observation("higher")]), turn_template(tokenizer), SamplingParams(), LIMITS
+    episodes = EnvironmentPlayer(
+        recorder, lambda: Told([Observation("higher")]), turn_template(tokenizer), SamplingParams(), limits=LIMITS
     )
     (episode,) = asyncio.run(episodes.play(make_rows(tokenizer, ["the number"])))
-    text = tokenizer.decode(episode.trajectory.tokens)
+    text = tokenizer.decode(episode.tokens)
     assert text == (
         "<|im_start|>user\nthe number<|im_end|>\n<|im_start|>assistant\n<think>\n12 or 123?</think>guess 12<|im_end|>\n"
         "<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n<think>\n123 then</think>guess 123<|im_end|>"
     )
     prompt, response = recorder.seen[0, 0, 0][1]
-    assert prompt + response == episode.trajectory.tokens
+    assert prompt + response == episode.tokens
 
 
 def test_a_cut_turn_is_closed_and_an_ended_turn_only_once() -> None:
@@ -172,11 +173,11 @@ def test_an_extended_context_is_appended_and_a_new_context_starts_a_sequence() -
 
     def play(contexts: list[str]) -> tuple[list[int], str]:
         said = [Observation(context, restart=True) for context in contexts]
-        episodes = Episodes(
-            Script(tokenizer, ["b"]), lambda: Told(said), turn_template(tokenizer), SamplingParams(), LIMITS
+        episodes = EnvironmentPlayer(
+            Script(tokenizer, ["b"]), lambda: Told(said), turn_template(tokenizer), SamplingParams(), limits=LIMITS
         )
         (episode,) = asyncio.run(episodes.play(make_rows(tokenizer, ["?!"])))
-        return episode.trajectory.sequence_lengths, tokenizer.decode(episode.trajectory.tokens)
+        return episode.sequence_lengths, tokenizer.decode(episode.tokens)
 
     assert play(["?!b<end>;;", "?!b<end>;;b<end>;"]) == ([11], "?!b<end>;;b<end>;b<end>")
     assert play(["?!b<end>;;", "??"]) == ([8, 4], "?!b<end>;;b<end>??b<end>")

@@ -19,8 +19,9 @@ import aiohttp
 import pytest
 
 from braidrl.agents import endpoint as endpoints
-from braidrl.agents.endpoint import MOST_REQUESTS, Endpoint, StopMatcher, TurnStream, before_stop
+from braidrl.agents.endpoint import MOST_REQUESTS, Endpoint, TurnStream
 from braidrl.agents.tool_calls import FORMATS
+from braidrl.agents.trajectory import Trajectory
 from braidrl.engines.requests import SamplingParams
 from tests.agents.chat import Script, make_chat_tokenizer, turn_template
 
@@ -93,8 +94,8 @@ def test_a_long_request_is_answered_and_does_not_hold_the_loop(kind: str) -> Non
 
     async def run() -> tuple[int, int, float]:
         async with served(["a " * 100]) as (endpoint, delays):
-            await send(endpoint.open((0, 0, 0)), {})
-            bad, good = endpoint.open((0, 0, 1)), endpoint.open((0, 0, 2))
+            await send(endpoint.open(Trajectory((0, 0, 0))), {})
+            bad, good = endpoint.open(Trajectory((0, 0, 1))), endpoint.open(Trajectory((0, 0, 2)))
             delays.longest = 0.0
             answers = await asyncio.gather(send(bad, body), send(good, {}))
             return answers[0][0], answers[1][0], delays.longest
@@ -104,17 +105,19 @@ def test_a_long_request_is_answered_and_does_not_hold_the_loop(kind: str) -> Non
     assert longest < MOST_S, f"the loop stood still for {longest:.3f} s"
 
 
-def test_stop_texts_are_found_in_linear_time_as_by_a_plain_search() -> None:
+def test_streamed_pieces_end_before_a_stop_text_in_linear_time() -> None:
     stops = ["aab", "ba", "aaaaab"]
     text = "".join("ab"[n * n % 7 % 2] for n in range(60)) + "aaaaab"
     for begin in range(40):
-        matcher, whole = StopMatcher(stops), text[begin:]
-        for end, character in enumerate(whole, 1):
-            matcher.add(character)
-            assert whole[: matcher.sure] == before_stop(whole, stops)[: matcher.sure]
-            if before_stop(whole[:end], stops) != whole[:end]:
-                break
-        assert whole[: matcher.sure] == before_stop(whole, stops)
+        whole = text[begin:]
+        said = whole[: min(place for stop in stops if (place := whole.find(stop)) >= 0)]
+        stream = TurnStream(lambda tokens: "".join(map(chr, tokens)), stops)
+        for number, character in enumerate(whole):
+            stream.add_token(number, ord(character))
+            stream.add_piece()
+            assert said.startswith("".join(stream.pieces))
+            assert len("".join(stream.pieces)) >= min(len(said), number + 1 - max(map(len, stops)))
+        assert "".join(stream.pieces) == said
     stream = TurnStream(lambda tokens: "a" * len(tokens), ["a" * 255 + letter for letter in "bcdefghijklmnopq"])
     start = time.thread_time()
     for number in range(2_000):
@@ -171,10 +174,10 @@ def test_unfinished_bodies_take_little_memory_and_no_other_rows_turn(
 
     async def run() -> tuple[int, list[bytes], int]:
         async with served() as (endpoint, _):
-            bad, good = endpoint.open((0, 0, 0)), endpoint.open((0, 0, 1))
+            bad, good = endpoint.open(Trajectory((0, 0, 0))), endpoint.open(Trajectory((0, 0, 1)))
             await send(good, {})
             before = resident_bytes()
-            urls = [endpoint.open((1, 0, n)) if kind == "of many rows" else bad for n in range(25)]
+            urls = [endpoint.open(Trajectory((1, 0, n))) if kind == "of many rows" else bad for n in range(25)]
 
             async def unfinished(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
                 head = f"POST {urlsplit(url).path}/chat/completions HTTP/1.1\r\nHost: a\r\n".encode()
@@ -226,14 +229,14 @@ def test_idle_connections_block_no_row_and_are_logged_in_one_line(
 ) -> None:
     async def run() -> list[int]:
         async with served() as (endpoint, _):
-            address = urlsplit(endpoint.open((9, 9, 9)))
+            address = urlsplit(endpoint.open(Trajectory((9, 9, 9))))
             holder = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", "-c", HOLD, str(address.hostname), str(address.port), IDLE[kind].hex(),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             )  # fmt: skip
             assert holder.stdin is not None and holder.stdout is not None
             assert await asyncio.wait_for(holder.stdout.readline(), 20) == b"held\n"
-            found = [await answered(endpoint.open((0, 0, number))) for number in range(4)]
+            found = [await answered(endpoint.open(Trajectory((0, 0, number)))) for number in range(4)]
             holder.stdin.close()
             await holder.wait()
             return found
@@ -259,7 +262,7 @@ def test_idle_connections_block_no_row_and_are_logged_in_one_line(
 def test_a_row_has_few_requests_at_a_time_and_others_are_refused() -> None:
     async def run() -> list[int]:
         async with served(seconds=0.3) as (endpoint, _):
-            url = endpoint.open((0, 0, 0))
+            url = endpoint.open(Trajectory((0, 0, 0)))
             return [status for status, _ in await asyncio.gather(*(send(url, {}) for _ in range(MOST_REQUESTS + 5)))]
 
     assert sorted(asyncio.run(run())) == [200] * MOST_REQUESTS + [429] * 5

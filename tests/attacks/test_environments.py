@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from braidrl.agents.endpoint import Endpoint
-from braidrl.agents.player import Agents, Episode, Episodes, Limits
+from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts, observation_of
+from braidrl.agents.trajectory import Limits, Trajectory
 from braidrl.agents.turns import EnvironmentFailed
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
@@ -56,7 +57,7 @@ def settings(name: str = "Attacked", **more: Any) -> EnvironmentConfig:
     )
 
 
-def played(prompts: list[str], config: EnvironmentConfig, says: str = "ab") -> list[Episode]:
+def played(prompts: list[str], config: EnvironmentConfig, says: str = "ab") -> list[Trajectory]:
     with opened(config) as environments:
         return play(environments, prompts, says)
 
@@ -72,20 +73,20 @@ def opened(config: EnvironmentConfig) -> Iterator[EnvironmentHosts]:
 
 def play(
     hosts: EnvironmentHosts, prompts: list[str], says: str = "ab", seconds: float = 0.0,
-    note: Callable[[Episode], None] = lambda episode: None,
-) -> list[Episode]:  # fmt: skip
+    note: Callable[[Trajectory], None] = lambda episode: None,
+) -> list[Trajectory]:  # fmt: skip
     """The episodes of rows that do what their prompts say, all at once; the engine takes so many seconds for a turn."""
     tokenizer = make_chat_tokenizer("chatml")
     rows, name = make_rows(tokenizer, prompts), hosts.settings.name
     assert name is not None
     sampling, template, script = SamplingParams(), turn_template(tokenizer), Script(tokenizer, [says], seconds)
 
-    async def run() -> list[Episode]:
+    async def run() -> list[Trajectory]:
         if not name.startswith("agent:"):
             make = hosts.find(name)
-            return await Episodes(script, make, template, sampling, LIMITS, on_finished=note).play(rows)  # type: ignore[arg-type]
+            return await EnvironmentPlayer(script, make, template, sampling, limits=LIMITS, on_finished=note).play(rows)  # type: ignore[arg-type]
         async with Endpoint(script, template, sampling, 2000, listener=hosts.listener(name)) as endpoint:  # type: ignore[arg-type]
-            return await Agents(endpoint, hosts.find(name), LIMITS).play(rows)
+            return await AgentPlayer(endpoint, hosts.find(name), limits=LIMITS).play(rows)
 
     return asyncio.run(run())
 
@@ -111,9 +112,9 @@ def test_tools_attack_themselves_alone() -> None:
     fine, killing, reading, forging, bombing = played(calls, settings("Tools"), says=call)
     assert (fine.failure, fine.finish_reason) == (None, FinishReason.LENGTH)
     text = make_chat_tokenizer("chatml").decode
-    assert "found 0.5" in text(fine.trajectory.tokens)
-    assert "RuntimeError: no process was there" in text(killing.trajectory.tokens), "the model reads what a tool raises"
-    assert "no secret was found" in text(reading.trajectory.tokens)
+    assert "found 0.5" in text(fine.tokens)
+    assert "RuntimeError: no process was there" in text(killing.tokens), "the model reads what a tool raises"
+    assert "no secret was found" in text(reading.tokens)
     assert {forging.failure, bombing.failure} == {"died"}
 
 
@@ -142,7 +143,7 @@ def test_with_bubblewrap_an_agent_reaches_its_endpoint_and_nothing_else() -> Non
         secret.unlink()
 
 
-def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Episode]:
+def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Trajectory]:
     """Episodes of which the host or its copy is killed once, in the midst of a turn; the two processes above are bubblewrap's."""
 
     async def kill() -> None:
@@ -157,10 +158,12 @@ def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Episode]:
                 return
             await asyncio.sleep(0.01)
 
-    async def run() -> list[Episode]:
+    async def run() -> list[Trajectory]:
         tokenizer = make_chat_tokenizer("chatml")
         make = hosts.find(str(hosts.settings.name))
-        episodes = Episodes(Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), LIMITS)  # type: ignore[arg-type]
+        episodes = EnvironmentPlayer(
+            Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits=LIMITS
+        )  # type: ignore[arg-type]
         found, _ = await asyncio.gather(episodes.play(make_rows(tokenizer, ["sleeps"])), kill())
         return found
 
@@ -192,20 +195,35 @@ def test_an_interpreter_behind_a_link_in_the_working_folder_starts(
     assert (episode.failure, episode.score) == (None, 1.0), episode.detail
 
 
-def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
+def test_copies_of_cancelled_trajectories_end_at_once_and_forgotten_ones_with_the_run() -> None:
     with opened(settings(params={"seconds": 600})) as hosts:
+        make, tokenizer = hosts.find(str(hosts.settings.name)), make_chat_tokenizer("chatml")
+        started = hosts._host(str(hosts.settings.name)).process
+        assert started is not None
+        host = psutil.Process(started.pid)
 
-        async def give_up() -> None:
-            environment: Any = await hosts.find(str(hosts.settings.name))()
-            await environment.reset({"prompt": "sleeps"})
-            await environment.step("a")
-            waiting = asyncio.ensure_future(environment.step("b"))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            forgotten: Any = await hosts.find(str(hosts.settings.name))()
+        async def copies(number: int) -> None:
+            """Wait for so many copies; the two processes above them are bubblewrap's and the host."""
+            async with asyncio.timeout(30):
+                while len(host.children(recursive=True)) != 2 + number:
+                    await asyncio.sleep(0.02)
+
+        async def run() -> None:
+            forgotten: Any = await make()
             await forgotten.reset({"prompt": "sleeps"})
+            script = Script(tokenizer, ["ab"])
+            player = EnvironmentPlayer(script, make, turn_template(tokenizer), SamplingParams(), limits=LIMITS)  # type: ignore[arg-type]
+            playing = asyncio.ensure_future(player.play(make_rows(tokenizer, ["sleeps"] * 2)))
+            while list(script.turns.values()) != [2, 2]:  # both are in the turn that sleeps
+                await asyncio.sleep(0.02)
+            await copies(3)
+            playing.cancel()
+            await copies(1)
 
-        asyncio.run(give_up())
+        asyncio.run(run())
+        processes = [host, *host.children(recursive=True)]
+    _, running = psutil.wait_procs(processes, timeout=30)
+    assert not running
 
 
 def test_processes_of_environments_and_programs_load_no_heavy_modules() -> None:
@@ -249,7 +267,7 @@ def test_ten_attacks_slow_190_other_trajectories_by_at_most_a_fifth() -> None:
         with opened(settings(timeout_s=20.0)) as hosts:
             ended: list[float] = []
 
-            def note(episode: Episode) -> None:
+            def note(episode: Trajectory) -> None:
                 if episode.failure is None:
                     ended.append(time.monotonic())
 

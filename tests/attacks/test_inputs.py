@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from braidrl.config import SourceConfig, load_config, parse_config
-from braidrl.data import rendering
+from braidrl.data import chat
 from braidrl.data.sources import Reading
 from braidrl.errors import UserError
 from braidrl.flow.yaml_form import from_yaml
@@ -226,7 +226,7 @@ TEMPLATES = {
 def test_a_chat_template_has_limits_of_time_and_size(
     damaged: Callable[[str, bytes], str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendering, "RENDER_S", 0.5)
+    monkeypatch.setattr(chat, "RENDER_S", 0.5)
     template, reason = TEMPLATES[kind]
     assert reason in damaged("chat_template.jinja", template.encode())
 
@@ -234,7 +234,7 @@ def test_a_chat_template_has_limits_of_time_and_size(
 def test_a_template_that_takes_long_for_some_messages_ends_with_their_place(
     workshop: Workshop, damaged: Callable[[str, bytes], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendering, "RENDER_S", 0.5)
+    monkeypatch.setattr(chat, "RENDER_S", 0.5)
     slow = "{% if '=' in messages[0].content %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}a"
     assert "line 1: the tokenizer's chat template took more than 0.5 s" in damaged("chat_template.jinja", slow.encode())
 

@@ -21,7 +21,7 @@ import torch
 from braidrl.agents.turns import TurnTemplate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.endings import end_ids_of
+from braidrl.data.chat import end_ids_of
 from braidrl.data.loader import PromptLoader, as_rows
 from braidrl.data.prompts import LoadedSource, load_source, load_train
 from braidrl.data.rows import Rows

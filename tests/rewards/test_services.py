@@ -14,7 +14,7 @@ from aiohttp import web
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
 from braidrl.rewards.pool import CallOutcome, RewardPool
-from braidrl.rewards.services import filled, shown
+from braidrl.rewards.services import as_text, filled
 from braidrl.rewards.verifier import Completion, resolve
 
 
@@ -175,8 +175,8 @@ def test_a_missing_key_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_template_is_filled_at_once_and_with_what_people_read() -> None:
     fields = {
-        "prompt": shown([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
-        "answer": shown([1, 2]),
+        "prompt": as_text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
+        "answer": as_text([1, 2]),
     }
     assert (
         filled('{prompt} {answer} {other} {"a": 1}', fields | {"response": ""})

@@ -63,14 +63,14 @@ async def opened(server: str | list[str], verifier: Verifier) -> "McpEnvironment
             await over.wait()
 
     task = asyncio.create_task(hold())
-    await asyncio.wait((connection, task), return_when=asyncio.FIRST_COMPLETED)
-    if not connection.done():
-        await task
     try:
+        await asyncio.wait((connection, task), return_when=asyncio.FIRST_COMPLETED)
+        if not connection.done():
+            await task
         tools = (await connection.result().list_tools()).tools
-    except BaseException:
-        over.set()
-        await task
+    except BaseException:  # also if the time limit has passed: a command's process would run on
+        task.cancel()
+        await asyncio.wait((task,))
         raise
     functions = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
     schemas = [{"type": "function", "function": each} for each in functions]

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.algorithms.random import uniform
-from braidrl.data.endings import end_of_sequence_ids
+from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder

@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.agents.environments import AGENTS, in_thread
 from braidrl.agents.listening import key_of
-from braidrl.agents.player import Agents, Episode, Episodes, Limits, episode_columns
+from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
-from braidrl.agents.trajectory import response_columns
+from braidrl.agents.trajectory import Limits, Trajectory, response_columns, trajectory_columns
 from braidrl.agents.turns import TurnTemplate
 from braidrl.algorithms.policy_metrics import reflection_counts, repeats_itself
 from braidrl.algorithms.ragged import Ragged
@@ -200,14 +200,14 @@ class Generation:
         return PartialResponses(stage, rows, self.config, version)
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
-        """Play episodes in the stage's environment; environment failures are counted and the first is shown."""
+        """Play trajectories in the stage's environment; environment failures are counted and the first is shown."""
         engine = self.engines[str(stage.role)]
         if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)
         with self.progress.stage(stage.name, len(rows)) as bar:
 
-            async def played_and_shown(running: Engine) -> list[Episode]:
+            async def played_and_shown(running: Engine) -> list[Trajectory]:
                 async def show() -> None:
                     while True:
                         await asyncio.sleep(SHOW_EVERY_S)
@@ -217,22 +217,22 @@ class Generation:
                 try:
                     return await self.played(
                         running, stage, rows, limits,
-                        lambda episode: bar.update(1, episode.trajectory.action_tokens, engine.in_flight),
+                        lambda played: bar.update(1, played.action_tokens, engine.in_flight),
                     )  # fmt: skip
                 finally:
                     showing.cancel()
 
             start = time.perf_counter()
-            episodes = engine.run(played_and_shown)
-            drawn = [Drawn.of(rows["prompt"][i], episode) for i, episode in enumerate(episodes)]
+            played = engine.run(played_and_shown)
+            drawn = [Drawn.of(rows["prompt"][i], one) for i, one in enumerate(played)]
             self.usage.decoded(stage, drawn, engine.slots, time.perf_counter() - start, sums)
-            return self.episode_columns(stage, episodes, limits, sums)
+            return self.trajectory_columns(stage, played, limits, sums)
 
     async def played(
         self, running: Engine, stage: Stage, rows: Rows, limits: Limits,
-        finished: Callable[[Episode], None] = lambda episode: None,
-    ) -> list[Episode]:  # fmt: skip
-        """Return an episode for each row, played on a running engine; `finished` is called with each one that ends."""
+        finished: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> list[Trajectory]:  # fmt: skip
+        """Return a trajectory for each row, played on a running engine; `finished` is called with each one that ends."""
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate.of(self.tokenizer, self.config.data)
         template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
@@ -248,25 +248,30 @@ class Generation:
             async with Endpoint(
                 running, template, sampling, longest, purpose, stage.name, host, listener=listener, key=key
             ) as endpoint:
-                return await Agents(endpoint, make, limits, seed, finished).play(rows)
-        return await Episodes(running, make, template, sampling, limits, seed, purpose, stage.name, finished).play(rows)
+                agents = AgentPlayer(endpoint, make, limits=limits, seed=seed, on_finished=finished)
+                return await agents.play(rows)
+        player = EnvironmentPlayer(
+            running, make, template, sampling, limits=limits, seed=seed, purpose=purpose, stage=stage.name,
+            on_finished=finished,
+        )  # fmt: skip
+        return await player.play(rows)
 
-    def episode_columns(
-        self, stage: Stage, played: Sequence[Episode], limits: Limits, sums: Sums
+    def trajectory_columns(
+        self, stage: Stage, played: Sequence[Trajectory], limits: Limits, sums: Sums
     ) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes; turns and failures are counted in `sums`, and the first failure of each kind
         is shown.
         """
-        sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
-        failures = Counter(episode.failure for episode in played if episode.failure is not None)
+        sums.add("environment/turns", sum(one.turns for one in played), len(played))
+        failures = Counter(one.failure for one in played if one.failure is not None)
         sums.add("environment/failed_fraction", sum(failures.values()), len(played))
         for reason, count in failures.items():
-            first = next(episode for episode in played if episode.failure == reason)
-            words = f"{stage.name}: {count} of {len(played)} trajectories ended by {reason}; row {first.trajectory.uid}: {first.detail}"
+            first = next(one for one in played if one.failure == reason)
+            words = f"{stage.name}: {count} of {len(played)} trajectories ended by {reason}; row {first.uid}: {first.detail}"
             sums.add(f"environment/failures/{reason}", count)
             sums.add(FAILURE + words, 0.0, count)
             self.progress.print(words)
-        return self.named(stage, episode_columns(played, limits))
+        return self.named(stage, trajectory_columns(played, limits))
 
     def named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
         """Return the generated columns under the stage's names, and each row's count of reconsiderations."""

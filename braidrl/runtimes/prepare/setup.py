@@ -21,7 +21,7 @@ from braidrl.cluster.pools import GENERATE, place
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
-from braidrl.data.endings import end_ids_of
+from braidrl.data.chat import end_ids_of
 from braidrl.data.prompts import ALONE, LoadedSource, Readers, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of

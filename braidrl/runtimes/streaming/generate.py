@@ -17,8 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from braidrl.agents.player import Episode
-from braidrl.agents.trajectory import response_columns
+from braidrl.agents.trajectory import Trajectory, response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import ServedEngine
 from braidrl.engines.requests import Request, Response
@@ -42,7 +41,7 @@ Key = tuple[int, int]
 """A running row: the number of its lease, and its position in it."""
 
 
-Ended = Response | Episode | tuple[Response, Drawn]
+Ended = Response | Trajectory | tuple[Response, Drawn]
 """The result of a row when its engine has finished with it; of a resumed row, also the tokens drawn under this lease."""
 
 
@@ -151,8 +150,8 @@ class GenerateLoop:
             if before is not None:
                 await asyncio.wait([before])
             if "environment" in stage.params:
-                (episode,) = await self.generation.played(engine, stage, rows.take([number]), self.limits)
-                return episode
+                (played,) = await self.generation.played(engine, stage, rows.take([number]), self.limits)
+                return played
             if not self.has_budget:
                 return await engine.submit(request)
             # The row may have tokens: it resumes within its budget, and stays as it is if it has ended.
@@ -212,8 +211,8 @@ class GenerateLoop:
             for prompt, one in zip(rows["prompt"].unbind(), ended, strict=True)
         ]
         if "environment" in stage.params:
-            episodes = [result for result in results if isinstance(result, Episode)]
-            columns = dict(self.generation.episode_columns(stage, episodes, self.limits, sums))
+            played = [result for result in results if isinstance(result, Trajectory)]
+            columns = dict(self.generation.trajectory_columns(stage, played, self.limits, sums))
         else:
             responses = [result for result in results if isinstance(result, Response)]
             columns = dict(self.generation.named(stage, response_columns(rows, responses)))
