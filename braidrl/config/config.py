@@ -277,8 +277,8 @@ class RolloutConfig(Section):
     """Token ids that end a response, in addition to the tokenizer's end of sequence."""
     slots: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Literal["auto"] | None = None
     """Rows that an engine decodes at once. The default is as many as a CUDA device has memory for, at most those of a step; 64 on a CPU.
-    `auto`: those of a step, which vLLM schedules by the room of its keys and values; with the embedded engine as many as there is memory
-    for, also on a CPU."""
+    `auto`: those of a step; of them vLLM begins as many as its keys and values have room for, by the lengths of recent rows, so that it
+    preempts none. With the embedded engine as many as there is memory for, also on a CPU."""
     dtype: DType | None = None
     """Dtype of the engine's weights; by default the model's, and the weights are then shared with the trainer and not copied."""
     compile: bool = True

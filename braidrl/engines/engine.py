@@ -105,6 +105,8 @@ class EngineSpec:
     """The CUDA devices that its processes see, one each, by index among the run's devices; None for all."""
     reproducible: bool = True
     """True where a row's own random numbers must draw its tokens."""
+    adapts_rows: bool = False
+    """True where an engine of vLLM begins only as many of its `slots` rows as its keys and values have room for."""
     part: NodePart | None = None
     """The part of its process, where an engine spans several nodes."""
 

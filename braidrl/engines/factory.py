@@ -232,7 +232,7 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
         rollout.engine, str(path), slots_of(config), longest, config.seed, str(dtype).removeprefix("torch."),
         choose_device(config.device).type, default_threads(processes), rollout.tensor, rollout.pipeline,
         config.cluster.wait_limit_s, options.get(rollout.engine, rollout.engine_settings),
-        reproducible=rollout.is_reproducible,
+        reproducible=rollout.is_reproducible, adapts_rows=rollout.slots == "auto",
     )  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 Request ──row_of──▶ EngineRow, until an end of sequence, a stop text or its length ──▶ Response ──remaining_request──▶ Request
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -18,6 +18,10 @@ from braidrl.errors import UserError
 
 CONTEXT = 4
 """Tokens decoded before the span of a stop text: some decoders treat the first token of a text differently."""
+RECENT = 64
+"""Finished rows whose lengths are remembered."""
+KNOWN = 16
+"""Finished rows without which each row is counted with its whole limit."""
 ARGUMENT = "braid"
 """The key of a row's draws in vLLM's extra arguments."""
 
@@ -220,3 +224,40 @@ def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
             "this engine draws tokens for Braid alone: ask it through `braid train` with rollout.engine=http"
         )
     return msgspec.json.decode(arguments[ARGUMENT], type=Draws)
+
+
+class RowTokens(NamedTuple):
+    """The tokens of a row: of its prompt, drawn so far, and the most that it may draw."""
+
+    prompt: int
+    drawn: int
+    limit: int
+
+
+def rows_to_begin(
+    capacity: int, block: int, recent: Collection[float], running: Iterable[RowTokens], waiting: Iterable[RowTokens]
+) -> int:
+    """Return how many of the waiting rows, in their order, have room beside the running ones; the first row always has.
+
+    Args:
+        capacity: Tokens whose keys and values fit.
+        block: Tokens of a block; a row takes whole blocks.
+        recent: The parts of their limits that recent rows have drawn, from 0 to 1. A preemption means that rows drew more than was
+            expected: it counts as a row that has drawn its whole limit.
+        running: The rows that are being drawn.
+        waiting: The rows that are not.
+    """
+    share = max(recent) if len(recent) >= KNOWN else 1.0
+
+    def needed(row: RowTokens) -> int:
+        tokens = row.prompt + max(row.drawn + 1, round(share * row.limit))
+        return -(-min(tokens, row.prompt + row.limit) // block) * block
+
+    taken = [needed(row) for row in running]
+    left, begun = capacity - sum(taken), 0
+    for row in waiting:
+        left -= needed(row)
+        if left < 0 and (taken or begun):
+            break
+        begun += 1
+    return begun

@@ -83,7 +83,7 @@ class HostedVllmEngine(VllmEngine):
         if not torch.cuda.is_available():
             self._memory.may_leave, self._memory.caches = False, storages(runner.kv_caches)
 
-    def _start(self, arguments: Mapping[str, Any]) -> LLMEngine:
+    def _start(self, arguments: Mapping[str, Any], loggers: list[Any] | None) -> LLMEngine:
         identifier, *_ = Ranks(self.group).all_gather("name of the shared memory", secrets.token_hex(8))
         RankExecutor.identifier = identifier
         self._draw_seed = int(identifier[:8], 16)
@@ -92,7 +92,7 @@ class HostedVllmEngine(VllmEngine):
         own = {"distributed_executor_backend": "external_launcher", "seed": 0}
         with starting_vllm(self.spec.environment, self._groups):
             config = EngineArgs(**{**arguments, **own}).create_engine_config()
-            return LLMEngine(config, RankExecutor, log_stats=False, multiprocess_mode=False)
+            return LLMEngine(config, RankExecutor, loggers is not None, multiprocess_mode=False, stat_loggers=loggers)
 
     def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
         if torch.cuda.is_available():

@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,11 +27,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
-from braidrl.engines.requests import EngineRow, Response, draw_arguments
+from braidrl.engines.requests import RECENT, EngineRow, Response, RowTokens, draw_arguments, rows_to_begin
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
@@ -61,11 +63,15 @@ class VllmEngine(SteppingEngine):
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), spec.max_sequence_tokens, spec.seed)
         self.spec, self.slots = spec, spec.slots
         self._expected = shapes_in_folder(folder)
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        """The parts of their limits that recent rows have drawn."""
+        self.preemptions = 0
+        """Rows that vLLM has preempted, counted where rows begin by the room for them."""
         arguments = arguments_of(spec)
         # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
         gc.freeze()
         with refusals_in_a_line():
-            self._engine = self._start(arguments)
+            self._engine = self._start(arguments, [partial(PreemptionLog, self)] if spec.adapts_rows else None)
         self._memory = VllmMemory(self._engine, bool(spec.options.get("enable_sleep_mode")))
         self._rows: dict[str, EngineRow] = {}
         """The rows that vLLM has, by their names there."""
@@ -79,8 +85,9 @@ class VllmEngine(SteppingEngine):
         self._is_given_again = False
         """Whether the weights are given once more after a failure, as that of another engine that shared the transfer."""
 
-    def _start(self, arguments: Mapping[str, Any]) -> LLMEngine:
-        return LLMEngine.from_engine_args(EngineArgs(**{"disable_log_stats": True, **arguments}))
+    def _start(self, arguments: Mapping[str, Any], loggers: list[Any] | None) -> LLMEngine:
+        own = {"disable_log_stats": loggers is None, **arguments}
+        return LLMEngine.from_engine_args(EngineArgs(**own), stat_loggers=loggers)
 
     @property
     def in_flight(self) -> int:
@@ -130,7 +137,15 @@ class VllmEngine(SteppingEngine):
 
     def step(self) -> list[Response]:
         """Fill free slots, then run a step of vLLM."""
-        for _ in range(min(len(self._waiting), self.slots - len(self._rows))):
+        count = min(len(self._waiting), self.slots - len(self._rows))
+        if count and self.spec.adapts_rows:
+            cache = self._engine.vllm_config.cache_config
+            # vLLM keeps one block for itself.
+            capacity = (cache.num_gpu_blocks - 1) * cache.block_size
+            running = [RowTokens(len(r.request.prompt), len(r.tokens), r.limit) for r in self._rows.values()]
+            waiting = (RowTokens(len(r.request.prompt), 0, r.limit) for r in itertools.islice(self._waiting, count))
+            count = rows_to_begin(capacity, cache.block_size, self.recent, running, waiting)
+        for _ in range(count):
             self._begin(self._waiting.popleft())
         ended, self._ended = self._ended, []
         if self._rows:
@@ -173,6 +188,7 @@ class VllmEngine(SteppingEngine):
                 if not output.finished:
                     self._engine.abort_request([row.name])
                 del self._rows[row.name]
+                self.recent.append(len(row.tokens) / row.limit)
                 ended.append(row.finished())
         return ended
 
@@ -214,6 +230,21 @@ class VllmEngine(SteppingEngine):
 
     def wake(self) -> None:
         self._memory.bring(*PARTS)
+
+
+class PreemptionLog(StatLoggerBase):
+    """A logger of vLLM that counts the rows which it has preempted: they drew more than was expected of them."""
+
+    def __init__(self, engine: VllmEngine, vllm_config: Any, engine_index: int = 0) -> None:
+        self._engine = engine
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if iteration_stats is not None and (rows := iteration_stats.num_preempted_reqs):
+            self._engine.preemptions += rows
+            self._engine.recent.append(1.0)
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing: vLLM requires the method."""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -151,3 +152,18 @@ def test_vllm_keeps_its_weights_without_an_update_and_refuses_after_a_partial_on
     command = [vllm_interpreter(), "-m", "tests.engines.vllm.partial_update"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_rows_that_begin_by_their_expected_length_are_not_preempted(tmp_path: Path) -> None:
+    model, found = write_served_model(tmp_path / "model"), []
+    for ways in ([], ["adapts"]):
+        path = tmp_path / "found.json"
+        command = [vllm_interpreter(), "-m", "tests.engines.vllm.preemptions", str(model), str(path), *ways]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(json.loads(path.read_text()))
+        print(ways, {name: value for name, value in found[-1].items() if name != "tokens"})
+    fixed, adapting = found
+    assert fixed["tokens"] == adapting["tokens"], "the number of rows at once changes no row"
+    assert fixed["preempted"] > 0 and adapting["preempted"] == adapting["seen"] == 0
+    assert adapting["most"] > 4, "more rows than fit with their whole limit"
