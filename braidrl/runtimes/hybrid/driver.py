@@ -46,7 +46,7 @@ from braidrl.runtimes.hybrid.group import (
     WorkerGroup,
     by_length,
     rows_of_ranks,
-    together,
+    wait_all,
     where_computed,
 )
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
@@ -100,7 +100,7 @@ class HybridBackend:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
         output = Output(stage, table, iteration, sums)
-        # Ranks that decode together cannot abort rows: one without rows could not take part in the exchange.
+        # Ranks that decode together cannot abort rows: all of them decode until the last row of any has ended.
         if segment is not None and not pools_ranks(self.executor.config):
             role, index = str(stage.role), self.index(table)
             group = self.groups.get(role + GENERATE, self.groups[role])
@@ -112,8 +112,7 @@ class HybridBackend:
         return table.with_output(output)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
-        output = Output(stage, table)
-        return {name: float(total) for name, total in self._totals(output, *self._place(stage, table)).items()}
+        return {name: float(total) for name, total in self._totals(stage, table, *self._place(stage, table)).items()}
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Start every optimizer step; `publish` waits for them."""
@@ -139,7 +138,7 @@ class HybridBackend:
         for output in self.training:
             self._answers(output)
         self.training = []
-        together((group, group.call("publish", version)) for group in self.distinct)
+        wait_all((group, group.call("publish", version)) for group in self.distinct)
 
     def begin_again(self) -> bool:
         self.training = []
@@ -221,9 +220,8 @@ class HybridBackend:
     def save_rows(self, path: Path, table: Handle) -> None:
         """Write the rows from the ranks that generated them, beside a call that may be running."""
         group, parts = self._where_made(table)
-        folder = ray.put(path.resolve())
-        calls = [(folder, table.take(rows)) if rows else None for rows in parts]
-        group.wait(group.send_all("keep", calls, aside=True))
+        folder, own = ray.put(path.resolve()), [table.take(rows) for rows in parts]
+        group.wait(group.call("keep", [folder] * len(parts), own, aside=True))
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Save beside a running call, so that an interrupt does not wait until all rows are generated.
@@ -239,7 +237,7 @@ class HybridBackend:
         return [partial(written, group, group.actors) for group in self.distinct] if copy else []
 
     def load(self, folder: Path, version: int) -> None:
-        together((group, group.call("load", folder.resolve())) for group in self.distinct)
+        wait_all((group, group.call("load", folder.resolve())) for group in self.distinct)
         self.publish(version)
 
     def close(self) -> None:
@@ -313,16 +311,18 @@ class HybridBackend:
             if columns and all(isinstance(column, Tensor) for column in columns.values()):
                 output.index, output.table = Rows(columns), None
             else:
-                totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
+                totals = None
+                if stage.scope is Scope.BATCH:
+                    totals = self._totals(stage, table, group, parts, output.iteration)
                 self._begin(output, group, parts, totals)
 
-    def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
+    def _totals(
+        self, stage: Stage, table: Handle, group: WorkerGroup | None, parts: Partition, iteration: int = 0
+    ) -> dict[str, Tensor]:
         """Return a stage's sums over all rows, computed where each part is."""
-        stage, table = output.stage, output.table
-        assert table is not None
         if group is None:
             return summed(stage, table.index)
-        called = group.call("sums", replace(table, parts=parts), stage, output.iteration, reads=columns_read(stage))
+        called = group.call("sums", replace(table, parts=parts), stage, iteration, reads=columns_read(stage))
         totals: dict[str, Tensor] = {}
         for answer in group.wait(called):
             for name, value in (answer.result or {}).items():

@@ -44,16 +44,17 @@ class WorkerGroup:
     places: Sequence[Reservation]
     first: int
     cluster: RayCluster
-    limit_s: float
-    names: dict[str, str] = field(default_factory=dict)
-    """Name of each worker of the run, by Ray's actor id."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
     """Keys of rows without readers, by rank: the worker frees them with its next call."""
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
     """The process of each worker on the driver's machine, after it has loaded its models."""
 
+    device: str = ""
+    """The kind of device of its workers, after they have loaded their models."""
+
     def __post_init__(self) -> None:
+        self.limit_s = self.cluster.config.start_limit_s
         self.mesh = Mesh(self.pool.workers)
         self.numbers = range(self.first, self.first + self.mesh.size)
 
@@ -63,7 +64,7 @@ class WorkerGroup:
         self.forgotten.clear()
         for rank, place in enumerate(self.places):
             actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
-            self.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
+            self.cluster.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
             self.actors.append(actor)
 
     def end(self) -> None:
@@ -84,37 +85,15 @@ class WorkerGroup:
     def send_all(
         self, method: str, calls: RankCalls, reads: frozenset[str] | None = None, aside: bool = False
     ) -> list[Future]:
-        """Call a method of each rank with its own arguments; ranks with None are not called. The rest is as for `call`.
-
-        If a rank needs another rank's payload, all ranks exchange it by their process group; ranks without rows take part too.
-        """
-        tables = [[argument for argument in call or () if isinstance(argument, Handle)] for call in calls]
-        together = any(
-            future.worker in self.numbers and future.worker != self.first + rank
-            for rank, own in enumerate(tables)
-            for table in own
-            for output, rows in zip(table.outputs, table.rows, strict=True)
-            if output.holds(reads)
-            for future, _, _ in output.pieces(rows)
-        )
-        futures = []
-        for rank, call in enumerate(calls):
-            if together and not tables[rank]:
-                self.send(rank, "give", (aside,), aside=aside)
-            if call is not None:
-                futures.append(self.send(rank, method, call, reads, aside, together))
-        return futures
+        """Call a method of each rank with its own arguments; ranks with None are not called. The rest is as for `call`."""
+        return [self.send(rank, method, call, reads, aside) for rank, call in enumerate(calls) if call is not None]
 
     def send(
-        self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False,
-        together: bool = False,
-    ) -> Future:  # fmt: skip
-        """Call a method of one rank, with its part of a table in place of the handle; the rest is as for `call`.
-
-        `together` says that all ranks exchange rows by their process group.
-        """
+        self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False
+    ) -> Future:
+        """Call a method of one rank, with its part of a table in place of the handle; the rest is as for `call`."""
         awaited: list[Future] = []
-        plain = [a.part(awaited, reads, together) if isinstance(a, Handle) else a for a in arguments]
+        plain = [a.part(awaited, reads) if isinstance(a, Handle) else a for a in arguments]
         # An aside call may overtake others, which still need the rows to be freed.
         released = () if aside else self.forgotten.pop(rank, ())
         perform = self.actors[rank].perform
@@ -164,7 +143,7 @@ class WorkerGroup:
             story = str(cause) if isinstance(cause, StageFailure) else f"{future.who} failed in {future.what}:\n{error}"
             raise WorkerFailure(story) from None
         except (RayActorError, OutOfMemoryError) as error:
-            who = self.names.get(str(getattr(error, "actor_id", "")), future.who)
+            who = self.cluster.names.get(str(getattr(error, "actor_id", "")), future.who)
             raise WorkerDied(
                 f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
             ) from None
@@ -186,11 +165,11 @@ class WorkerGroup:
         # The cause may be a dead worker of any pool whose rows or weights these calls needed.
         gone = [] if isinstance(failure, WorkerDied) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
         if gone:
-            names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
+            names = ", ".join(self.cluster.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
             raise WorkerDied(f"{names} died; others were waiting for it") from failure
 
 
-def together(begun: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
+def wait_all(begun: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
     """Start calls of several groups, then wait for all; return the answers of each."""
     return [group.wait(futures) for group, futures in list(begun)]
 

@@ -48,15 +48,11 @@ them, empty if all columns are meant); and for each row (B,) the worker, -1 for 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a table for one worker: index columns by value, and the location of their payload.
-
-    If `together` is set, all ranks of the pool exchange the table's rows by their process group.
-    """
+    """Rows of a table for one worker: index columns by value, and the location of their payload."""
 
     size: int = 0
     index: bytes = b""
     kept: tuple[Kept, ...] = ()
-    together: bool = False
 
     def __len__(self) -> int:
         return self.size
@@ -197,15 +193,15 @@ class Handle:
                 wanted.update(output.stage.writes)
         return found[::-1]
 
-    def part(self, awaited: list[Future], reads: frozenset[str] | None = None, together: bool = False) -> Part:
+    def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
         """Return the table in the form that a worker receives; appends to `awaited` the futures whose answers must come with the
         call.
 
         `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers
-        keep. `together` says that all ranks of its pool exchange rows.
+        keep.
         """
         if not len(self):
-            return Part(together=together)
+            return Part()
         kept: list[Kept] = []
         for output, rows in zip(self.outputs, self.rows, strict=True):
             if not output.holds(reads):
@@ -228,7 +224,7 @@ class Handle:
             names = sorted({name for own in computed for name in own})
         else:
             names = [name for name in index if name in reads or name in (*IDENTITY, "length")]
-        return Part(len(self), pack_rows(index.only(names)), tuple(kept), together)
+        return Part(len(self), pack_rows(index.only(names)), tuple(kept))
 
 
 def columns_read(stage: Stage) -> frozenset[str]:

@@ -19,8 +19,8 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.driver import HybridBackend
-from braidrl.runtimes.hybrid.group import WorkerGroup, together
-from braidrl.runtimes.hybrid.pool_worker import RunOrder, hybrid_pools, sign_of
+from braidrl.runtimes.hybrid.group import WorkerGroup, wait_all
+from braidrl.runtimes.hybrid.hybrid_worker import RunOrder, hybrid_pools, sign_of
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, settings_of
 
@@ -44,7 +44,7 @@ def start_hybrid_backend(
         # An actor for each rank of each pool: they know each other by name, and nothing of the run yet.
         groups, number = list[WorkerGroup](), 0
         for pool, places in zip(pools, cluster.reserve(pools), strict=True):
-            groups.append(WorkerGroup(pool, places, number, cluster, cluster.config.start_limit_s, cluster.names))
+            groups.append(WorkerGroup(pool, places, number, cluster))
             groups[-1].start()
             number += len(places)
         first = next(iter(prepared.generating), None)
@@ -87,7 +87,7 @@ class RunWorkers:
         for group in fresh:
             group.limit_s = config.cluster.start_limit_s
         order = ray.put(self.order)
-        joined = together((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
+        joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
         if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
             raise UserError(
                 "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
@@ -101,23 +101,24 @@ class RunWorkers:
             if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
                 (answer,) = group.wait([group.call("rendezvous")])
                 formed.append((group, group.call("join_process_group", answer.result)))
-        together(formed)
+        wait_all(formed)
         reads = self.home in fresh and (self.order.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
-        loaded = together((group, group.call("load_models")) for group in fresh)
+        loaded = wait_all((group, group.call("load_models")) for group in fresh)
         for group, answers in zip(fresh, loaded, strict=True):
-            processes = [answer.result for answer in answers]
-            group.processes = [process if node == group.cluster.own_node else None for process, node in processes]
+            found = [answer.result for answer in answers]
+            group.processes = [process if node == group.cluster.own_node else None for process, node, _ in found]
+            group.device = found[0][2]
         # Plan the transfer of weights from the pool that trains a role to another that generates for it, if one is new.
         for role in self.prepared.generating:
             trains = next((group for group in self.groups if role in group.pool.models), None)
             generates = next(group for group in self.groups if role in group.pool.generating)
             if trains is None or trains is generates or not (trains in fresh or generates in fresh):
                 continue
+            check_devices_alike(role, trains.device, generates.device)
             (answer,) = trains.wait([trains.call("rendezvous")])
-            ranks, sides = trains.mesh.size, ((trains, 0), (generates, trains.mesh.size))
-            size = ranks + generates.mesh.size
-            together((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
+            sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
+            wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
         for group in fresh:
             group.limit_s = config.cluster.wait_limit_s
         return counts
@@ -130,10 +131,7 @@ class RunWorkers:
         """
         cluster = self.home.cluster
         cluster.look()
-        actors, limit_s = (
-            [actor for group in self.groups for actor in group.actors],
-            mute_after(cluster.config.silence_s),
-        )
+        actors, limit_s = [a for group in self.groups for a in group.actors], mute_after(cluster.config.silence_s)
         mute = [actor for actor in actors if cluster.silence(actor) > limit_s]
         dead, silent = cluster.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
         lost = set(map(id, [*mute, *dead, *silent]))
@@ -153,3 +151,12 @@ class RunWorkers:
             group.start()
         if fresh:
             self.begin(fresh)
+
+
+def check_devices_alike(role: str, trains: str, generates: str) -> None:
+    """Raise UserError if a role trains on another kind of device than it generates on."""
+    if trains != generates:
+        raise UserError(
+            f"placement: {role} trains on {trains} and generates on {generates}, and its weights cannot go from one to the other; "
+            "write device=cpu, or give both pools devices of one kind"
+        )

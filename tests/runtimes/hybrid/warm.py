@@ -87,10 +87,6 @@ class RehearsingWorker(HybridWorker):
         """Return the number of rows of each answered fetch."""
         return self.rows_given
 
-    def exchanged(self) -> int:
-        """Return the bytes received from other ranks of the pool through process groups."""
-        return sum(world.received.exchanged for world in (self.world, self.beside) if world)
-
     def process(self) -> int:
         return os.getpid()
 
