@@ -24,7 +24,7 @@ from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluate_sets, good_enough
-from braidrl.runtimes.interfaces import Interrupts, Position, Restart
+from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch, vocabulary_lines
@@ -367,19 +367,19 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _snapshot(self) -> RunState:
         """Return the resume state beside the weights, as of the last complete step."""
-        position = self.controller.position()
-        return RunState(self.step, self.version, *position, fingerprints=self.fingerprints)
+        return RunState(self.step, self.version, self.controller.position(), self.fingerprints)
 
     def _save(self, state: RunState) -> None:
         if self.saved_step != state.step:
-            self.checkpoints.save(replace(state, begun=self.controller.begun_ahead()), self.backend)
+            position = state.position._replace(begun=self.controller.begun_ahead())
+            self.checkpoints.save(replace(state, position=position), self.backend)
             self.saved_step = state.step
 
     def _restore(self, folder: Path, state: RunState) -> None:
         self.step = self.saved_step = state.step
         self.version = state.version
-        surplus = [self.backend.read(Surplus(path)) for path in state.surplus]
-        self.controller.restore(Position(state.loader, state.sampling, surplus, state.stages, state.begun))
+        surplus = [self.backend.read(Surplus(path)) for path in state.position.surplus]
+        self.controller.restore(state.position._replace(surplus=surplus))
         self.backend.load(folder, state.version)
 
 

@@ -51,7 +51,7 @@ from braidrl.runtimes.hybrid.group import (
 )
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
-from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText, divided
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
 from braidrl.training.role_settings import settings_of
@@ -83,8 +83,8 @@ class HybridBackend:
         while self.forgotten:
             group, worker, number = self.forgotten.popleft()
             group.forgotten.setdefault(worker - group.first, []).append(number)
-        key, origins = next(self.keys), divided(origin, self.home.mesh.size)
-        futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
+        key = next(self.keys)
+        futures = self.home.call("make", origin, key)
         answers = self.home.wait(futures)
         output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
         self._running(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
@@ -229,11 +229,13 @@ class HybridBackend:
         A sharded model is saved collectively, after the running call. With `copy` each worker continues as soon as it has copies, and
         writes them in a thread.
         """
+        begun = []
         for group in self.distinct:
             layouts = [settings_of(role, self.executor.config).layout for role in group.pool.models]
             replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
             aside = replicated and not pools_ranks(self.executor.config)
-            group.wait(group.call("save", folder.resolve(), copy, aside=aside))
+            begun.append((group, group.call("save", folder.resolve(), copy, aside=aside)))
+        wait_all(begun)
         return [partial(written, group, group.actors) for group in self.distinct] if copy else []
 
     def load(self, folder: Path, version: int) -> None:

@@ -256,10 +256,11 @@ class HybridWorker:
     def load(self, folder: Path) -> None:
         self.executor.load(folder)
 
+    @register(protocol="ONE_TO_ALL")
     def make(self, origin: Origin, key: int) -> CallResult:
-        """Read rows from data or a file, and keep them."""
+        """Read this rank's share of rows from data or a file, and keep them."""
         self.call.doing = (self.pool.name, f"reading {type(origin).__name__}", Part())
-        rows = self.kept[key] = self.rows.make(origin)
+        rows = self.kept[key] = self.rows.make(origin, self.rank, self.pool.workers)
         return CallResult(pack_rows(rows.index), tuple(rows.payload), self.number, key)
 
     @register(protocol="DP")

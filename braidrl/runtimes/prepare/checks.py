@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from braidrl.cluster.devices import choose_device, has_bfloat16
+from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.cluster.pools import NAMES as PLACEMENTS
-from braidrl.cluster.pools import Pool
 from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
@@ -357,6 +357,31 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
             generation_layout(config).check(layout.resolve(pool.workers, chosen.key("layout")), pool.workers)
 
 
+def check_pools(config: Config, flow: Flow, roles: Sequence[str], generating: Sequence[str]) -> None:
+    """Raise UserError for a placement of hybrid's roles between which weights cannot go, or whose ranks do not fit a layout."""
+    pools = place(config.placement, roles, generating, config.workers)
+    for stage in flow.stages:
+        source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
+        if source is not None and any(stage.role in pool.roles and source not in pool.roles for pool in pools):
+            raise UserError(
+                f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
+                f"put {stage.role} and {source} into one pool, as placement=colocate does"
+            )
+    for role in (role for pool in pools for role in pool.generating if role not in pool.models):
+        backend = settings_of(role, config).backend
+        if "streaming" not in supported(backend):
+            raise UserError(
+                f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {backend} "
+                f"cannot go from one to the other; remove {role}{GENERATE}, or write backend=torch"
+            )
+        if config.rollout.grouping:
+            raise UserError(
+                f"rollout.grouping groups the ranks that train {role}, which generates in a pool of its own; remove one of them"
+            )
+    for pool in pools:
+        check_layouts(config, flow, pool.models, pool)
+
+
 def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
     """Raise UserError for axes that cannot shard a model, and for a model whose checkpoints are not proven."""
     if not path.expanduser().is_dir():
@@ -409,10 +434,10 @@ def check_backends(config: Config, flow: Flow) -> None:
         BACKENDS.check(own.backend)
         known, layout = supported(own.backend), own.layout
         follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
-        copied, place = role in inference_layouts(config, flow), own.key("layout")
+        copied, at = role in inference_layouts(config, flow), own.key("layout")
         wanted = [
-            *((axis, f"{place}.{axis}", getattr(layout, axis) > 1) for axis in ("tensor", "pipeline", "sequence")),
-            ("shard", f"{place}.shard", layout.shard != "none"),
+            *((axis, f"{at}.{axis}", getattr(layout, axis) > 1) for axis in ("tensor", "pipeline", "sequence")),
+            ("shard", f"{at}.shard", layout.shard != "none"),
             ("copies", own.key("inference_layout"), copied),
             ("copies", f"stage {', '.join(follows)}", bool(follows)),
             ("lora", "trainer.lora", own.lora is not None),
@@ -434,7 +459,7 @@ def check_adapters(config: Config, flow: Flow) -> None:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
     for role in flow.trained_roles:
         resolved = settings_of(role, config)
-        place = resolved.key("layout")
+        at = resolved.key("layout")
         if lora := resolved.lora:
             model_shape(resolved.model, torch.float32, role in flow.scalar_roles, lora)
             if lora.base_dtype:
@@ -446,11 +471,11 @@ def check_adapters(config: Config, flow: Flow) -> None:
                     )
                 if not resolved.layout.is_replicated:
                     raise UserError(
-                        f"{key}: ranks cannot divide weights of 4 bits, and {place} divides {role}; remove one of them"
+                        f"{key}: ranks cannot divide weights of 4 bits, and {at} divides {role}; remove one of them"
                     )
         if config.trainer.optimizer == "adamw8bit" and not resolved.layout.is_replicated:
             raise UserError(
-                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {place} divides {role}; "
+                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {at} divides {role}; "
                 "write trainer.optimizer=adamw, or remove the layout"
             )
 
