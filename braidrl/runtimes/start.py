@@ -94,9 +94,7 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
             f"{flow.name} selects none; remove it"
         )
     if rollout.tokens_per_iteration is None and rollout.repeated_tokens is not None:
-        raise UserError(
-            "rollout.repeated_tokens ends responses where they would be suspended; write rollout.tokens_per_iteration too"
-        )
+        raise UserError("rollout.repeated_tokens ends suspended responses; write rollout.tokens_per_iteration too")
     if rollout.tokens_per_iteration is not None:
         given = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"
         generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]

@@ -10,7 +10,6 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 """
 
 import itertools
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -49,7 +48,7 @@ from braidrl.runtimes.hybrid.group import (
     wait_all,
     where_computed,
 )
-from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
@@ -87,7 +86,7 @@ class HybridBackend:
         futures = self.home.call("make", origin, key)
         answers = self.home.wait(futures)
         output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
-        self._running(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
+        output.begin(key, self.home, futures, [range(*edges) for edges in pairwise(ends)], self.forgotten)
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
 
@@ -188,7 +187,7 @@ class HybridBackend:
         results = []
         for future, (rows, *_) in zip(futures, [call for call in calls if call is not None], strict=True):
             output = Output(stage, None, iteration, sums)
-            self._running(output, key, group, [future], [range(len(rows))])
+            output.begin(key, group, [future], [range(len(rows))], self.forgotten)
             results.append(rows.with_output(output))
         return own.protocol.collect(mesh, calls, results)
 
@@ -288,15 +287,7 @@ class HybridBackend:
         key, rows = next(self.keys), replace(output.table, parts=parts)
         reads = columns_read(output.stage)
         futures = group.call("execute", rows, output.stage, output.iteration, key, *more, reads=reads)
-        self._running(output, key, group, futures, parts)
-
-    def _running(
-        self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition
-    ) -> None:
-        """Record a started call; its workers free the rows when the futures have no more references here."""
-        output.begin(key, group, futures, parts)
-        for one in futures:
-            weakref.finalize(one, self.forgotten.append, (group, one.worker, key)).atexit = False
+        output.begin(key, group, futures, parts, self.forgotten)
 
     def _begin_deferred(self, outputs: Iterable[Output]) -> None:
         """Start the deferred stages: here if one reads and writes only index columns, else where its rows are."""

@@ -7,6 +7,8 @@ Part      rows for a worker: index columns by value, payload by its location, fo
 CallResult    a worker's reply: index columns by value, and the names of the payload columns that it keeps
 """
 
+import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,8 +100,14 @@ class Output:
     payload: frozenset[str] = frozenset()
     """Payload columns that the workers keep, known after their answers."""
 
-    def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
-        """Record the calls, the key, and the row positions of each future, in its order."""
+    def begin(
+        self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]],
+        forgotten: "deque[tuple[Any, int, int]]",
+    ) -> None:  # fmt: skip
+        """Record the calls, the key, and the row positions of each future, in its order.
+
+        `forgotten` gets (group, worker, key) of each future without references here: its worker may free the rows.
+        """
         self.table, self.key, self.group, self.futures = None, key, group, futures
         self.workers = torch.tensor([future.worker for future in futures])
         size = sum(map(len, positions))
@@ -107,6 +115,8 @@ class Output:
         for number, rows in enumerate(positions):
             place = torch.as_tensor(rows, dtype=torch.int64)
             self.future[place], self.row[place] = number, torch.arange(len(place))
+        for one in futures:
+            weakref.finalize(one, forgotten.append, (group, one.worker, key)).atexit = False
 
     def finish(self, answers: Sequence[CallResult]) -> None:
         self.payload = frozenset(column for answer in answers for column in answer.columns)

@@ -240,9 +240,7 @@ def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
     others = [other for other in reversed(checkpoints_of(run)) if other != latest]
     whole = next((other for other in others if not checkpoint_damage(other)), None)
     if whole is None:
-        raise UserError(
-            f"{latest}: {trouble}, and no other checkpoint of the run is whole; copy one back, or begin anew"
-        )
+        raise UserError(f"{latest}: {trouble}, and no other checkpoint is whole; copy one back, or begin anew")
     if not newest_whole:
         command = f"braid train --resume {run} --newest-whole"
         raise UserError(f"{latest}: {trouble}; {whole.name} is whole, go on from it with `{command}`")

@@ -79,9 +79,7 @@ def check_output(config: Config) -> None:
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(
-            f"output: {config.output} cannot be written, as {place} is no folder that may be written to; set another `output`"
-        )
+        raise UserError(f"output: {config.output}: {place} is no folder that can be written; set another")
 
 
 def absolute(value: Any) -> Any:

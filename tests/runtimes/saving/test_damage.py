@@ -102,7 +102,7 @@ def test_resume_from_newest_whole_checkpoint_equals_undisturbed_run(run: Path, w
 def test_a_run_without_an_intact_checkpoint_is_reported(run: Path) -> None:
     for step in (1, 2):
         cut(run / "checkpoints" / f"step-{step}" / "actor" / "optimizer.safetensors")
-    with pytest.raises(UserError, match="no other checkpoint of the run is whole"):
+    with pytest.raises(UserError, match="no other checkpoint is whole"):
         train(run_config(run), resume=run, newest_whole=True)
 
 
