@@ -49,9 +49,16 @@ def segment_of(flow: Flow, iteration: int, needless: Needless) -> Segment | None
 class EarlyStop:
     """The state of one wave during generation; each rank that shares it has one, with all of the wave's groups."""
 
-    def __init__(self, segment: Segment, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None) -> None:
-        """Start a wave with the rows `uids` on all ranks, which exchange `notices`; None if this rank generates them all."""
+    def __init__(
+        self, segment: Segment, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None, wave: int = 0
+    ) -> None:
+        """Start a wave with the rows `uids` on all ranks, which exchange `notices`; None if this rank generates them all.
+
+        `wave` is a number that no earlier wave had, the same on all ranks.
+        """
         self.segment, self.flow, self.notices = segment, flow, notices
+        if notices is not None:
+            notices.begin(str(wave))
         self.left: dict[int, set[Uid]] = {}
         """Unfinished rows by group."""
         for uid in uids:

@@ -275,11 +275,7 @@ class HybridWorker:
         if totals is not None:
             run = lambda rows, _: computed(stage, rows, totals) if len(rows) else {}  # noqa: E731
             return self._write(part, stage, iteration, key, run)
-        stop = None
-        if segment is not None:
-            if self.world.notices is not None:
-                self.world.notices.begin(str(key))
-            stop = EarlyStop(segment, self.flow, uids, self.world.notices)
+        stop = segment and EarlyStop(segment, self.flow, uids, self.world.notices, key)
         return self._write(part, stage, iteration, key, partial(self.executor.run, stage, stop=stop))
 
     @register(protocol="DP")

@@ -84,7 +84,7 @@ class EagerBackend(InProcessBackend):
         return self.store.make(origin)
 
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums, segment: Segment | None = None) -> Rows:
-        stop = EarlyStop(segment, self.executor.flow, table.uids()) if segment is not None else None
+        stop = segment and EarlyStop(segment, self.executor.flow, table.uids())
         about = {"rows": len(table), "version": self.version}
         with traced(self.trace, stage.role or "compute", stage.name, iteration, **about) as done:
             table = table.with_columns(self.executor.run(stage, table, sums, stop))
@@ -125,7 +125,7 @@ class DistributedBackend(InProcessBackend):
         """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
         super().__init__(config, loader, executor, store, world, trace)
         self.flow, self.generating, self.interrupts = flow, generating, interrupts
-        self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
+        self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
 
     def read(self, origin: Origin) -> Shard:
         """Make this rank's admitted rows, or read all rows and keep this rank's.
@@ -168,9 +168,7 @@ class DistributedBackend(InProcessBackend):
         stop = None
         if segment is not None:
             self.waves += 1
-            if self.notices is not None:
-                self.notices.begin(str(self.waves))
-            stop = EarlyStop(segment, self.flow, table.index.uids(), self.notices)
+            stop = EarlyStop(segment, self.flow, table.index.uids(), self.world.notices, self.waves)
         if self._known_everywhere(stage, table):
             everywhere = Rows(self.executor.run(stage, table.index, Sums()))
             kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})

@@ -129,12 +129,7 @@ def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.Monk
     (verify,) = segment.verify
     sampling.admit([0, 1, 2])
     uids = [(0, group, sample) for group in (0, 1, 2) for sample in (0, 1)]
-    ranks = []
-    for _ in range(3):
-        told = Notices(store)
-        told.begin("wave")
-        ranks.append(EarlyStop(segment, dapo, uids, told))
-    first, second, third = ranks
+    first, second, third = (EarlyStop(segment, dapo, uids, Notices(store), wave=1) for _ in range(3))
     # Group 0 has right and wrong answers and is kept, which makes groups 1 and 2 unnecessary.
     first.add(row(0, 0), {verify.name: Done(1.0)})
     assert first.rows_to_end() == third.rows_to_end() == []
