@@ -131,6 +131,9 @@ class RowStore:
                 return read_rollouts(path, rank, ranks).without(without)
             case Surplus(path):
                 files = parts_of(path)
+                if len(files) < ranks:
+                    rows = Rows.cat([unpack_rows(file.read_bytes()) for file in files])
+                    return rows.take(equal_share(len(rows), rank, ranks))
                 share = equal_share(len(files), rank, ranks)
                 return Rows.cat([unpack_rows(file.read_bytes()) for file in files[share.start : share.stop]])
 

@@ -105,8 +105,8 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
             )
         if trainer.max_staleness < 1 or trainer.surplus != "keep":
             raise UserError(
-                f"{given} resumes responses one version later, and keeps groups that end meanwhile; write trainer.max_staleness=1, or more, "
-                "and trainer.surplus=keep"
+                f"{given} resumes responses one version later, and keeps groups that end meanwhile; write trainer.max_staleness=1 "
+                "or more, and trainer.surplus=keep"
             )
     if not planned and (lines := lacking(config)):
         raise UserError(lines[0])
