@@ -46,7 +46,7 @@ def start_backend(
     if prepared.config.runtime == "hybrid":
         # Imported here: Ray is optional, and its import takes a second.
         import_ray()
-        from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
+        from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 
         return start_hybrid_backend(prepared, progress, folder, train)
     config, flow = prepared.config, prepared.flow if train else prepared.evaluation

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.pools import GENERATE
+from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
@@ -36,12 +37,14 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method, registration_of
 from braidrl.importing import import_function
 from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.early_stop import Segment
+from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.hybrid.group import (
     Partition,
+    RunWorkers,
     WorkerGroup,
     by_length,
     rows_of_ranks,
@@ -49,7 +52,9 @@ from braidrl.runtimes.hybrid.group import (
     where_computed,
 )
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.hybrid_worker import RunOrder, hybrid_pools
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
+from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
@@ -338,6 +343,48 @@ class HybridBackend:
             output.sums.merge(Sums(answer.sums))
         output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
         return answers
+
+
+def start_hybrid_backend(
+    prepared: Prepared, progress: Progress, folder: Path | None, train: bool = True, cluster: RayCluster | None = None
+) -> HybridBackend:
+    """Start the workers and have them read the data and load their models; without `train` the backend only evaluates.
+
+    `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
+    placement does not fit, the data cannot be used, or a user's class of methods is missing.
+    """
+    config = prepared.config
+    for own in config.roles.values():
+        if own.methods:
+            import_function(own.methods)
+    pools = hybrid_pools(prepared, train)
+    with ExitStack() as resources:
+        cluster = cluster or RayCluster(config.cluster, config.device)
+        resources.callback(cluster.close)
+        # An actor for each rank of each pool: they know each other by name, and nothing of the run yet.
+        groups, number = list[WorkerGroup](), 0
+        for pool, places in zip(pools, cluster.reserve(pools), strict=True):
+            groups.append(WorkerGroup(pool, places, number, cluster))
+            groups[-1].start()
+            number += len(places)
+        first = next(iter(prepared.generating), None)
+        home = next((group for group in groups if first in group.pool.generating), groups[0])
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        order = RunOrder(settings, train, folder.resolve() if folder else None, cluster.family)
+        workers = RunWorkers(groups, home, prepared, order)
+        counts, admissions = workers.begin(groups), None
+        for _, report in counts:
+            progress.print(report)
+        if counts:
+            weights = [source.weight for source in config.data.train]
+            admissions = Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle)
+        flow = prepared.flow if train else prepared.evaluation
+        executor = StageExecutor(config, flow, (), prepared.tokenizer, None, progress)
+        roles = {role: group for group in groups for role in group.pool.roles}
+        trace = TraceWriter(folder, "controller") if folder else None
+        if trace is not None:
+            resources.callback(trace.close)
+        return HybridBackend(admissions, roles, home, executor, resources.pop_all(), workers.replace_lost, trace)
 
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:

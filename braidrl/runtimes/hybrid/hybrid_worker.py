@@ -49,7 +49,7 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import part_path
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor, checked
-from braidrl.runtimes.generating.early_stop import EarlyStop, Segment
+from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.prepare.setup import Prepared, rule_rewards, set_up_torch, with_data, without_data

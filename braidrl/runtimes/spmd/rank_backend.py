@@ -31,7 +31,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.early_stop import EarlyStop, Segment
+from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText
 from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares

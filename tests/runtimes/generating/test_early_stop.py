@@ -20,7 +20,7 @@ from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.rewards.verify import Pending
-from braidrl.runtimes.generating.early_stop import EarlyStop, segment_of
+from braidrl.runtimes.generating.verification import EarlyStop, segment_of
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same_weights
 from tests.runtimes.hybrid.warm import WarmCluster

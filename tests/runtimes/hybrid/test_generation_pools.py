@@ -8,7 +8,7 @@ import pytest
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.hybrid.start_workers import check_devices_alike
+from braidrl.runtimes.hybrid.group import check_devices_alike
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same, trace
