@@ -339,8 +339,8 @@ class HybridBackend:
         name = output.stage.name
         with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
             answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
-        for answer in answers:
-            output.sums.merge(Sums(answer.sums))
+        # Ranks first: the result is then independent of what was counted before.
+        output.sums.merge(Sums().merge(*(Sums(answer.sums) for answer in answers)))
         output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
         return answers
 

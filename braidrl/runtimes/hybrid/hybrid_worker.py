@@ -27,7 +27,6 @@ from torch import Tensor
 from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.cluster.process_groups import (
     address_towards,
-    all_gather_bytes,
     connect_store,
     group_between,
     join_group,
@@ -301,17 +300,12 @@ class HybridWorker:
 
     @register(protocol="DP")
     def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
-        """Make one optimizer step with the other ranks, each on its own rows; rank 0 returns the global counts."""
+        """Make one optimizer step with the other ranks, each on its own rows; rank 0 counts what is the same on all of them."""
         train, first = self.executor.train, self.rank == 0
-        answer = self._compute(
+        return self._compute(
             part, stage, iteration,
             lambda rows, sums: train(stage, [nullcontext((counts, rows))], iteration, sums, len(rows), counted=first),
         )  # fmt: skip
-        if self.world.group is None:
-            return answer
-        every = all_gather_bytes(pack_message(Sums(answer.sums).pairs()), self.world.group)
-        together = Sums().merge(*(Sums(unpack_message(own)) for own in every))
-        return replace(answer, sums=together.pairs() if first else {})
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
