@@ -58,7 +58,9 @@ from braidrl.training.objective import UpdateCounts
 from braidrl.training.parallel.layouts import DataParallel
 
 FETCHED_ROWS = 256
-"""Rows in one message between workers."""
+"""Rows of each key in one message between workers."""
+Wanted = tuple[int, int, Numbers, tuple[str, ...]]
+"""Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, or () for all columns."""
 Meeting = tuple[str, int, str]
 """Host and port of a store, and the key prefix of the ranks that use it."""
 
@@ -335,11 +337,12 @@ class HybridWorker:
         if len(part):
             self.rows.save(path / f"{self.rank:05}", self._rows_of(part, None))
 
-    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
-        """Return payload columns, or without names all columns, of some rows (n,) of the call `key`, encoded as arrays, which Ray
-        copies only once.
+    def fetch(self, wanted: Sequence[tuple[int, Numbers, tuple[str, ...]]]) -> list[list[Numbers]]:
+        """Return, for each key, payload columns, or without names all columns, of some rows (n,) that the call with this key has kept.
+
+        They are encoded as arrays, which Ray copies only once.
         """
-        return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
+        return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*one))] for one in wanted]
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
@@ -376,40 +379,50 @@ class HybridWorker:
         if not len(part):
             return Rows({})
         came = {(answer.worker, answer.key): answer for answer in self.call.answers}
-        segments: list[tuple[Tensor, Any]] = []
-        payload: list[tuple[Tensor, Any]] = []
-        asked: dict[Any, str] = {}
+        segments, places, wanted = list[tuple[Tensor, Rows]](), list[Tensor](), list[Wanted]()
         for key, known, workers, numbers in part.kept:
             for worker in np.unique(workers[workers >= 0]).tolist():
                 positions = (workers == worker).nonzero()[0]
-                rows, places, columns = numbers[positions], torch.from_numpy(positions), known
+                rows, columns = numbers[positions], known
                 if columns is None:
                     answer = came[worker, key]
                     columns = answer.columns
-                    segments.append((places, unpack_rows(answer.index).take(torch.from_numpy(rows))))
+                    index = unpack_rows(answer.index).take(torch.from_numpy(rows))
+                    segments.append((torch.from_numpy(positions), index))
                 named = () if reads is None else tuple(name for name in columns if name in reads)
-                if reads is not None and not named:
-                    continue
-                if worker == self.number:
-                    payload.append((places, self._own(key, rows, named)))
-                    continue
-                if worker not in self.peers:
-                    self.peers[worker] = ray.get_actor(f"{self.order.family}-{worker}")
-                fetch = self.peers[worker].fetch.options(concurrency_group="rows")
-                for chunk in (slice(n, n + FETCHED_ROWS) for n in range(0, len(rows), FETCHED_ROWS)):
-                    payload.append((places[chunk], fetch.remote(key, rows[chunk], named)))
-                    asked[payload[-1][1]] = self.names[worker]
-        try:
-            frames = dict(zip(asked, ray.get(list(asked), timeout=self.limit_s), strict=True))
-        except ray.exceptions.GetTimeoutError:
-            late = {asked[ref] for ref in ray.wait(list(asked), num_returns=len(asked), timeout=0)[1]}
-            raise TimeoutError(f"waited {self.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
-        for places, found in payload:
-            rows = found if isinstance(found, Rows) else decode([memoryview(frame) for frame in frames[found]])
-            segments.append((places, rows))
+                if named or reads is None:
+                    places.append(torch.from_numpy(positions))
+                    wanted.append((worker, key, rows, named))
+        segments += zip(places, self._collect(wanted), strict=True)
         given = (torch.arange(len(part)), unpack_rows(part.index))
         # If all columns are read, the driver's own take precedence; else running outputs come after the given ones.
         return merged_rows(len(part), [*segments, given] if reads is None else [given, *segments])
+
+    def _collect(self, wanted: Sequence[Wanted]) -> list[Rows]:
+        """Return kept rows: from here, else from other workers, of all keys in one message, in chunks of rows."""
+        found: list[list[Rows]] = [[] for _ in wanted]
+        asked: dict[tuple[int, int], list[tuple[int, int, Numbers, tuple[str, ...]]]] = {}
+        for n, (worker, key, rows, names) in enumerate(wanted):
+            if worker == self.number:
+                found[n].append(self._own(key, rows, names))
+                continue
+            for start in range(0, len(rows), FETCHED_ROWS):
+                asked.setdefault((worker, start), []).append((n, key, rows[start : start + FETCHED_ROWS], names))
+        begun: dict[Any, str] = {}
+        for (worker, _), parts in asked.items():
+            if worker not in self.peers:
+                self.peers[worker] = ray.get_actor(f"{self.order.family}-{worker}")
+            fetch = self.peers[worker].fetch.options(concurrency_group="rows")
+            begun[fetch.remote([part[1:] for part in parts])] = self.names[worker]
+        try:
+            answers = ray.get(list(begun), timeout=self.limit_s)
+        except ray.exceptions.GetTimeoutError:
+            late = {begun[ref] for ref in ray.wait(list(begun), num_returns=len(begun), timeout=0)[1]}
+            raise TimeoutError(f"waited {self.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
+        for parts, answer in zip(asked.values(), answers, strict=True):
+            for (n, *_), frames in zip(parts, answer, strict=True):
+                found[n].append(decode([memoryview(frame) for frame in frames]))
+        return [Rows.cat(parts) for parts in found]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
         kept = self.kept[key].only(columns) if columns else self.kept[key]
