@@ -276,7 +276,7 @@ class HybridWorker:
         if totals is not None:
             run = lambda rows, _: computed(stage, rows, totals) if len(rows) else {}  # noqa: E731
             return self._write(part, stage, iteration, key, run)
-        stop = segment and EarlyStop(segment, self.flow, uids, self.world.notices, key)
+        stop = EarlyStop(segment, self.flow, uids, self.world.notices, key) if segment is not None else None
         return self._write(part, stage, iteration, key, partial(self.executor.run, stage, stop=stop))
 
     @register(protocol="DP")

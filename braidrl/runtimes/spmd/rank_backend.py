@@ -84,7 +84,7 @@ class EagerBackend(InProcessBackend):
         return self.store.make(origin)
 
     def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums, segment: Segment | None = None) -> Rows:
-        stop = segment and EarlyStop(segment, self.executor.flow, table.uids())
+        stop = EarlyStop(segment, self.executor.flow, table.uids()) if segment is not None else None
         about = {"rows": len(table), "version": self.version}
         with traced(self.trace, stage.role or "compute", stage.name, iteration, **about) as done:
             table = table.with_columns(self.executor.run(stage, table, sums, stop))
