@@ -11,7 +11,7 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -66,19 +66,19 @@ class HybridBackend:
     """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
 
     def __init__(
-        self, loader: Admissions | None, groups: Mapping[str, WorkerGroup], home: WorkerGroup, executor: StageExecutor,
-        resources: ExitStack, replace_lost: Callable[[], None], trace: TraceWriter | None,
+        self, loader: Admissions | None, workers: RunWorkers, executor: StageExecutor, resources: ExitStack,
+        trace: TraceWriter | None,
     ) -> None:  # fmt: skip
-        """Store the parts that `start_hybrid_backend` has started. `home` reads data and writes rows to files.
+        """Store the parts that `start_hybrid_backend` has started.
 
-        `executor` computes on index columns and holds no role. `close` ends `resources`. `replace_lost` restarts groups that lost a
-        worker, and raises WorkerError if that fails. Without a loader the backend only evaluates.
+        `executor` computes on index columns and holds no role. `close` ends `resources`. Without a loader the backend only evaluates.
         """
-        self.groups, self.home, self.executor, self.trace = groups, home, executor, trace
-        self.loader, self.resources, self.replace_lost = loader, resources, replace_lost
+        self.loader, self.workers, self.executor = loader, workers, executor
+        self.resources, self.trace = resources, trace
+        self.home, self.distinct = workers.home, list(workers.groups)
+        self.groups = {role: group for group in workers.groups for role in group.pool.roles}
         self.keys = itertools.count()
         self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
-        self.distinct = list(dict.fromkeys(groups.values()))
         self.training: list[Output] = []
         resources.enter_context(payload_forbidden())
 
@@ -147,7 +147,7 @@ class HybridBackend:
     def begin_again(self) -> bool:
         self.training = []
         try:
-            self.replace_lost()
+            self.workers.replace_lost()
         except WorkerError as error:
             # The caller reports the loss, and restarts the whole run.
             self.executor.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
@@ -380,11 +380,10 @@ def start_hybrid_backend(
             admissions = Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle)
         flow = prepared.flow if train else prepared.evaluation
         executor = StageExecutor(config, flow, (), prepared.tokenizer, None, progress)
-        roles = {role: group for group in groups for role in group.pool.roles}
         trace = TraceWriter(folder, "controller") if folder else None
         if trace is not None:
             resources.callback(trace.close)
-        return HybridBackend(admissions, roles, home, executor, resources.pop_all(), workers.replace_lost, trace)
+        return HybridBackend(admissions, workers, executor, resources.pop_all(), trace)
 
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:

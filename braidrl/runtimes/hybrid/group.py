@@ -54,7 +54,6 @@ class WorkerGroup:
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
     """The process of each worker on the driver's machine, after it has loaded its models."""
-
     device: str = ""
     """The kind of device of its workers, after they have loaded their models."""
 
