@@ -188,5 +188,5 @@ def warm_workers(ray_cluster: None) -> WarmCluster:
 @pytest.fixture
 def warm_cluster(warm_workers: WarmCluster, monkeypatch: pytest.MonkeyPatch) -> WarmCluster:
     """Make this test's backends start on shared workers instead of new processes."""
-    monkeypatch.setattr("braidrl.runtimes.hybrid.start_workers.RayCluster", lambda config, device: warm_workers)
+    monkeypatch.setattr("braidrl.runtimes.hybrid.driver.RayCluster", lambda config, device: warm_workers)
     return warm_workers

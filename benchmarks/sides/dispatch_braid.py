@@ -7,6 +7,7 @@ handles    workers hold the rows; the driver sends handles, every row moves to a
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +28,7 @@ from braidrl.flow import Kind, Stage
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output
-from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker
-from braidrl.runtimes.hybrid.pool_worker import WorkerSpec
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder
 from braidrl.runtimes.hybrid.protocols import PROTOCOLS
 
 ECHO = Stage("echo", "echo", None, kind=Kind.COMPUTE, reads=COLUMNS, writes=(*COLUMNS, "score"))
@@ -37,7 +37,7 @@ ECHO = Stage("echo", "echo", None, kind=Kind.COMPUTE, reads=COLUMNS, writes=(*CO
 class Echo:
     """Stand-in for an executor: returns its input after reading it."""
 
-    def run(self, stage: Stage, rows: Rows, sums: Sums) -> dict[str, Column]:
+    def run(self, stage: Stage, rows: Rows, sums: Sums, stop: None = None) -> dict[str, Column]:
         read(rows[name].values for name in COLUMNS)
         return {**{name: rows[name] for name in COLUMNS}, "score": rows["sample"]}
 
@@ -61,13 +61,14 @@ class EchoWorker(HybridWorker):
     def take_place(self, number: int, pools: Sequence[Pool], family: str) -> None:
         """Join the workers of these pools."""
         places = [(pool, rank) for pool in pools for rank in range(pool.workers)]
-        peers = tuple(f"{pool.name} rank {rank}" for pool, rank in places)
-        self.spec = WorkerSpec(number, *places[number], None, 60.0, peers, family)
+        self.names, self.limit_s = [f"{pool.name} rank {rank}" for pool, rank in places], 60.0
+        self.number, (self.pool, self.rank) = number, places[number]
+        self.order = RunOrder({}, True, None, family)
 
     def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
         """Make rows `first` to `end` of the table, and keep them."""
         rows = self.kept[key] = table(tokens).take(range(first, end))
-        return CallResult(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
+        return CallResult(pack_rows(rows.index), tuple(rows.payload), self.number, key)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Lying:
             group.send(rank, "make_table", (tokens, first, first + share, key)) for rank, first in enumerate(firsts)
         ]
         output = Output(READ)
-        output.begin(key, group, made, [range(first, first + share) for first in firsts])
+        output.begin(key, group, made, [range(first, first + share) for first in firsts], deque())
         output.finish(group.wait(made))
         before = [(rank - 1) % size * share for rank in range(size)]
         # Each rank gets the rows of the rank before it.
@@ -138,14 +139,12 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
         pools = [Pool((f"echo{size}",), size) for size in case["workers"]]
         groups, first = dict[int, WorkerGroup](), 0
         for pool, places in zip(pools, cluster.reserve(pools), strict=True):
-            group = WorkerGroup(pool, places, first, cluster, cluster.config.start_limit_s, cluster.names)
+            group = WorkerGroup(pool, places, first, cluster)
             groups[pool.workers], first = group, first + pool.workers
             group.start()
         for group in groups.values():
             ranks = enumerate(group.numbers)
             group.wait([group.send(rank, "take_place", (number, pools, cluster.family)) for rank, number in ranks])
-            (answer,) = group.wait([group.call("rendezvous")])
-            group.wait(group.call("join_process_group", answer.result))
         tables = {tokens: table(tokens) for tokens in TOKENS}
         sums = {tokens: read(rows[name].values for name in COLUMNS) for tokens, rows in tables.items()}
         lying = {(size, tokens): Lying(groups[size], tokens) for size in case["workers"] for tokens in TOKENS}

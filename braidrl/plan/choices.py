@@ -268,19 +268,18 @@ def in_turns(
     generating = [role for role, one in roles.items() if one.use.engine]
     resident = {role: dict(one.resident) for role, one in roles.items()}
     try:
-        sizes, plan, peak = taking_turns(problem.flow, resident, generating, budget)
+        plan = taking_turns(problem.flow, resident, generating, budget)
     except UserError:
         return None
     host = problem.cluster.kinds[group.kind].host * problem.rates[group.kind].host
     moved = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
-    for step, moves in plan.before.items():
+    for step, size in plan.moved.items():
         # Loads before publication are charged to the next generation.
         name = next(iter(moved)) if step == PUBLISH else step
-        seconds = sum(sizes[move.asset] for move in moves) / host
-        if name in moved and seconds:
-            moved[name] = moved[name].plus(Cost(moves=seconds))
+        if name in moved and size:
+            moved[name] = moved[name].plus(Cost(moves=size / host))
     working = max(choice.working for choice in roles.values())
-    return SetChoice(group, devices, roles, moved, peak + working, budget)
+    return SetChoice(group, devices, roles, moved, plan.most + working, budget)
 
 
 def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple[Choice, ...]]]:

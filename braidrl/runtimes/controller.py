@@ -20,8 +20,8 @@ from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, 
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import traced
-from braidrl.runtimes.generating.early_stop import segment_of
 from braidrl.runtimes.generating.generation import TO_THE_END
+from braidrl.runtimes.generating.verification import segment_of
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, SerialBackend, TableT, needed
 from braidrl.runtimes.row_store import Admission
 

@@ -25,9 +25,8 @@ from braidrl.flow.signatures import class_and_method
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
-from braidrl.runtimes.generating.verification import added_scores, verified
+from braidrl.runtimes.generating.verification import EarlyStop, added_scores, verified
 from braidrl.runtimes.memory.residency import PUBLISH, Residency, needed_assets
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens

@@ -23,7 +23,7 @@ from braidrl.flow.compute import State
 from braidrl.flow.selecting import Selection
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import TraceWriter
-from braidrl.runtimes.generating.early_stop import Segment
+from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.row_store import Origin, RowText
 from braidrl.training.roles.checkpoint import Write
 

@@ -6,7 +6,7 @@ If several processes hold a run's rows, each reads and writes its share.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +25,6 @@ from braidrl.engines.requests import Response
 from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import decoded, responses
 
-RankShare = tuple[int, int]
-"""One of several ranks that read equal shares, and their number."""
-ALL: RankShare = (0, 1)
 TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))
 """The columns needed for the texts of a row."""
 
@@ -49,41 +46,29 @@ class Admission:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation set by name, or a rank's share of it."""
+    """An evaluation set by name."""
 
     name: str
-    share: RankShare = ALL
     prompts: int | None = None
     """Limit of prompts; by default `evaluation.max_prompts`."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Recorded rows in parquet without some of their columns, or a share of them."""
+    """Recorded rows in parquet without some of their columns."""
 
     path: Path
     without: tuple[str, ...] = ()
-    share: RankShare = ALL
 
 
 @dataclass(frozen=True)
 class Surplus:
-    """Rows that a checkpoint keeps for the next batch, or a share of their files."""
+    """Rows that a checkpoint keeps for the next batch: a file, or a folder of files."""
 
     path: Path
-    share: RankShare = ALL
 
 
 Origin = Admission | HeldOut | Recording | Surplus
-
-
-def divided(origin: Origin, ranks: int) -> list[Origin]:
-    """Return the origin for each rank, in the order of rows; some may be empty."""
-    if isinstance(origin, Admission):
-        ranks = min(ranks, len(origin.numbers))
-        shares = (equal_share(len(origin.numbers), rank, ranks) for rank in range(ranks))
-        return [Admission(origin.numbers[share.start : share.stop]) for share in shares]
-    return [replace(origin, share=(rank, ranks)) for rank in range(ranks)]
 
 
 def as_order(origin: Origin) -> dict[str, Any]:
@@ -118,13 +103,16 @@ class RowStore:
         self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
-    def make(self, origin: Origin) -> Rows:
-        """Return the rows of `origin`. Raises UserError if a file is missing."""
+    def make(self, origin: Origin, rank: int = 0, ranks: int = 1) -> Rows:
+        """Return the rows of `origin`, or the share of one of several ranks, which may be empty. Raises UserError if a file is missing."""
         match origin:
             case Admission(numbers):
                 assert self.loader is not None, "no training data was loaded"
-                samples = self.config.rollout.samples_per_prompt
-                rows = as_rows(self.loader.peek(numbers), samples)
+                ranks = min(ranks, len(numbers))
+                if rank >= ranks:
+                    return Rows({})
+                share, samples = equal_share(len(numbers), rank, ranks), self.config.rollout.samples_per_prompt
+                rows = as_rows(self.loader.peek(numbers[share.start : share.stop]), samples)
                 if self.config.rollout.tokens_per_iteration is not None:
                     # Partial rollout resumes from the columns of empty responses; log-probs have the engine's data type.
                     nothing, dtype = torch.empty(0, dtype=torch.int64), self.config.rollout.dtype or self.config.dtype
@@ -133,18 +121,21 @@ class RowStore:
                     reflections = torch.zeros(len(rows), dtype=torch.int64)
                     rows = rows.with_columns({**response_columns(rows, empty), "reflections": reflections})
                 return join_texts(rows, self.texts, samples) if self.texts else rows
-            case HeldOut(name, share, prompts):
+            case HeldOut(name, prompts):
                 settings = self.config.evaluation
                 most = settings.max_prompts if prompts is None else prompts
                 # Evaluation sets are numbered after the training sources.
                 number = len(self.config.data.train) + list(self.eval_sources).index(name)
-                return eval_rows(self.eval_sources[name], settings.samples, most, number, *share)
-            case Recording(path, without, share):
-                return read_rollouts(path, *share).without(without)
-            case Surplus(path, share):
+                return eval_rows(self.eval_sources[name], settings.samples, most, number, rank, ranks)
+            case Recording(path, without):
+                return read_rollouts(path, rank, ranks).without(without)
+            case Surplus(path):
                 files = parts_of(path)
-                own = equal_share(len(files), *share)
-                return Rows.cat([unpack_rows(file.read_bytes()) for file in files[own.start : own.stop]])
+                if len(files) < ranks:
+                    rows = Rows.cat([unpack_rows(file.read_bytes()) for file in files])
+                    return rows.take(equal_share(len(rows), rank, ranks))
+                share = equal_share(len(files), rank, ranks)
+                return Rows.cat([unpack_rows(file.read_bytes()) for file in files[share.start : share.stop]])
 
     def row_texts(self, rows: Rows) -> list[RowText]:
         """Return each row's prompt and response as text."""

@@ -24,7 +24,7 @@ from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluate_sets, good_enough
-from braidrl.runtimes.interfaces import Interrupts, Position, Restart
+from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch, vocabulary_lines
@@ -90,7 +90,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.step, self.version, self.restarts = 0, 0, restarts
         self.saved_step: int | None = None
-        self.written = self.good_enough = False
+        self.good_enough = False
 
         with ExitStack() as resources:
             if self.world.first:
@@ -158,22 +158,19 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             snapshot = self._snapshot()
             try:
                 self._begin()
-                while not self.written:
+                while True:
                     snapshot = self._snapshot()
                     try:
-                        if self.step < self.config.trainer.steps and not self.good_enough:
-                            self.checkpoints.wait(block=False)
-                            self._one_step()
-                            continue
-                        self._save(self._snapshot())
-                        self.checkpoints.wait()
-                        self.written = True
+                        if self.step >= self.config.trainer.steps or self.good_enough:
+                            self._save(snapshot, wait=True)
+                            break
+                        self.checkpoints.wait(block=False)
+                        self._one_step()
                     except LostProcess as error:
                         self._bring_back(error)
             except FailedStep:
                 # Every rank sees this error: the step is complete, and all that does not depend on it is kept.
-                self._save(self._snapshot())
-                self.checkpoints.wait()
+                self._save(self._snapshot(), wait=True)
                 self._report()
                 self.world.gather("the checkpoint of the last step", b"")
                 raise
@@ -181,8 +178,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 if not self.interrupts.torn:
                     # A second Ctrl-C waits until the step is saved, a third does not.
                     with self.interrupts.hold():
-                        self._save(snapshot if snapshot.step == self.step else self._snapshot())
-                        self.checkpoints.wait()
+                        self._save(snapshot if snapshot.step == self.step else self._snapshot(), wait=True)
                         self._report()
                         self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
@@ -200,8 +196,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             raise UserError(f"{lost}; step {self.step} was the last, begin anew")
         self.folder.mkdir(parents=True, exist_ok=True)
         write_config(self.folder, self.config)
-        self._save(self._snapshot())
-        self.checkpoints.wait()
+        self._save(self._snapshot(), wait=True)
         raise UserError(
             f"{lost}. It is made again with a checkpoint of step {self.step}, without the metrics and rollouts of earlier steps: go on "
             f"with `braid train --resume {self.folder}`"
@@ -367,19 +362,22 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _snapshot(self) -> RunState:
         """Return the resume state beside the weights, as of the last complete step."""
-        position = self.controller.position()
-        return RunState(self.step, self.version, *position, fingerprints=self.fingerprints)
+        return RunState(self.step, self.version, self.controller.position(), self.fingerprints)
 
-    def _save(self, state: RunState) -> None:
+    def _save(self, state: RunState, wait: bool = False) -> None:
+        """Start to write the checkpoint of a step, unless it is written already; with `wait` wait until it is complete."""
         if self.saved_step != state.step:
-            self.checkpoints.save(replace(state, begun=self.controller.begun_ahead()), self.backend)
+            position = state.position._replace(begun=self.controller.begun_ahead())
+            self.checkpoints.save(replace(state, position=position), self.backend)
             self.saved_step = state.step
+        if wait:
+            self.checkpoints.wait()
 
     def _restore(self, folder: Path, state: RunState) -> None:
         self.step = self.saved_step = state.step
         self.version = state.version
-        surplus = [self.backend.read(Surplus(path)) for path in state.surplus]
-        self.controller.restore(Position(state.loader, state.sampling, surplus, state.stages, state.begun))
+        surplus = [self.backend.read(Surplus(path)) for path in state.position.surplus]
+        self.controller.restore(state.position._replace(surplus=surplus))
         self.backend.load(folder, state.version)
 
 

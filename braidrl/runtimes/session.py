@@ -130,14 +130,10 @@ class Session(AbstractContextManager["Session"]):
         """Raise UserError for a stage that cannot run on these rows."""
         self._check_open()
         if not len(rows):
-            raise UserError(
-                f"{stage.name} got no rows: a selection dropped them all; go on with the next `session.prompts()`"
-            )
+            raise UserError(f"{stage.name} got no rows: a selection dropped all; go on with `session.prompts()`")
         flow, modelled = self.prepared.flow, self.prepared.roles()
         if stage.kind in (Kind.GENERATE, Kind.INFER, Kind.TRAIN) and stage.role not in modelled:
-            raise UserError(
-                f"{stage.name}: {stage.role} has no model in the flow {flow.name}; use {', '.join(modelled)}, or another flow"
-            )
+            raise UserError(f"{stage.name}: {stage.role} has no model in flow {flow.name}; use {', '.join(modelled)}")
         if is_optimized(stage) and stage.role not in flow.trained_roles:
             raise UserError(
                 f"{stage.role} has no optimizer: the flow {flow.name} does not train it; "
@@ -154,7 +150,7 @@ class Session(AbstractContextManager["Session"]):
         """Call a method of the class that `roles.ROLE.methods` names; return what its transfer protocol collects."""
         if self.config.runtime != "hybrid":
             raise UserError(
-                f"{role}.{method} is called on workers, and runtime={self.config.runtime} has none; write runtime=hybrid"
+                f"{role}.{method} needs workers, and runtime={self.config.runtime} has none; write runtime=hybrid"
             )
         return cast(Any, self.backend).call(role, method, arguments, self.iteration, self.sums)
 

@@ -46,7 +46,7 @@ def start_backend(
     if prepared.config.runtime == "hybrid":
         # Imported here: Ray is optional, and its import takes a second.
         import_ray()
-        from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
+        from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 
         return start_hybrid_backend(prepared, progress, folder, train)
     config, flow = prepared.config, prepared.flow if train else prepared.evaluation
@@ -94,25 +94,19 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
             f"{flow.name} selects none; remove it"
         )
     if rollout.tokens_per_iteration is None and rollout.repeated_tokens is not None:
-        raise UserError(
-            "rollout.repeated_tokens ends responses where they would be suspended; write rollout.tokens_per_iteration too"
-        )
+        raise UserError("rollout.repeated_tokens ends suspended responses; write rollout.tokens_per_iteration too")
     if rollout.tokens_per_iteration is not None:
         given = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"
         generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]
-        if not generating:
-            raise UserError(f"{given} sets responses aside, and flow {flow.name} generates none; remove it")
-        if len(generating) > 1 or "into" in generating[0].params:
+        if len(generating) != 1 or {"into", "environment"} & generating[0].params.keys():
             raise UserError(
-                f"{given} sets one response of a row aside, and flow {flow.name} generates more than one or gives it a name (`into`); "
-                "remove it"
+                f"{given} suspends the one response of a row, and flow {flow.name} generates none, several, one with a name (`into`) or "
+                "in an environment, which cannot pause; remove it"
             )
-        if any("environment" in stage.params for stage in generating):
-            raise UserError(f"{given} sets responses aside, and an environment cannot pause; remove one of the two")
         if trainer.max_staleness < 1 or trainer.surplus != "keep":
             raise UserError(
-                f"{given} goes on with responses one version later, and keeps groups that end meanwhile; "
-                "write trainer.max_staleness=1, or more, and trainer.surplus=keep"
+                f"{given} resumes responses one version later, and keeps groups that end meanwhile; write trainer.max_staleness=1 "
+                "or more, and trainer.surplus=keep"
             )
     if not planned and (lines := lacking(config)):
         raise UserError(lines[0])

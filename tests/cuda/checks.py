@@ -163,7 +163,7 @@ def test_the_type_by_default_is_bfloat16_with_masters_of_float32(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "V100")
     assert RoleWorker("actor", config, train=True).dtype == torch.float32
-    with pytest.raises(UserError, match=r"dtype=bfloat16: V100 does not compute in it; write dtype=float32"):
+    with pytest.raises(UserError, match=r"dtype=bfloat16: V100 does not have it; write dtype=float32"):
         run(folder, tmp_path)
 
 

@@ -187,7 +187,7 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ),
         (
             {"runtime": "streaming", "rollout": {"engine": "vllm", "tensor": 2, "nodes": 2, "weights": "file"}},
-            "rollout.weights=file is in the memory of one machine, and rollout.nodes=2; remove it",
+            "rollout.weights=file stays on one machine, and rollout.nodes=2; write collective",
         ),
         ({"rollout": {"engines": 1, "tensor": 4}}, "does not divide the model's 2 key/value heads"),
         ({"rollout": {"engine": "http"}}, "name them, as in rollout.servers=http://"),
@@ -200,7 +200,7 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ({"rollout": {"engine": "http", "servers": {"urls": SERVER, "folder": "/no/folder"}}}, "there is no folder"),
         (
             {"rollout": {"engine": "http", "servers": {"urls": SERVER, "dialect": "sglang", "weights": "network"}}},
-            "servers of sglang read weights from a folder; remove it",
+            "sglang reads weights from a folder; remove it",
         ),
         ({"rollout": {"engine": "http", "servers": SERVER}}, "127.0.0.1:9 does not answer: .* start it, or correct"),
     ],

@@ -126,9 +126,7 @@ def test_tracker_output_can_be_read_back(names: list[str], tmp_path: Path) -> No
 
 
 def test_missing_library_names_install_command() -> None:
-    with pytest.raises(
-        UserError, match=r"trackers=swanlab: the package is not installed; write pip install 'braidrl\[swanlab\]'"
-    ):
+    with pytest.raises(UserError, match=r"trackers=swanlab is not installed; write pip install 'braidrl\[swanlab\]'"):
         check_names(Config(flow="grpo", model="m", trackers=[TrackerConfig(name="swanlab")]))
 
 

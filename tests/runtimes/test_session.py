@@ -119,11 +119,11 @@ def test_session_rows_as_text_and_errors_name_missing_column(
             (lambda: session.actor.log_probs(prompts), "stage actor.log_probs reads 'tokens', which no earlier stage"),
             (
                 lambda: session.actor.update(none, loss=loss.clip()),
-                "actor.update got no rows: a selection dropped them all",
+                "actor.update got no rows: a selection dropped all",
             ),
             (
                 lambda: session.reward.score(rows),
-                "reward.score: reward has no model in the flow grpo; use actor, ",
+                "reward.score: reward has no model in flow grpo; use actor, ",
             ),
             (lambda: session.actor.generat(rows), "actor has no stage 'generat'. Did you mean 'generate'?"),
         ):

@@ -91,10 +91,10 @@ def test_eight_bit_moments_train_like_float32_in_a_quarter_of_memory() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"dtype": "float64", "trainer": {"lora": LORA}}, r"trainer\.lora\.base_dtype=nf4: weights of float64"),
+        ({"dtype": "float64", "trainer": {"lora": LORA}}, r"trainer\.lora\.base_dtype=nf4: float64 weights"),
         (
             {"runtime": "distributed", "workers": 2, "trainer": {"lora": LORA, "layout": {"shard": "full"}}},
-            r"trainer\.lora\.base_dtype=nf4: ranks cannot divide weights of 4 bits, and trainer\.layout",
+            r"trainer\.lora\.base_dtype=nf4: ranks cannot divide 4-bit weights, and trainer\.layout",
         ),
         (
             {

@@ -1,5 +1,5 @@
 """The execution of generate stages: requests, engines and their weights, episodes, early verification, early stop.
 
-rows ──generation──▶ engine (engines) ──finished rows──▶ verification, early_stop ──▶ columns
+rows ──generation──▶ engine (engines) ──finished rows──▶ verification ──▶ columns
      ──episodes────▶ players on the same engine ──────▶
 """

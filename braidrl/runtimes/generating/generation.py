@@ -41,8 +41,7 @@ from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
 from braidrl.rewards.verify import RuleRewards, decoded
-from braidrl.runtimes.generating.early_stop import EarlyStop
-from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages
+from braidrl.runtimes.generating.verification import Checks, EarlyChecks, EarlyStop, early_verify_stages
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.parallel.layouts import DataParallel
@@ -170,7 +169,7 @@ class Generation:
         # Answers in a suspended group would be checked in vain.
         verify = [] if partial else early_verify_stages(self.flow, stage)
         with self.progress.stage(stage.name, len(rows)) as bar:
-            early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop.add if stop else None)
+            early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop)
             rows_to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
 
             def ended(response: Response) -> None:

@@ -10,9 +10,8 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 """
 
 import itertools
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.pools import GENERATE
+from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
@@ -37,21 +37,25 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method, registration_of
 from braidrl.importing import import_function
 from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.early_stop import Segment
+from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.hybrid.group import (
     Partition,
+    RunWorkers,
     WorkerGroup,
     by_length,
     rows_of_ranks,
-    together,
+    wait_all,
     where_computed,
 )
-from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.hybrid_worker import RunOrder, hybrid_pools
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
-from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText, divided
+from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
 from braidrl.training.role_settings import settings_of
@@ -62,19 +66,19 @@ class HybridBackend:
     """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
 
     def __init__(
-        self, loader: Admissions | None, groups: Mapping[str, WorkerGroup], home: WorkerGroup, executor: StageExecutor,
-        resources: ExitStack, replace_lost: Callable[[], None], trace: TraceWriter | None,
+        self, loader: Admissions | None, workers: RunWorkers, executor: StageExecutor, resources: ExitStack,
+        trace: TraceWriter | None,
     ) -> None:  # fmt: skip
-        """Store the parts that `start_hybrid_backend` has started. `home` reads data and writes rows to files.
+        """Store the parts that `start_hybrid_backend` has started.
 
-        `executor` computes on index columns and holds no role. `close` ends `resources`. `replace_lost` restarts groups that lost a
-        worker, and raises WorkerError if that fails. Without a loader the backend only evaluates.
+        `executor` computes on index columns and holds no role. `close` ends `resources`. Without a loader the backend only evaluates.
         """
-        self.groups, self.home, self.executor, self.trace = groups, home, executor, trace
-        self.loader, self.resources, self.replace_lost = loader, resources, replace_lost
+        self.loader, self.workers, self.executor = loader, workers, executor
+        self.resources, self.trace = resources, trace
+        self.home, self.distinct = workers.home, list(workers.groups)
+        self.groups = {role: group for group in workers.groups for role in group.pool.roles}
         self.keys = itertools.count()
         self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
-        self.distinct = list(dict.fromkeys(groups.values()))
         self.training: list[Output] = []
         resources.enter_context(payload_forbidden())
 
@@ -83,11 +87,11 @@ class HybridBackend:
         while self.forgotten:
             group, worker, number = self.forgotten.popleft()
             group.forgotten.setdefault(worker - group.first, []).append(number)
-        key, origins = next(self.keys), divided(origin, self.home.mesh.size)
-        futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
+        key = next(self.keys)
+        futures = self.home.call("make", origin, key)
         answers = self.home.wait(futures)
         output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
-        self._running(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
+        output.begin(key, self.home, futures, [range(*edges) for edges in pairwise(ends)], self.forgotten)
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
 
@@ -100,7 +104,7 @@ class HybridBackend:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
         output = Output(stage, table, iteration, sums)
-        # Ranks that decode together cannot abort rows: one without rows could not take part in the exchange.
+        # Ranks that decode together cannot abort rows: all of them decode until the last row of any has ended.
         if segment is not None and not pools_ranks(self.executor.config):
             role, index = str(stage.role), self.index(table)
             group = self.groups.get(role + GENERATE, self.groups[role])
@@ -112,8 +116,7 @@ class HybridBackend:
         return table.with_output(output)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
-        output = Output(stage, table)
-        return {name: float(total) for name, total in self._totals(output, *self._place(stage, table)).items()}
+        return {name: float(total) for name, total in self._totals(stage, table, *self._place(stage, table)).items()}
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Start every optimizer step; `publish` waits for them."""
@@ -139,12 +142,12 @@ class HybridBackend:
         for output in self.training:
             self._answers(output)
         self.training = []
-        together((group, group.call("publish", version)) for group in self.distinct)
+        wait_all((group, group.call("publish", version)) for group in self.distinct)
 
     def begin_again(self) -> bool:
         self.training = []
         try:
-            self.replace_lost()
+            self.workers.replace_lost()
         except WorkerError as error:
             # The caller reports the loss, and restarts the whole run.
             self.executor.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
@@ -189,7 +192,7 @@ class HybridBackend:
         results = []
         for future, (rows, *_) in zip(futures, [call for call in calls if call is not None], strict=True):
             output = Output(stage, None, iteration, sums)
-            self._running(output, key, group, [future], [range(len(rows))])
+            output.begin(key, group, [future], [range(len(rows))], self.forgotten)
             results.append(rows.with_output(output))
         return own.protocol.collect(mesh, calls, results)
 
@@ -221,9 +224,8 @@ class HybridBackend:
     def save_rows(self, path: Path, table: Handle) -> None:
         """Write the rows from the ranks that generated them, beside a call that may be running."""
         group, parts = self._where_made(table)
-        folder = ray.put(path.resolve())
-        calls = [(folder, table.take(rows)) if rows else None for rows in parts]
-        group.wait(group.send_all("keep", calls, aside=True))
+        folder, own = ray.put(path.resolve()), [table.take(rows) for rows in parts]
+        group.wait(group.call("keep", [folder] * len(parts), own, aside=True))
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Save beside a running call, so that an interrupt does not wait until all rows are generated.
@@ -231,15 +233,17 @@ class HybridBackend:
         A sharded model is saved collectively, after the running call. With `copy` each worker continues as soon as it has copies, and
         writes them in a thread.
         """
+        begun = []
         for group in self.distinct:
             layouts = [settings_of(role, self.executor.config).layout for role in group.pool.models]
             replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
             aside = replicated and not pools_ranks(self.executor.config)
-            group.wait(group.call("save", folder.resolve(), copy, aside=aside))
+            begun.append((group, group.call("save", folder.resolve(), copy, aside=aside)))
+        wait_all(begun)
         return [partial(written, group, group.actors) for group in self.distinct] if copy else []
 
     def load(self, folder: Path, version: int) -> None:
-        together((group, group.call("load", folder.resolve())) for group in self.distinct)
+        wait_all((group, group.call("load", folder.resolve())) for group in self.distinct)
         self.publish(version)
 
     def close(self) -> None:
@@ -288,15 +292,7 @@ class HybridBackend:
         key, rows = next(self.keys), replace(output.table, parts=parts)
         reads = columns_read(output.stage)
         futures = group.call("execute", rows, output.stage, output.iteration, key, *more, reads=reads)
-        self._running(output, key, group, futures, parts)
-
-    def _running(
-        self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition
-    ) -> None:
-        """Record a started call; its workers free the rows when the futures have no more references here."""
-        output.begin(key, group, futures, parts)
-        for one in futures:
-            weakref.finalize(one, self.forgotten.append, (group, one.worker, key)).atexit = False
+        output.begin(key, group, futures, parts, self.forgotten)
 
     def _begin_deferred(self, outputs: Iterable[Output]) -> None:
         """Start the deferred stages: here if one reads and writes only index columns, else where its rows are."""
@@ -313,16 +309,18 @@ class HybridBackend:
             if columns and all(isinstance(column, Tensor) for column in columns.values()):
                 output.index, output.table = Rows(columns), None
             else:
-                totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
+                totals = None
+                if stage.scope is Scope.BATCH:
+                    totals = self._totals(stage, table, group, parts, output.iteration)
                 self._begin(output, group, parts, totals)
 
-    def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
+    def _totals(
+        self, stage: Stage, table: Handle, group: WorkerGroup | None, parts: Partition, iteration: int = 0
+    ) -> dict[str, Tensor]:
         """Return a stage's sums over all rows, computed where each part is."""
-        stage, table = output.stage, output.table
-        assert table is not None
         if group is None:
             return summed(stage, table.index)
-        called = group.call("sums", replace(table, parts=parts), stage, output.iteration, reads=columns_read(stage))
+        called = group.call("sums", replace(table, parts=parts), stage, iteration, reads=columns_read(stage))
         totals: dict[str, Tensor] = {}
         for answer in group.wait(called):
             for name, value in (answer.result or {}).items():
@@ -341,10 +339,51 @@ class HybridBackend:
         name = output.stage.name
         with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
             answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
-        for answer in answers:
-            output.sums.merge(Sums(answer.sums))
+        # Ranks first: the result is then independent of what was counted before.
+        output.sums.merge(Sums().merge(*(Sums(answer.sums) for answer in answers)))
         output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
         return answers
+
+
+def start_hybrid_backend(
+    prepared: Prepared, progress: Progress, folder: Path | None, train: bool = True, cluster: RayCluster | None = None
+) -> HybridBackend:
+    """Start the workers and have them read the data and load their models; without `train` the backend only evaluates.
+
+    `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
+    placement does not fit, the data cannot be used, or a user's class of methods is missing.
+    """
+    config = prepared.config
+    for own in config.roles.values():
+        if own.methods:
+            import_function(own.methods)
+    pools = hybrid_pools(prepared, train)
+    with ExitStack() as resources:
+        cluster = cluster or RayCluster(config.cluster, config.device)
+        resources.callback(cluster.close)
+        # An actor for each rank of each pool: they know each other by name, and nothing of the run yet.
+        groups, number = list[WorkerGroup](), 0
+        for pool, places in zip(pools, cluster.reserve(pools), strict=True):
+            groups.append(WorkerGroup(pool, places, number, cluster))
+            groups[-1].start()
+            number += len(places)
+        first = next(iter(prepared.generating), None)
+        home = next((group for group in groups if first in group.pool.generating), groups[0])
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        order = RunOrder(settings, train, folder.resolve() if folder else None, cluster.family)
+        workers = RunWorkers(groups, home, prepared, order)
+        counts, admissions = workers.begin(groups), None
+        for _, report in counts:
+            progress.print(report)
+        if counts:
+            weights = [source.weight for source in config.data.train]
+            admissions = Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle)
+        flow = prepared.flow if train else prepared.evaluation
+        executor = StageExecutor(config, flow, (), prepared.tokenizer, None, progress)
+        trace = TraceWriter(folder, "controller") if folder else None
+        if trace is not None:
+            resources.callback(trace.close)
+        return HybridBackend(admissions, workers, executor, resources.pop_all(), trace)
 
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:

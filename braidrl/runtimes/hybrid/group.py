@@ -1,6 +1,8 @@
-"""The workers of a pool as the driver calls them, and the group and ranks that run a stage.
+"""The workers of a pool as the driver calls them, their start and restart, and the group and ranks that run a stage.
 
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
+
+driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,14 +15,17 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation
+from braidrl.cluster.watchdog import mute_after
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.flow.signatures import registration_of
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part
-from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, StageFailure
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, StageFailure, sign_of
 from braidrl.runtimes.hybrid.protocols import Mesh, RankCalls, TransferProtocol
+from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.training.role_settings import inference_layouts, settings_of
 
 DEATH_S = 2.0
 """Seconds until Ray reports a worker's end that others have noticed."""
@@ -44,16 +49,16 @@ class WorkerGroup:
     places: Sequence[Reservation]
     first: int
     cluster: RayCluster
-    limit_s: float
-    names: dict[str, str] = field(default_factory=dict)
-    """Name of each worker of the run, by Ray's actor id."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
     """Keys of rows without readers, by rank: the worker frees them with its next call."""
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
     """The process of each worker on the driver's machine, after it has loaded its models."""
+    device: str = ""
+    """The kind of device of its workers, after they have loaded their models."""
 
     def __post_init__(self) -> None:
+        self.limit_s = self.cluster.config.start_limit_s
         self.mesh = Mesh(self.pool.workers)
         self.numbers = range(self.first, self.first + self.mesh.size)
 
@@ -63,7 +68,7 @@ class WorkerGroup:
         self.forgotten.clear()
         for rank, place in enumerate(self.places):
             actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
-            self.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
+            self.cluster.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
             self.actors.append(actor)
 
     def end(self) -> None:
@@ -84,37 +89,15 @@ class WorkerGroup:
     def send_all(
         self, method: str, calls: RankCalls, reads: frozenset[str] | None = None, aside: bool = False
     ) -> list[Future]:
-        """Call a method of each rank with its own arguments; ranks with None are not called. The rest is as for `call`.
-
-        If a rank needs another rank's payload, all ranks exchange it by their process group; ranks without rows take part too.
-        """
-        tables = [[argument for argument in call or () if isinstance(argument, Handle)] for call in calls]
-        together = any(
-            future.worker in self.numbers and future.worker != self.first + rank
-            for rank, own in enumerate(tables)
-            for table in own
-            for output, rows in zip(table.outputs, table.rows, strict=True)
-            if output.holds(reads)
-            for future, _, _ in output.pieces(rows)
-        )
-        futures = []
-        for rank, call in enumerate(calls):
-            if together and not tables[rank]:
-                self.send(rank, "give", (aside,), aside=aside)
-            if call is not None:
-                futures.append(self.send(rank, method, call, reads, aside, together))
-        return futures
+        """Call a method of each rank with its own arguments; ranks with None are not called. The rest is as for `call`."""
+        return [self.send(rank, method, call, reads, aside) for rank, call in enumerate(calls) if call is not None]
 
     def send(
-        self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False,
-        together: bool = False,
-    ) -> Future:  # fmt: skip
-        """Call a method of one rank, with its part of a table in place of the handle; the rest is as for `call`.
-
-        `together` says that all ranks exchange rows by their process group.
-        """
+        self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False
+    ) -> Future:
+        """Call a method of one rank, with its part of a table in place of the handle; the rest is as for `call`."""
         awaited: list[Future] = []
-        plain = [a.part(awaited, reads, together) if isinstance(a, Handle) else a for a in arguments]
+        plain = [a.part(awaited, reads) if isinstance(a, Handle) else a for a in arguments]
         # An aside call may overtake others, which still need the rows to be freed.
         released = () if aside else self.forgotten.pop(rank, ())
         perform = self.actors[rank].perform
@@ -164,7 +147,7 @@ class WorkerGroup:
             story = str(cause) if isinstance(cause, StageFailure) else f"{future.who} failed in {future.what}:\n{error}"
             raise WorkerFailure(story) from None
         except (RayActorError, OutOfMemoryError) as error:
-            who = self.names.get(str(getattr(error, "actor_id", "")), future.who)
+            who = self.cluster.names.get(str(getattr(error, "actor_id", "")), future.who)
             raise WorkerDied(
                 f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
             ) from None
@@ -186,11 +169,106 @@ class WorkerGroup:
         # The cause may be a dead worker of any pool whose rows or weights these calls needed.
         gone = [] if isinstance(failure, WorkerDied) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
         if gone:
-            names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
+            names = ", ".join(self.cluster.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
             raise WorkerDied(f"{names} died; others were waiting for it") from failure
 
 
-def together(begun: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
+@dataclass(frozen=True)
+class RunWorkers:
+    """The worker groups of a run, from actors to loaded models; also restarts lost groups."""
+
+    groups: Sequence[WorkerGroup]
+    home: WorkerGroup
+    """The group that reads the data."""
+    prepared: Prepared
+    order: RunOrder
+
+    def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
+        """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
+
+        Returns the number of prompts and a message per source; nothing if `home` is not among them, or reads none. Raises UserError
+        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
+        """
+        config = self.prepared.config
+        for group in fresh:
+            group.limit_s = config.cluster.start_limit_s
+        order = ray.put(self.order)
+        joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
+        if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
+            raise UserError(
+                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
+                "dtype=bfloat16 in place of auto"
+            )
+        # The ranks of a pool form a process group if there are several or a model is sharded.
+        formed, others = [], inference_layouts(config, self.prepared.flow)
+        for group in fresh:
+            layouts = [settings_of(role, config).layout for role in group.pool.models]
+            layouts += [others[role] for role in group.pool.models if role in others]
+            if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
+                (answer,) = group.wait([group.call("rendezvous")])
+                formed.append((group, group.call("join_process_group", answer.result)))
+        wait_all(formed)
+        reads = self.home in fresh and (self.order.train or config.data.evaluation_sources)
+        counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
+        loaded = wait_all((group, group.call("load_models")) for group in fresh)
+        for group, answers in zip(fresh, loaded, strict=True):
+            found = [answer.result for answer in answers]
+            group.processes = [process if node == group.cluster.own_node else None for process, node, _ in found]
+            group.device = found[0][2]
+        # Plan the transfer of weights from the pool that trains a role to another that generates for it, if one is new.
+        for role in self.prepared.generating:
+            trains = next((group for group in self.groups if role in group.pool.models), None)
+            generates = next(group for group in self.groups if role in group.pool.generating)
+            if trains is None or trains is generates or not (trains in fresh or generates in fresh):
+                continue
+            check_devices_alike(role, trains.device, generates.device)
+            (answer,) = trains.wait([trains.call("rendezvous")])
+            sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
+            wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
+        for group in fresh:
+            group.limit_s = config.cluster.wait_limit_s
+        return counts
+
+    def replace_lost(self) -> None:
+        """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
+
+        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish. Raises WorkerError
+        if the restart failed.
+        """
+        cluster = self.home.cluster
+        cluster.look()
+        actors, limit_s = [a for group in self.groups for a in group.actors], mute_after(cluster.config.silence_s)
+        mute = [actor for actor in actors if cluster.silence(actor) > limit_s]
+        dead, silent = cluster.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
+        lost = set(map(id, [*mute, *dead, *silent]))
+        fresh = [group for group in self.groups if lost & set(map(id, group.actors))]
+        for group in fresh:
+            group.end()
+        others = [group for group in self.groups if group not in fresh]
+        for group, futures in [(group, group.call("forget_rows")) for group in others]:
+            group.limit_s = cluster.config.silence_s
+            try:
+                group.wait(futures)
+            except WorkerError:
+                group.end()
+                fresh.append(group)
+            group.limit_s = cluster.config.wait_limit_s
+        for group in fresh:
+            group.start()
+        if fresh:
+            self.begin(fresh)
+
+
+def check_devices_alike(role: str, trains: str, generates: str) -> None:
+    """Raise UserError if a role trains on another kind of device than it generates on."""
+    if trains != generates:
+        raise UserError(
+            f"placement: {role} trains on {trains} and generates on {generates}, and its weights cannot go from one to the other; "
+            "write device=cpu, or give both pools devices of one kind"
+        )
+
+
+def wait_all(begun: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
     """Start calls of several groups, then wait for all; return the answers of each."""
     return [group.wait(futures) for group, futures in list(begun)]
 

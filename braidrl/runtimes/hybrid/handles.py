@@ -7,6 +7,8 @@ Part      rows for a worker: index columns by value, payload by its location, fo
 CallResult    a worker's reply: index columns by value, and the names of the payload columns that it keeps
 """
 
+import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,15 +50,11 @@ them, empty if all columns are meant); and for each row (B,) the worker, -1 for 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a table for one worker: index columns by value, and the location of their payload.
-
-    If `together` is set, all ranks of the pool exchange the table's rows by their process group.
-    """
+    """Rows of a table for one worker: index columns by value, and the location of their payload."""
 
     size: int = 0
     index: bytes = b""
     kept: tuple[Kept, ...] = ()
-    together: bool = False
 
     def __len__(self) -> int:
         return self.size
@@ -102,8 +100,14 @@ class Output:
     payload: frozenset[str] = frozenset()
     """Payload columns that the workers keep, known after their answers."""
 
-    def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
-        """Record the calls, the key, and the row positions of each future, in its order."""
+    def begin(
+        self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]],
+        forgotten: "deque[tuple[Any, int, int]]",
+    ) -> None:  # fmt: skip
+        """Record the calls, the key, and the row positions of each future, in its order.
+
+        `forgotten` gets (group, worker, key) of each future without references here: its worker may free the rows.
+        """
         self.table, self.key, self.group, self.futures = None, key, group, futures
         self.workers = torch.tensor([future.worker for future in futures])
         size = sum(map(len, positions))
@@ -111,6 +115,8 @@ class Output:
         for number, rows in enumerate(positions):
             place = torch.as_tensor(rows, dtype=torch.int64)
             self.future[place], self.row[place] = number, torch.arange(len(place))
+        for one in futures:
+            weakref.finalize(one, forgotten.append, (group, one.worker, key)).atexit = False
 
     def finish(self, answers: Sequence[CallResult]) -> None:
         self.payload = frozenset(column for answer in answers for column in answer.columns)
@@ -197,15 +203,15 @@ class Handle:
                 wanted.update(output.stage.writes)
         return found[::-1]
 
-    def part(self, awaited: list[Future], reads: frozenset[str] | None = None, together: bool = False) -> Part:
+    def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
         """Return the table in the form that a worker receives; appends to `awaited` the futures whose answers must come with the
         call.
 
         `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers
-        keep. `together` says that all ranks of its pool exchange rows.
+        keep.
         """
         if not len(self):
-            return Part(together=together)
+            return Part()
         kept: list[Kept] = []
         for output, rows in zip(self.outputs, self.rows, strict=True):
             if not output.holds(reads):
@@ -228,7 +234,7 @@ class Handle:
             names = sorted({name for own in computed for name in own})
         else:
             names = [name for name in index if name in reads or name in (*IDENTITY, "length")]
-        return Part(len(self), pack_rows(index.only(names)), tuple(kept), together)
+        return Part(len(self), pack_rows(index.only(names)), tuple(kept))
 
 
 def columns_read(stage: Stage) -> frozenset[str]:

@@ -1,15 +1,19 @@
-"""The stage part of a pool's process: runs stages, keeps the rows that it has written, and sends rows to other workers.
+"""A worker: one rank of all roles of a pool. It loads their models, runs their stages, and keeps the rows that it has written.
 
 driver ──perform──▶ one call after the other
-worker of the same pool    ◀──all-to-all of the process group──▶ rows
-worker of another pool     ──fetch──▶ rows in chunks, by Ray's object store, also while a call runs
+other workers ──fetch──▶ rows in chunks, by Ray's object store, also while a call runs
 """
 
+import gc
+import os
+import secrets
+import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,37 +24,109 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braidrl.cluster.process_groups import address_towards, all_gather_bytes, group_between
+from braidrl.cluster.pools import GENERATE, Pool, place
+from braidrl.cluster.process_groups import (
+    address_towards,
+    connect_store,
+    group_between,
+    join_group,
+    open_store,
+)
 from braidrl.cluster.world import World
+from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
-from braidrl.data.messages import join, pack_message, split, unpack_message
+from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.prompts import Readers
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
+from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
+from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import part_path
-from braidrl.observe.trace import traced
-from braidrl.runtimes.executor import checked
-from braidrl.runtimes.generating.early_stop import EarlyStop, Segment
+from braidrl.observe.trace import TraceWriter, traced
+from braidrl.runtimes.executor import StageExecutor, checked
+from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
-from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.hybrid.protocols import register
+from braidrl.runtimes.prepare.setup import Prepared, rule_rewards, set_up_torch, with_data, without_data
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin
+from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import UpdateCounts
+from braidrl.training.parallel.layouts import DataParallel
 
 FETCHED_ROWS = 256
-"""Rows in one message between workers of different pools."""
+"""Rows of each key in one message between workers."""
 Wanted = tuple[int, int, Numbers, tuple[str, ...]]
 """Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, or () for all columns."""
+Meeting = tuple[str, int, str]
+"""Host and port of a store, and the key prefix of the ranks that use it."""
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """The description of a run for all workers: from it and its number each worker derives its own work."""
+
+    settings: dict[str, Any]
+    """The configuration's values that are not defaults."""
+    train: bool
+    """False to evaluate alone."""
+    folder: Path | None
+    """The run's folder, for files of workers."""
+    family: str
+    """Prefix of the names of the run's actors; their numbers follow it."""
+
+
+def hybrid_pools(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
+    """Return the pools of a run, or of its evaluation alone, with the engine processes that they start."""
+    config = prepared.config
+    pools = with_engines(place(config.placement, prepared.roles(), prepared.generating, config.workers), config)
+    if train:
+        return pools
+    roles = prepared.roles(train=False)
+    kept = [replace(pool, roles=tuple(r for r in pool.roles if r.removesuffix(GENERATE) in roles)) for pool in pools]
+    return tuple(pool for pool in kept if pool.roles)
+
+
+def sign_of(prepared: Prepared) -> int:
+    """Return a hash of the stages; workers and driver must derive the same stages from a configuration."""
+    return zlib.crc32(repr((*prepared.flow.stages, *prepared.evaluation.stages)).encode())
 
 
 class StageFailure(Exception):
     """Raised in a worker; its text holds everything, since the exception behind it may not be serializable."""
 
 
-class HybridWorker(PoolWorker):
-    """Runs the stages of its roles. Calls come through `perform`, in the driver's order."""
+class HybridWorker:
+    """One rank of all roles of a pool. Calls come through `perform`, in the driver's order."""
+
+    def __init__(self) -> None:
+        gc.freeze()  # Imported objects are not garbage.
+        gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+        # State of the call that a thread runs.
+        self.call = threading.local()
+        self.resources = ExitStack()
+        self.writing = BackgroundWriter()
+        self.version = 0
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        self.number, self.rank, self.pool = -1, 0, Pool(("worker",), 1)
+        self.world = World()
+        self.trace: TraceWriter | None = None
+        self.meeting: dist.TCPStore | None = None
+        self.kept: dict[int, Rows] = {}
+        self.peers: dict[int, Any] = {}
+        """Other workers of the run, found by name on first use."""
+        self.exchanges: dict[str, dist.ProcessGroup] = {}
+        """Process groups between the pools that train a role and generate for it, by role."""
+
+    def close(self) -> None:
+        """End the reward processes, and forget rows, files and ranks."""
+        self.resources.close()
+        self._forget_run()
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
         """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
@@ -61,34 +137,132 @@ class HybridWorker(PoolWorker):
         for key in released:
             self.kept.pop(key, None)
         self.call.answers = values[count:]
-        self.call.doing = (self.spec.pool.name, method, Part())
+        self.call.doing = (self.pool.name, method, Part())
         try:
             answer = getattr(self, method)(*values[:count])
         except UserError:
             raise
         except Exception as error:
             role, doing, part = self.call.doing
-            who = f"{role} rank {self.spec.rank}"
+            who = f"{role} rank {self.rank}"
             if full := no_room(error):
                 raise UserError(f"{who} failed in {doing}: {full}") from None
             raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
         return answer if isinstance(answer, CallResult) else CallResult(result=answer)
 
-    def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
-        """Return payload columns, or without names all columns, of some rows (n,) of the call `key`, encoded as arrays, which Ray
-        copies only once.
+    @register(protocol="ALL_TO_ALL")
+    def join_run(self, number: int, order: RunOrder) -> int:
+        """Derive this worker's part from the run's configuration; return the hash of its stages.
+
+        Raises UserError for a configuration that cannot run.
         """
-        return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
+        config = parse_config(order.settings)
+        self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
+        # Numbers run from pool to pool.
+        places = [(pool, rank) for pool in hybrid_pools(self.prepared, order.train) for rank in range(pool.workers)]
+        self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
+        self.number, (self.pool, self.rank) = number, places[number]
+        set_up_torch(config)
+        return sign_of(self.prepared)
 
-    def give(self, beside: bool) -> None:
-        """Send rows to other ranks of the pool, `beside` if they need them for a call beside others; this rank needs none."""
-        self._collect((), True, beside)
+    @register(protocol="RANK_ZERO")
+    def rendezvous(self) -> Meeting:
+        """Open the store for the ranks of the pool; return its address and their key prefix."""
+        address = ray.util.get_node_ip_address()
+        self.meeting = self.meeting or open_store(address, self.limit_s)
+        return address, self.meeting.port, secrets.token_hex(16)
 
+    @register(protocol="ONE_TO_ALL")
+    def join_process_group(self, meeting: Meeting) -> None:
+        """Form a process group with the other ranks of the pool, given the address of their store."""
+        host, port, secret = meeting
+        if self.rank > 0:
+            self.meeting = connect_store(host, port, self.limit_s)
+        assert self.meeting is not None
+        size, store = self.pool.workers, dist.PrefixStore(secret, self.meeting)
+        group = join_group(store, self.rank, size, self.limit_s, torch.cuda.is_available(), host)
+        self.world = World(self.rank, size, group, dist.PrefixStore("world", store))
+        self.resources.callback(self.world.close)
+
+    @register(protocol="ONE_TO_ALL")
+    def read_data(self) -> list[tuple[int, str]]:
+        """Read the run's data with the other ranks of the pool; return the number of prompts and a message per source.
+
+        The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
+        """
+        readers = Readers(
+            self.world.rank, self.world.size,
+            lambda said: [unpack_message(words) for words in self.world.gather("data", pack_message(said))],
+        )  # fmt: skip
+        self.prepared = with_data(self.prepared, self.order.train, readers=readers)
+        return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
+
+    @register(protocol="ONE_TO_ALL")
+    def load_models(self) -> tuple[int, str, str]:
+        """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
+        prepared, pool, folder = self.prepared, self.pool, self.order.folder
+        self.call.doing = (pool.name, "loading its models", Part())
+        self.flow, self.rows = prepared.flow if self.order.train else prepared.evaluation, prepared.store()
+        if folder is not None:
+            self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
+            self.resources.callback(self.trace.close)
+        # The driver shows progress; a worker's own would go to a log file.
+        silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
+        self.executor = StageExecutor(
+            prepared.config, self.flow, pool.models, prepared.tokenizer,
+            rule_rewards(prepared.config, prepared.stages, prepared.tokenizer), Progress(stream=silent), pool.generating,
+            DataParallel(self.world.group),
+        )  # fmt: skip
+        self.resources.callback(self.executor.close)
+        self.executor.generation.moves.trace = self.trace
+        return os.getpid(), ray.get_runtime_context().get_node_id(), self.executor.usage.device.type
+
+    @register(protocol="ONE_TO_ALL")
+    def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
+        """Plan the transfer of a role's weights between its training pool and its generating pool, `size` ranks together.
+
+        `first` is this pool's first rank among them.
+        """
+        host, port, secret = meeting
+        if role in self.exchanges:
+            # Some of its ranks have ended: waiting for them would time out.
+            self.exchanges.pop(role).abort()
+        store = dist.PrefixStore(secret, connect_store(host, port, self.limit_s))
+        cuda = self.executor.usage.device.type == "cuda"
+        group = group_between(store, first + self.rank, size, self.limit_s, cuda, address_towards(host))
+        self.exchanges[role] = group
+        self.executor.generation.exchange_weights(role, self.executor.workers.get(role), DataParallel(group))
+
+    @register(protocol="ONE_TO_ALL")
+    def forget_rows(self) -> None:
+        """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to workers."""
+        self.kept, self.peers = {}, {}
+        self.executor.generation.checks.pending.clear()
+        self.executor.methods.clear()
+        self.writing.trouble()
+
+    @register(protocol="ONE_TO_ALL")
+    def save(self, folder: Path, copy: bool) -> None:
+        """Write checkpoints, or with `copy` start to, from copies: rank 0 the replicated parts, and every rank its shards."""
+        calls = self.executor.save(folder, self.rank == 0, copy)
+        if copy:
+            self.writing.begin(calls)
+
+    @register(protocol="ONE_TO_ALL")
+    def written(self) -> str:
+        """Wait for the write that `save` started, and return its error, or an empty string."""
+        return self.writing.trouble()
+
+    @register(protocol="ONE_TO_ALL")
+    def load(self, folder: Path) -> None:
+        self.executor.load(folder)
+
+    @register(protocol="ONE_TO_ALL")
     def make(self, origin: Origin, key: int) -> CallResult:
-        """Read rows from data or a file, and keep them."""
-        self.call.doing = (self.spec.pool.name, f"reading {type(origin).__name__}", Part())
-        rows = self.kept[key] = self.rows.make(origin)
-        return CallResult(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
+        """Read this rank's share of rows from data or a file, and keep them."""
+        self.call.doing = (self.pool.name, f"reading {type(origin).__name__}", Part())
+        rows = self.kept[key] = self.rows.make(origin, self.rank, self.pool.workers)
+        return CallResult(pack_rows(rows.index), tuple(rows.payload), self.number, key)
 
     @register(protocol="DP")
     def execute(
@@ -102,11 +276,7 @@ class HybridWorker(PoolWorker):
         if totals is not None:
             run = lambda rows, _: computed(stage, rows, totals) if len(rows) else {}  # noqa: E731
             return self._write(part, stage, iteration, key, run)
-        stop = None
-        if segment is not None:
-            if self.notices is not None:
-                self.notices.begin(str(key))
-            stop = EarlyStop(segment, self.flow, uids, self.notices)
+        stop = EarlyStop(segment, self.flow, uids, self.world.notices, key) if segment is not None else None
         return self._write(part, stage, iteration, key, partial(self.executor.run, stage, stop=stop))
 
     @register(protocol="DP")
@@ -127,23 +297,17 @@ class HybridWorker(PoolWorker):
         if stage.writes:
             return self._write(part, stage, iteration, key, lambda rows, _: checked(stage, call(rows, *more)))
         if not len(part) and not self.executor.is_collective(stage):
-            self._gather(part, stage, iteration)
             return CallResult()
         return self._compute(part, stage, iteration, lambda rows, _: call(rows, *more))
 
     @register(protocol="DP")
     def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
-        """Make one optimizer step with the other ranks, each on its own rows; rank 0 returns the global counts."""
-        train, first = self.executor.train, self.spec.rank == 0
-        answer = self._compute(
+        """Make one optimizer step with the other ranks, each on its own rows; rank 0 counts what is the same on all of them."""
+        train, first = self.executor.train, self.rank == 0
+        return self._compute(
             part, stage, iteration,
             lambda rows, sums: train(stage, [nullcontext((counts, rows))], iteration, sums, len(rows), counted=first),
         )  # fmt: skip
-        if self.world.group is None:
-            return answer
-        every = all_gather_bytes(pack_message(Sums(answer.sums).pairs()), self.world.group)
-        together = Sums().merge(*(Sums(unpack_message(own)) for own in every))
-        return replace(answer, sums=together.pairs() if first else {})
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
@@ -158,30 +322,38 @@ class HybridWorker(PoolWorker):
     @register(protocol="ALL_TO_ALL")
     def record(self, path: Path, part: Part, added: Part) -> None:
         """Write rows, with the columns of `added` that they lack, as this rank's part of a recording."""
-        rows, later = self._rows_of(part, None), self._rows_of(added, None)
-        if len(rows):
-            self.rows.record(part_path(path, self.spec.rank), rows, later)
+        if len(part):
+            rows, later = self._rows_of(part, None), self._rows_of(added, None)
+            self.rows.record(part_path(path, self.rank), rows, later)
 
     @register(protocol="ALL_TO_ALL")
     def texts(self, part: Part) -> CallResult:
         rows = self._rows_of(part, TEXT_COLUMNS)
         return CallResult(result=[list(text) for text in self.rows.row_texts(rows)])
 
+    @register(protocol="ALL_TO_ALL")
     def keep(self, path: Path, part: Part) -> None:
-        """Write rows as this rank's part of a checkpoint folder, beside another call."""
-        self.rows.save(path / f"{self.spec.rank:05}", self._rows_of(part, None, beside=True))
+        """Write rows as this rank's part of a checkpoint folder."""
+        if len(part):
+            self.rows.save(path / f"{self.rank:05}", self._rows_of(part, None))
+
+    def fetch(self, wanted: Sequence[tuple[int, Numbers, tuple[str, ...]]]) -> list[list[Numbers]]:
+        """Return, for each key, payload columns, or without names all columns, of some rows (n,) that the call with this key has kept.
+
+        They are encoded as arrays, which Ray copies only once.
+        """
+        return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*one))] for one in wanted]
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
     ) -> CallResult:
         """Keep the result of `run`. A rank without rows is left out if no other rank waits for it."""
         if not len(part) and not self.executor.is_collective(stage):
-            self._gather(part, stage, iteration)
             return CallResult()
         answer = self._compute(part, stage, iteration, run)
         rows = self.kept[key] = Rows(answer.result)
         index, names = pack_rows(rows.index), tuple(rows.payload)
-        return CallResult(index, names, self.spec.number, key, answer.sums, answer.seconds)
+        return CallResult(index, names, self.number, key, answer.sums, answer.seconds)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> CallResult:
         """Return the result of `run` for the rows of a part, its metric sums, and its seconds."""
@@ -194,18 +366,20 @@ class HybridWorker(PoolWorker):
 
     def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
         """Return the part's rows with the columns that the stage may read."""
-        self.call.doing = (stage.role or self.spec.pool.name, f"{stage.name} (iteration {iteration})", part)
+        self.call.doing = (stage.role or self.pool.name, f"{stage.name} (iteration {iteration})", part)
         role = stage.role or "compute"
         with traced(self.trace, role, stage.name, iteration, rows=len(part), state="waiting"):
             return self._rows_of(part, columns_read(stage))
 
-    def _rows_of(self, part: Part, reads: frozenset[str] | None, beside: bool = False) -> Rows:
+    def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
         """Return the rows of a part with their index columns and the payload to read; None reads all, index columns included.
 
-        `beside` is for a call beside others. Raises TimeoutError naming the late workers.
+        Raises TimeoutError naming the late workers.
         """
+        if not len(part):
+            return Rows({})
         came = {(answer.worker, answer.key): answer for answer in self.call.answers}
-        segments, places, wanted = [], [], list[Wanted]()
+        segments, places, wanted = list[tuple[Tensor, Rows]](), list[Tensor](), list[Wanted]()
         for key, known, workers, numbers in part.kept:
             for worker in np.unique(workers[workers >= 0]).tolist():
                 positions = (workers == worker).nonzero()[0]
@@ -219,68 +393,36 @@ class HybridWorker(PoolWorker):
                 if named or reads is None:
                     places.append(torch.from_numpy(positions))
                     wanted.append((worker, key, rows, named))
-        segments += zip(places, self._collect(wanted, part.together, beside), strict=True)
-        if not part.size:
-            return Rows({})
-        given = (torch.arange(part.size), unpack_rows(part.index))
+        segments += zip(places, self._collect(wanted), strict=True)
+        given = (torch.arange(len(part)), unpack_rows(part.index))
         # If all columns are read, the driver's own take precedence; else running outputs come after the given ones.
-        return merged_rows(part.size, [*segments, given] if reads is None else [given, *segments])
+        return merged_rows(len(part), [*segments, given] if reads is None else [given, *segments])
 
-    def _collect(self, wanted: Sequence[Wanted], together: bool, beside: bool) -> list[Rows]:
-        """Return kept rows: from here, or by the pool's process group if its ranks exchange rows `together` (`beside` others by a
-        second group), else by Ray in chunks.
-        """
-        world = self.world if together and self.world.size > 1 else None
-        if world and beside and self.beside is None:
-            assert self.store is not None and self.meeting is not None
-            store, address = dist.PrefixStore("beside", self.store), address_towards(self.meeting.host)
-            group = group_between(store, world.rank, world.size, self.spec.limit_s, False, address)
-            self.beside = World(world.rank, world.size, group, dist.PrefixStore("places", store))
-            self.beside.at("a call beside others")
-        world = self.beside if world and beside else world
-        first = self.spec.number - self.spec.rank
-        asked: list[list[Wanted]] = [[] for _ in range(world.size if world else 0)]
-        begun: dict[int, list[Any]] = {}
-        late: dict[Any, str] = {}
-        for n, (worker, key, rows, columns) in enumerate(wanted):
-            if worker == self.spec.number:
+    def _collect(self, wanted: Sequence[Wanted]) -> list[Rows]:
+        """Return kept rows: from here, else from other workers, of all keys in one message, in chunks of rows."""
+        found: list[list[Rows]] = [[] for _ in wanted]
+        asked: dict[tuple[int, int], list[tuple[int, int, Numbers, tuple[str, ...]]]] = {}
+        for n, (worker, key, rows, names) in enumerate(wanted):
+            if worker == self.number:
+                found[n].append(self._own(key, rows, names))
                 continue
-            if 0 <= worker - first < len(asked):
-                asked[worker - first].append(wanted[n])
-                continue
+            for start in range(0, len(rows), FETCHED_ROWS):
+                asked.setdefault((worker, start), []).append((n, key, rows[start : start + FETCHED_ROWS], names))
+        begun: dict[Any, str] = {}
+        for (worker, _), parts in asked.items():
             if worker not in self.peers:
-                self.peers[worker] = ray.get_actor(f"{self.spec.family}-{worker}")
+                self.peers[worker] = ray.get_actor(f"{self.order.family}-{worker}")
             fetch = self.peers[worker].fetch.options(concurrency_group="rows")
-            edges = range(0, len(rows), FETCHED_ROWS)
-            begun[n] = [fetch.remote(key, rows[edge : edge + FETCHED_ROWS], columns) for edge in edges]
-            late |= dict.fromkeys(begun[n], self.spec.peers[worker])
-        # The exchange is collective: a rank that needs nothing takes part too.
-        exchanged = [iter(rows) for rows in self._exchange(world, asked)] if world is not None else []
+            begun[fetch.remote([part[1:] for part in parts])] = self.names[worker]
         try:
-            frames = dict(zip(late, ray.get(list(late), timeout=self.spec.limit_s), strict=True))
+            answers = ray.get(list(begun), timeout=self.limit_s)
         except ray.exceptions.GetTimeoutError:
-            names = {late[future] for future in ray.wait(list(late), num_returns=len(late), timeout=0)[1]}
-            raise TimeoutError(f"waited {self.spec.limit_s:g} s for rows of {', '.join(sorted(names))}") from None
-        found = []
-        for n, (worker, key, rows, columns) in enumerate(wanted):
-            if worker == self.spec.number:
-                found.append(self._own(key, rows, columns))
-            elif n in begun:
-                found.append(Rows.cat([decode([memoryview(frame) for frame in frames[ref]]) for ref in begun[n]]))
-            else:
-                found.append(next(exchanged[worker - first]))
-        return found
-
-    def _exchange(self, world: World, wanted: Sequence[Sequence[Wanted]]) -> list[list[Rows]]:
-        """Ask each rank for the rows in its list, answer the other ranks, and return the rows of each rank's list."""
-        requests = [[(key, rows.astype(np.int64).tobytes(), names) for _, key, rows, names in own] for own in wanted]
-        asked = world.exchange("the rows that ranks need", [pack_message(own) for own in requests])
-        replies = [
-            [join(encode(self._own(key, np.frombuffer(rows, np.int64), tuple(columns)))) for key, rows, columns in own]
-            for own in map(unpack_message, asked)
-        ]
-        came = world.exchange("rows of the pool", [join(reply) if reply else bytearray() for reply in replies])
-        return [[unpack_rows(packed) for packed in split(message)] if len(message) else [] for message in came]
+            late = {begun[ref] for ref in ray.wait(list(begun), num_returns=len(begun), timeout=0)[1]}
+            raise TimeoutError(f"waited {self.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
+        for parts, answer in zip(asked.values(), answers, strict=True):
+            for (n, *_), frames in zip(parts, answer, strict=True):
+                found[n].append(decode([memoryview(frame) for frame in frames]))
+        return [Rows.cat(parts) for parts in found]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
         kept = self.kept[key].only(columns) if columns else self.kept[key]

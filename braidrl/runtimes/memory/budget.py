@@ -11,7 +11,7 @@ from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import engine_processes, generation_layout
 from braidrl.flow import Flow, Kind
-from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, needed_assets, residency_plan, sizes_during
+from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, residency_plan
 from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,
@@ -192,29 +192,28 @@ def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple
         return None, []
     resident = {one.use.role: one.resident for one in footprints}
     generating = [one.use.role for one in footprints if one.use.generates]
-    sizes, plan, most = taking_turns(flow, resident, generating, int(gib * GIB))
-    return most, sorted(sizes.keys() - plan.kept)
+    plan = taking_turns(flow, resident, generating, int(gib * GIB))
+    every = {asset for role, parts in resident.items() for asset in assets(role, parts)}
+    return plan.most, sorted(every - plan.kept)
 
 
 def taking_turns(
     flow: Flow, resident: Mapping[str, dict[str, int]], generating: Collection[str], budget: int
-) -> tuple[dict[Asset, int], ResidencyPlan, int]:
+) -> ResidencyPlan:
     """Plan the moves of roles that share a device under a budget, given their resident bytes by part and which of them generate.
 
-    Returns the bytes of each asset, the plan, and the most resident bytes at once. Raises UserError for a stage that alone needs more.
+    Raises UserError for a stage that alone needs more.
     """
     sizes = {asset: size for role, parts in resident.items() for asset, size in assets(role, parts).items()}
     shared = frozenset(role for role in generating if ENGINE not in resident[role])
     copied = frozenset(role for role, parts in resident.items() if INFERENCE in parts)
     # A sleeping engine has its own weights, without keys and values.
-    without = {role: {**parts, CACHE: 0} for role, parts in resident.items()}
-    sleeping = {a: n for role, parts in without.items() for a, n in assets(role, parts).items() if a.part == "engine"}
-    plan = residency_plan(flow, sizes, budget, shared, copied, sleeping)
-    during, needs = sizes_during(flow, sizes, sleeping), needed_assets(flow, shared, copied)
-    most = max(
-        sum(during[step][asset] for asset in plan.kept | (needed & sizes.keys())) for step, needed in needs.items()
-    )
-    return sizes, plan, most
+    sleeping = {
+        Asset(role, "engine"): parts.get(ENGINE, 0)
+        for role, parts in resident.items()
+        if {ENGINE, CACHE} & parts.keys()
+    }
+    return residency_plan(flow, sizes, budget, shared, copied, sleeping)
 
 
 def in_units(size: int) -> str:

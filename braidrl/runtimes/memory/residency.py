@@ -1,4 +1,4 @@
-"""Residency: which assets of the roles are in device memory at each stage, if not all fit at once; the plan and its moves.
+"""Residency: which assets of the roles are in device memory at each stage, if not all fit at once; the plan, and its execution.
 
     stage       actor.generate   reference.log_probs   actor.update          publish
     resident    engine           reference weights     weights, optimizer    weights, engine      + whatever is kept throughout
@@ -45,22 +45,19 @@ class Asset(NamedTuple):
     part: AssetPart
 
 
-class ResidencyMove(NamedTuple):
-    """`onload` and `offload` move weights and optimizers between device and host; engines `wake` and `sleep`."""
-
-    verb: Literal["onload", "offload", "wake", "sleep"]
-    asset: Asset
-
-
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """The moves of an iteration: `kept` never moves; `before` has the moves before each stage and PUBLISH, offloads first.
+    """The residency of one process's assets through an iteration.
 
-    Moves belong to the stage's position: they are made also in an iteration in which `when` skips the stage.
+    Moves belong to a stage's position: they are made also in an iteration in which `when` skips the stage.
     """
 
     kept: frozenset[Asset]
-    before: Mapping[str, tuple[ResidencyMove, ...]]
+    """The assets that never move; all others are loaded before the first of consecutive stages that need them, and then leave."""
+    moved: Mapping[str, int]
+    """Bytes that are loaded and offloaded before each stage, and before PUBLISH."""
+    most: int
+    """The most resident bytes at once."""
 
 
 def residency_plan(
@@ -72,40 +69,31 @@ def residency_plan(
     Engines of `shared` roles use the trainer's weights; `copied` roles infer with a copy of theirs. `asleep` has the bytes of
     sleeping engines, by default as many as awake. Raises UserError if a stage alone is over the budget.
     """
-    needs = needed_assets(flow, shared, copied)
-    needs = {step: needed & set(sizes) for step, needed in needs.items()}
-    if budget is None:
-        return ResidencyPlan(frozenset(sizes), dict.fromkeys(needs, ()))
     during = sizes_during(flow, sizes, asleep or {})
-    for step, needed in needs.items():
-        total = sum(during[step][asset] for asset in needed)
-        if total > budget:
-            parts = ", ".join(f"{asset.role} {asset.part} {during[step][asset]:,}" for asset in sorted(needed))
-            raise UserError(
-                f"{step} needs {total:,} bytes on a device at once ({parts}) and {budget:,} are there; "
-                "place its role on more devices, or its generation in a pool of its own"
-            )
-    steps = list(needs)
-    # Keep the assets that fit beside every step's needs. Those that would be brought most often come first: an asset is brought once
-    # for each run of steps that need it.
-    runs = {
-        asset: sum(asset in needs[step] and asset not in needs[steps[n - 1]] for n, step in enumerate(steps))
-        for asset in sizes
-    }
-    kept: frozenset[Asset] = frozenset()
-    for asset in sorted(sizes, key=lambda asset: (-runs[asset], sizes[asset], asset)):
-        wider = kept | {asset}
-        if all(sum(during[step][each] for each in needed | wider) <= budget for step, needed in needs.items()):
-            kept = wider
-    before: dict[str, tuple[ResidencyMove, ...]] = {}
-    for number, step in enumerate(steps):
-        now, last = needs[step] - kept, needs[steps[number - 1]] - kept
-        put_away = [
-            ResidencyMove("sleep" if asset.part == "engine" else "offload", asset) for asset in sorted(last - now)
-        ]
-        bring = [ResidencyMove("wake" if asset.part == "engine" else "onload", asset) for asset in sorted(now - last)]
-        before[step] = (*put_away, *bring)
-    return ResidencyPlan(kept, before)
+    needs = {step: needed & sizes.keys() for step, needed in needed_assets(flow, shared, copied).items()}
+
+    def resident(step: str, kept: frozenset[Asset]) -> int:
+        return sum(during[step][asset] for asset in kept | needs[step])
+
+    # Each step and the one before it; the last step of an iteration comes before the first of the next.
+    steps = list(zip(needs, [PUBLISH, *needs], strict=False))
+    kept: frozenset[Asset] = frozenset(sizes) if budget is None else frozenset()
+    if budget is not None:
+        for step, needed in needs.items():
+            if (total := resident(step, kept)) > budget:
+                parts = ", ".join(f"{asset.role} {asset.part} {during[step][asset]:,}" for asset in sorted(needed))
+                raise UserError(
+                    f"{step} needs {total:,} bytes on a device at once ({parts}) and {budget:,} are there; "
+                    "place its role on more devices, or its generation in a pool of its own"
+                )
+        # Keep the assets that fit beside every step's needs. Those that would be brought most often come first: an asset is brought
+        # once for each run of steps that need it.
+        runs = {asset: sum(asset in needs[step] - needs[before] for step, before in steps) for asset in sizes}
+        for asset in sorted(sizes, key=lambda asset: (-runs[asset], sizes[asset], asset)):
+            if all(resident(step, kept | {asset}) <= budget for step in needs):
+                kept |= {asset}
+    moved = {step: sum(sizes[asset] for asset in (needs[step] ^ needs[before]) - kept) for step, before in steps}
+    return ResidencyPlan(kept, moved, max(resident(step, kept) for step in needs))
 
 
 def sizes_during(flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, int]) -> dict[str, dict[Asset, int]]:

@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from braidrl.cluster.devices import choose_device, has_bfloat16
+from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.cluster.pools import NAMES as PLACEMENTS
-from braidrl.cluster.pools import Pool
 from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
@@ -61,15 +61,11 @@ def check_names(config: Config) -> None:
     for key, sandbox, _ in own_code(config):
         check_walls(key, sandbox)
     if engine == "vllm" and config.rollout.engines == 0 and config.runtime == "streaming":
-        raise UserError(
-            "rollout.engines=0: under runtime=streaming vLLM generates in processes of its own; write rollout.engines=1"
-        )
+        raise UserError("rollout.engines=0: under streaming vLLM has its own processes; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
     if config.rollout.engine_settings and engine in ENGINES:
-        raise UserError(
-            f"rollout.engine_settings are those of an engine of your own, and rollout.engine is {engine}; remove them"
-        )
+        raise UserError(f"rollout.engine_settings are for your own engine, and rollout.engine is {engine}; remove them")
     check_optimizer(config.trainer)
     sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
     for verifier in [*config.reward.verify, *(one for source in sources for one in source.verify or ())]:
@@ -80,9 +76,7 @@ def check_names(config: Config) -> None:
         TRACKERS.check_settings(tracker.name, tracker.params)
         # A built-in tracker has the name of its package.
         if tracker.name in TRACKERS and importlib.util.find_spec(tracker.name) is None:
-            raise UserError(
-                f"trackers={tracker.name}: the package is not installed; write pip install 'braidrl[{tracker.name}]'"
-            )
+            raise UserError(f"trackers={tracker.name} is not installed; write pip install 'braidrl[{tracker.name}]'")
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
@@ -141,9 +135,7 @@ def check_spanning_engines(config: Config) -> None:
             f"write a number that divides {ranks}"
         )
     if rollout.weights == "file":
-        raise UserError(
-            f"rollout.weights=file is in the memory of one machine, and rollout.nodes={nodes}; remove it, or write collective"
-        )
+        raise UserError(f"rollout.weights=file stays on one machine, and rollout.nodes={nodes}; write collective")
 
 
 def check_hosted_vllm(config: Config, generating: Iterable[str], environments: bool) -> None:
@@ -165,7 +157,7 @@ def check_hosted_vllm(config: Config, generating: Iterable[str], environments: b
         )
     if rollout.pipeline > 1:
         raise UserError(
-            f"rollout.pipeline={rollout.pipeline}: vLLM on the ranks that train divides matrices alone; write rollout.tensor"
+            f"rollout.pipeline={rollout.pipeline}: vLLM on ranks that train divides only matrices; write rollout.tensor"
         )
     if len(list(generating)) > 1:
         raise UserError(
@@ -186,9 +178,7 @@ def check_attention_heads(config: Config, key: str, generating: Iterable[str]) -
     for role in generating:
         heads = model_settings(settings_of(role, config).model).get("num_attention_heads", rollout.tensor)
         if heads % rollout.tensor:
-            raise UserError(
-                f"{key} does not divide the model's {heads} attention heads; write a number that divides {heads}"
-            )
+            raise UserError(f"{key} does not divide the model's {heads} attention heads; write a divisor of {heads}")
 
 
 def check_weights(config: Config) -> None:
@@ -199,9 +189,7 @@ def check_weights(config: Config) -> None:
         return
     TRANSPORTS.check(way)
     if not starts and config.runtime != "streaming":
-        raise UserError(
-            f"rollout.weights={way} sends weights to engine processes, and none starts; write rollout.engines=1, or remove it"
-        )
+        raise UserError(f"rollout.weights={way} is for engine processes, and none starts; write rollout.engines=1")
 
 
 def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:
@@ -232,7 +220,7 @@ def check_engine(config: Config) -> None:
     ENGINES.check(engine, load=rollout.python is None)
     if servers.dialect not in DIALECTS:
         raise UserError(
-            f"rollout.servers.dialect: there is none called {servers.dialect!r}. {suggest(servers.dialect, DIALECTS)}"
+            f"rollout.servers.dialect: there is no {servers.dialect!r}. {suggest(servers.dialect, DIALECTS)}"
         )
     if engine != "http" and servers.urls:
         raise UserError(f"rollout.servers are asked with rollout.engine=http, and rollout.engine is {engine}")
@@ -240,14 +228,12 @@ def check_engine(config: Config) -> None:
         if not servers.urls:
             raise UserError("rollout.engine=http asks servers; name them, as in rollout.servers=http://127.0.0.1:8000")
         if rollout.engines is not None:
-            raise UserError(
-                "rollout.engines are processes that Braid starts, and rollout.engine=http asks servers; remove it"
-            )
+            raise UserError("rollout.engines are processes, and rollout.engine=http asks servers; remove it")
         if servers.folder is not None and not servers.folder.is_dir():
             raise UserError(f"rollout.servers.folder: there is no folder {servers.folder}")
         if servers.weights == "network" and DIALECTS[servers.dialect].receive is None:
             raise UserError(
-                f"rollout.servers.weights=network: servers of {servers.dialect} read weights from a folder; remove it"
+                f"rollout.servers.weights=network: {servers.dialect} reads weights from a folder; remove it"
             )
         if importlib.util.find_spec("aiohttp") is None:
             raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
@@ -313,9 +299,7 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
         if role not in known:
             raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
         if config.roles[role].generate_workers is not None and config.runtime != "distributed":
-            raise UserError(
-                f"roles.{role}.generate_workers is for runtime=distributed; remove it, or place roles by `placement`"
-            )
+            raise UserError(f"roles.{role}.generate_workers is for runtime=distributed; remove it, or use `placement`")
 
 
 def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool | None = None) -> None:
@@ -323,15 +307,11 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     for role, own in config.roles.items():
         if own.inference_layout and role not in flow.trained_roles:
-            raise UserError(
-                f"roles.{role}.inference_layout: flow {flow.name} does not train {role}; write roles.{role}.layout"
-            )
+            raise UserError(f"roles.{role}.inference_layout: {flow.name} does not train it; write roles.{role}.layout")
         if own.inference_layout and role not in infer:
             raise UserError(f"roles.{role}.inference_layout: no stage of {flow.name} infers with {role}; remove it")
     if config.trainer.inference_layout and not infer & set(flow.trained_roles):
-        raise UserError(
-            f"trainer.inference_layout: no stage of {flow.name} infers with a role that it trains; remove it"
-        )
+        raise UserError(f"trainer.inference_layout: no stage of {flow.name} infers with a trained role; remove it")
     inferring = inference_layouts(config, flow)
     pairs = [(own.role, own.layout, own.key("layout")) for own in (settings_of(role, config) for role in roles)]
     pairs += [(r, inferring[r], settings_of(r, config).key("inference_layout")) for r in roles if r in inferring]
@@ -355,6 +335,31 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
             chosen = settings_of(role, config)
             layout = chosen.layout if role in pool.models else ParallelLayout()
             generation_layout(config).check(layout.resolve(pool.workers, chosen.key("layout")), pool.workers)
+
+
+def check_pools(config: Config, flow: Flow, roles: Sequence[str], generating: Sequence[str]) -> None:
+    """Raise UserError for a placement of hybrid's roles between which weights cannot go, or whose ranks do not fit a layout."""
+    pools = place(config.placement, roles, generating, config.workers)
+    for stage in flow.stages:
+        source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
+        if source is not None and any(stage.role in pool.roles and source not in pool.roles for pool in pools):
+            raise UserError(
+                f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
+                f"put {stage.role} and {source} into one pool, as placement=colocate does"
+            )
+    for role in (role for pool in pools for role in pool.generating if role not in pool.models):
+        backend = settings_of(role, config).backend
+        if "streaming" not in supported(backend):
+            raise UserError(
+                f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {backend} "
+                f"cannot go from one to the other; remove {role}{GENERATE}, or write backend=torch"
+            )
+        if config.rollout.grouping:
+            raise UserError(
+                f"rollout.grouping groups the ranks that train {role}, which generates in a pool of its own; remove one of them"
+            )
+    for pool in pools:
+        check_layouts(config, flow, pool.models, pool)
 
 
 def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
@@ -393,9 +398,7 @@ def check_dtypes(config: Config, flow: Flow) -> None:
         own = settings_of(role, config)
         if on_cuda and own.dtype == torch.bfloat16 and not has_bfloat16():
             key = own.key("dtype")
-            raise UserError(
-                f"{key}=bfloat16: {torch.cuda.get_device_name()} does not compute in it; write {key}=float32"
-            )
+            raise UserError(f"{key}=bfloat16: {torch.cuda.get_device_name()} does not have it; write {key}=float32")
         path, half = own.model, own.dtype == torch.bfloat16
         if half and own.backend == "torch" and path.expanduser().is_dir():
             found = read_model_config(path)
@@ -409,10 +412,10 @@ def check_backends(config: Config, flow: Flow) -> None:
         BACKENDS.check(own.backend)
         known, layout = supported(own.backend), own.layout
         follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
-        copied, place = role in inference_layouts(config, flow), own.key("layout")
+        copied, at = role in inference_layouts(config, flow), own.key("layout")
         wanted = [
-            *((axis, f"{place}.{axis}", getattr(layout, axis) > 1) for axis in ("tensor", "pipeline", "sequence")),
-            ("shard", f"{place}.shard", layout.shard != "none"),
+            *((axis, f"{at}.{axis}", getattr(layout, axis) > 1) for axis in ("tensor", "pipeline", "sequence")),
+            ("shard", f"{at}.shard", layout.shard != "none"),
             ("copies", own.key("inference_layout"), copied),
             ("copies", f"stage {', '.join(follows)}", bool(follows)),
             ("lora", "trainer.lora", own.lora is not None),
@@ -422,9 +425,7 @@ def check_backends(config: Config, flow: Flow) -> None:
             ("streaming", "runtime=streaming", config.runtime == "streaming"),
         ]
         if key := next((key for feature, key, asked in wanted if asked and feature not in known), None):
-            raise UserError(
-                f"{key} is not supported by the backend {own.backend} of {role}; remove it, or write trainer.backend=torch"
-            )
+            raise UserError(f"{key} is not supported by the backend {own.backend}; remove it, or write backend=torch")
 
 
 def check_adapters(config: Config, flow: Flow) -> None:
@@ -434,23 +435,19 @@ def check_adapters(config: Config, flow: Flow) -> None:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
     for role in flow.trained_roles:
         resolved = settings_of(role, config)
-        place = resolved.key("layout")
+        at = resolved.key("layout")
         if lora := resolved.lora:
             model_shape(resolved.model, torch.float32, role in flow.scalar_roles, lora)
             if lora.base_dtype:
                 key = f"{resolved.key('lora')}.base_dtype={lora.base_dtype}"
                 import_optional("bitsandbytes", key, "bits")
                 if resolved.dtype == torch.float64:
-                    raise UserError(
-                        f"{key}: weights of float64 are not kept in 4 bits; write dtype=bfloat16 or float32"
-                    )
+                    raise UserError(f"{key}: float64 weights are not kept in 4 bits; write dtype=bfloat16 or float32")
                 if not resolved.layout.is_replicated:
-                    raise UserError(
-                        f"{key}: ranks cannot divide weights of 4 bits, and {place} divides {role}; remove one of them"
-                    )
+                    raise UserError(f"{key}: ranks cannot divide 4-bit weights, and {at} divides {role}; remove one")
         if config.trainer.optimizer == "adamw8bit" and not resolved.layout.is_replicated:
             raise UserError(
-                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {place} divides {role}; "
+                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {at} divides {role}; "
                 "write trainer.optimizer=adamw, or remove the layout"
             )
 

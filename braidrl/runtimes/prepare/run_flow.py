@@ -126,7 +126,7 @@ def resolve(stage: Stage, config: Config) -> Stage:
             return with_params(stage, {"old": "rollout"}) if drifts else stage
         if old == "self" and not single:
             raise UserError(
-                f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
+                f"{stage.name}: old=self needs one update per batch and max_staleness 0; write old=recompute"
             )
         filled: dict[str, Any] = {"old": old or ("self" if single else "recompute")}
         # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.

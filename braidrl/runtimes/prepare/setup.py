@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from braidrl.cluster.devices import device_count, device_memory
-from braidrl.cluster.pools import GENERATE, place
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
@@ -34,7 +33,6 @@ from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
-from braidrl.training.backends import supported
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer, read_model_config
 from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings_of
@@ -54,26 +52,6 @@ class Prepared:
     sources: list[LoadedSource] = field(default_factory=list)
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
-    check: Check = field(default=call, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Raise UserError for parts that do not fit together."""
-        config, held_out, check = self.config, list(self.eval_sources.values()), self.check
-        check(lambda: checks.check_names(config))
-        check(lambda: checks.check_dtypes(config, self.flow))
-        check(lambda: checks.check_backends(config, self.flow))
-        check(lambda: checks.check_layouts(config, self.flow, self.flow.roles))
-        check(lambda: checks.check_divided_engines(config, self.stages))
-        check(lambda: checks.check_adapters(config, self.flow))
-        check(lambda: checks.check_weights(config))
-        check(lambda: checks.check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name))
-        if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
-            check(lambda: check_answers(config, self.sources, config.data.training_sources))
-        if held_out and any(stage.type == "verify" for stage in self.evaluation.stages):
-            check(lambda: check_answers(config, held_out, list(config.data.evaluation_sources.values())))
-        check(lambda: check_lengths(config, self.flow, self.sources, held_out))
-        texts = [self.texts] if self.texts else []
-        check(lambda: check_vocabulary(config, self.roles(), self.tokenizer, [*self.sources, *held_out, *texts]))
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -143,7 +121,7 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
 
     `kept` holds the table folders that another process has made of `train`, `eval` and `texts`.
     """
-    return with_data(without_data(config, train, check), train, kept)
+    return with_data(without_data(config, train, check), train, kept, check=check)
 
 
 def without_data(config: Config, train: bool = True, check: Check = call) -> Prepared:
@@ -158,52 +136,49 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     check(lambda: check_models(config, flow if train else evaluation, tokenizer))
     if "ptx_tokens" not in flow.needs_from_data() and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    prepared = Prepared(config, flow, evaluation, tokenizer, check=check)
+    prepared = Prepared(config, flow, evaluation, tokenizer)
+    check(lambda: checks.check_names(config))
+    check(lambda: checks.check_dtypes(config, flow))
+    check(lambda: checks.check_backends(config, flow))
+    check(lambda: checks.check_layouts(config, flow, flow.roles))
+    check(lambda: checks.check_divided_engines(config, prepared.stages))
+    check(lambda: checks.check_adapters(config, flow))
+    check(lambda: checks.check_weights(config))
+    check(lambda: checks.check_roles(config, {*flow.roles, *evaluation.roles}, flow.name))
     if config.runtime == "hybrid":
-        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
-        for stage in flow.stages:
-            source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
-            apart = (pool for pool in pools if stage.role in pool.roles and source not in pool.roles)
-            if source is not None and any(apart):
-                raise UserError(
-                    f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
-                    f"put {stage.role} and {source} into one pool, as placement=colocate does"
-                )
-        backends = {role: settings_of(role, config).backend for role in prepared.roles()}
-        whole = {role: name for role, name in backends.items() if "streaming" not in supported(name)}
-        for role in (role for pool in pools for role in pool.generating if role not in pool.models):
-            if role in whole:
-                raise UserError(
-                    f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {whole[role]} "
-                    f"cannot go from one to the other; remove {role}{GENERATE}, or write backend=torch"
-                )
-            if config.rollout.grouping:
-                raise UserError(
-                    f"rollout.grouping groups the ranks that train {role}, which generates in a pool of its own; remove one of them"
-                )
-        for pool in pools:
-            checks.check_layouts(config, flow, pool.models, pool)
+        check(lambda: checks.check_pools(config, flow, prepared.roles(), prepared.generating))
     return prepared
 
 
 def with_data(
-    prepared: Prepared, train: bool, kept: Mapping[str, Any] | None = None, readers: Readers = ALONE
+    prepared: Prepared,
+    train: bool,
+    kept: Mapping[str, Any] | None = None,
+    readers: Readers = ALONE,
+    check: Check = call,
 ) -> Prepared:
     """Return a run with its data, read by this process together with `readers`; without `train` only held-out sets are read.
 
-    `kept` holds the table folders that another process has made.
+    `kept` holds the table folders that another process has made. Raises UserError for data that the run cannot use.
     """
-    flow, known, needed = prepared.flow, kept or {}, prepared.flow.needs_from_data()
-    own: dict[str, Any] = {"data": prepared.config.data, "tokenizer": prepared.tokenizer, "readers": readers}
+    config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
+    own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer, "readers": readers}
     given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
-    sources = texts = None
+    sources: list[LoadedSource] = []
     if train:
         train_on = partial(load_train, **own, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
-        sources = prepared.check(train_on)
-    held_out = prepared.check(partial(load_eval, **own, pairs=pairs, kept=known.get("eval")))
-    if train and "ptx_tokens" in needed:
-        texts = load_texts(**own, kept=known.get("texts"))
-    return replace(prepared, sources=sources or [], eval_sources=held_out or {}, texts=texts)
+        sources = check(train_on) or []
+    held_out = check(partial(load_eval, **own, pairs=pairs, kept=known.get("eval"))) or {}
+    texts = load_texts(**own, kept=known.get("texts")) if train and "ptx_tokens" in needed else None
+    tested = list(held_out.values())
+    if sources and any(stage.type == "verify" for stage in flow.stages):
+        check(lambda: check_answers(config, sources, config.data.training_sources))
+    if tested and any(stage.type == "verify" for stage in prepared.evaluation.stages):
+        check(lambda: check_answers(config, tested, list(config.data.evaluation_sources.values())))
+    check(lambda: check_lengths(config, flow, sources, tested))
+    every = [*sources, *tested, *([texts] if texts else [])]
+    check(lambda: check_vocabulary(config, prepared.roles(), prepared.tokenizer, every))
+    return replace(prepared, sources=sources, eval_sources=held_out, texts=texts)
 
 
 def check_files(config: Config, train: bool) -> None:

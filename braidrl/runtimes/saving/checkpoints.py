@@ -13,14 +13,14 @@ driver ──save, copy──▶ worker: copies ──▶ thread: writes        
        ──written─────────────────────────▶ trouble, or none
 """
 
-import functools
 import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,26 @@ from braidrl.config import Config
 from braidrl.errors import UserError, first_line
 from braidrl.flow.selecting import Selection
 from braidrl.runtimes.interfaces import Backend, BegunBatch, Position
-from braidrl.runtimes.saving import folders
+from braidrl.runtimes.saving.folders import (
+    LATEST,
+    checkpoints_of,
+    latest_checkpoint,
+    partial_path,
+    read_state,
+    sync,
+    written_whole,
+)
 from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, Write
 
 FORMAT = 2
-"""Since format 2 a checkpoint has a manifest, which is checked; format 1 is read unchecked."""
 LEFT_OUT = "-left-out"
 TROUBLES = (OSError, SafetensorError, CheckpointException)
 """Errors of a full or missing disk."""
 WRITE_LIMIT_S = 3600.0
 """Time limit for one write, to disk or shared memory."""
+MANIFEST = "manifest.json"
+READERS = 4
+"""Number of files read at once; hashing releases the interpreter lock."""
 
 
 class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
@@ -102,16 +112,12 @@ def check_written(trouble: str) -> None:
 class RunState:
     """The run after `step` complete iterations; the same under every runtime.
 
-    `surplus` holds tables of the backend, or their files in a checkpoint; so do the tables of the batches in `begun`.
+    Tables in the position are those of the backend, or their files in a checkpoint.
     """
 
     step: int
     version: int
-    loader: dict[str, Any]
-    sampling: dict[str, Any]
-    surplus: list[Any] = field(default_factory=list)
-    stages: dict[str, dict[str, float]] = field(default_factory=dict)
-    begun: Sequence[BegunBatch] = field(default_factory=list)
+    position: Position
     fingerprints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
@@ -132,54 +138,47 @@ class Checkpoints:
         Ranks other than the first send their state to it, or write their shards beside its own.
         """
         self.wait()
-        self._step = state.step
+        self._step, position = state.step, state.position
         path = self.run / "checkpoints" / f"step-{state.step}"
-        kept = self.keep_last if self.learning else None
-        partial, parts = folders.partial_path(path), list[Write]()
-        with self._explained():
+        with self._explained(), ExitStack() as unfinished:
             if self.first:
-                folders.begin_whole(path)
-            with folders.discarded_on_error(partial) if self.first else nullcontext():
-                parts = backend.save(partial, copy=self.in_background)
-                folder = partial if self.first else path
-                tables = [(f"surplus-{number}", table) for number, table in enumerate(state.surplus)]
-                for number, batch in enumerate(state.begun):
-                    tables += [(f"begun-{number}", batch.table), (f"begun-{number}{LEFT_OUT}", batch.left_out)]
-                    tables += [(f"begun-{number}-surplus-{n}", each) for n, each in enumerate(batch.after.surplus)]
-                for name, table in tables:
-                    backend.save_rows(folder / f"{name}.rows", table)
-                plain = {
-                    "format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus),
-                    "loader": state.loader, "sampling": state.sampling, "stages": state.stages,
-                    "fingerprints": state.fingerprints, "begun": [
-                        {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
-                        | {"loader": batch.after.loader, "sampling": batch.after.sampling, "surplus": len(batch.after.surplus)}
-                        for batch in state.begun
-                    ],
-                }  # fmt: skip
-                if self.first:
-                    (partial / "state.json").write_text(json.dumps(plain))
-            calls = [functools.partial(self._finish, path, parts, kept)] if self.first else parts
+                unfinished.enter_context(written_whole(path))
+            calls = backend.save(partial_path(path), copy=self.in_background)
+            tables = {f"surplus-{number}": table for number, table in enumerate(position.surplus)}
+            for number, batch in enumerate(position.begun):
+                tables |= {f"begun-{number}": batch.table, f"begun-{number}{LEFT_OUT}": batch.left_out}
+                tables |= {f"begun-{number}-surplus-{n}": each for n, each in enumerate(batch.after.surplus)}
+            for name, table in tables.items():
+                backend.save_rows((partial_path(path) if self.first else path) / f"{name}.rows", table)
+            if self.first:
+                begun = [
+                    {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
+                    | plain_position(batch.after)
+                    for batch in position.begun
+                ]
+                about = {"format": FORMAT, "step": state.step, "version": state.version, "stages": position.stages}
+                about |= {"fingerprints": state.fingerprints, "begun": begun, **plain_position(position)}
+                (partial_path(path) / "state.json").write_text(json.dumps(about))
+                kept = self.keep_last if self.learning else None
+                calls = [partial(self._finish, unfinished.pop_all(), path, calls, kept)]
             if self.in_background:
                 self._writing.begin(calls)
             else:
                 for call in calls:
                     call()
 
-    def _finish(self, path: Path, parts: Sequence[Write], keep_last: int | None) -> None:
-        """Write the parts, point `latest` at the whole checkpoint, then remove the oldest beyond `keep_last`; None keeps all."""
-        partial = folders.partial_path(path)
-        with folders.discarded_on_error(partial):
-            for part in parts:
-                part()
-            write_manifest(partial)
-            folders.finish_whole(path)
-        pointer = path.parent / folders.LATEST
-        moved = folders.partial_path(pointer)
+    def _finish(self, unfinished: ExitStack, path: Path, calls: Sequence[Write], keep_last: int | None) -> None:
+        """Make the calls, point `latest` at the whole checkpoint, then remove the oldest beyond `keep_last`; None keeps all."""
+        with unfinished:
+            for call in calls:
+                call()
+            write_manifest(partial_path(path))
+        pointer = path.parent / LATEST
+        moved = partial_path(pointer)
         moved.write_text(f"{path.name}\n", encoding="utf-8")
-        folders.sync(moved)
+        sync(moved)
         moved.replace(pointer)
-        known = folders.checkpoints_of(self.run)
+        known = checkpoints_of(self.run)
         for old in known[: known.index(path) + 1][:-keep_last] if keep_last is not None else ():
             shutil.rmtree(old)
 
@@ -203,62 +202,60 @@ class Checkpoints:
             ) from error
 
 
+def plain_position(position: Position) -> dict[str, Any]:
+    """Return a position as JSON values; of its surplus the number of tables."""
+    return {"loader": position.loader, "sampling": position.sampling, "surplus": len(position.surplus)}
+
+
+def load_checkpoint(folder: Path) -> RunState:
+    """Return the state of a checkpoint. Raises UserError for a folder that is not a checkpoint of this format."""
+    state = read_state(folder)
+    if state.get("format") != FORMAT:
+        raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
+
+    def position(known: Mapping[str, Any], prefix: str, begun: Sequence[BegunBatch] = ()) -> Position:
+        surplus = [folder / f"{prefix}surplus-{number}.rows" for number in range(known["surplus"])]
+        return Position(known["loader"], known["sampling"], surplus, known.get("stages", {}), begun)
+
+    begun = []
+    for number, known in enumerate(state.get("begun", [])):
+        name = f"begun-{number}"
+        fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
+        table, left_out, outcome = folder / f"{name}.rows", folder / f"{name}{LEFT_OUT}.rows", Selection(**fields)
+        after = position(known, f"{name}-")
+        begun.append(BegunBatch(known["iteration"], table, left_out, outcome, known["reports"], after))
+    return RunState(state["step"], state["version"], position(state, "", begun), state.get("fingerprints", {}))
+
+
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
     """Return the checkpoint to resume from, with each of its files checked; None before the first.
 
     If the latest is damaged, `newest_whole` uses the newest complete one; else UserError names the file, that checkpoint and the
     command to resume from it.
     """
-    latest = folders.latest_checkpoint(run)
+    latest = latest_checkpoint(run)
     trouble = checkpoint_damage(latest) if latest else ""
     if latest is None or not trouble:
         return latest
-    others = [other for other in reversed(folders.checkpoints_of(run)) if other != latest]
+    others = [other for other in reversed(checkpoints_of(run)) if other != latest]
     whole = next((other for other in others if not checkpoint_damage(other)), None)
     if whole is None:
-        raise UserError(
-            f"{latest}: {trouble}, and no other checkpoint of the run is whole; copy one back, or begin anew"
-        )
+        raise UserError(f"{latest}: {trouble}, and no other checkpoint is whole; copy one back, or begin anew")
     if not newest_whole:
         command = f"braid train --resume {run} --newest-whole"
         raise UserError(f"{latest}: {trouble}; {whole.name} is whole, go on from it with `{command}`")
     return whole
 
 
-def load_checkpoint(folder: Path) -> RunState:
-    """Return the state of a checkpoint. Raises UserError for a folder that is not a checkpoint of a known format."""
-    state = folders.read_state(folder)
-    if state.get("format") not in (1, FORMAT):
-        raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
-    surplus = [folder / f"surplus-{number}.rows" for number in range(state["surplus"])]
-    begun = []
-    for number, known in enumerate(state.get("begun", [])):
-        start = folder / f"begun-{number}"
-        later = [Path(f"{start}-surplus-{other}.rows") for other in range(known["surplus"])]
-        after = Position(known["loader"], known["sampling"], later, {})
-        fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
-        table, left_out = Path(f"{start}.rows"), Path(f"{start}{LEFT_OUT}.rows")
-        begun.append(BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after))
-    return RunState(
-        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {}), begun,
-        state.get("fingerprints", {}),
-    )  # fmt: skip
-
-
-MANIFEST = "manifest.json"
-READERS = 4
-"""Number of files read at once; hashing releases the interpreter lock."""
-
-
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a complete folder, and sync its files to disk."""
-    (folder / MANIFEST).write_text(json.dumps({"files": digests(folder, sync=True)}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({"files": digests(folder, sync_too=True)}, indent=1))
 
 
-def digests(folder: Path, sync: bool = False) -> dict[str, list[Any]]:
+def digests(folder: Path, sync_too: bool = False) -> dict[str, list[Any]]:
     """Return the size in bytes and the SHA-256 of each file but the manifest, by its path in the folder.
 
-    With `sync` some threads wait for the disk while others hash.
+    With `sync_too` some threads wait for the disk while others hash.
     """
 
     def digest(path: Path) -> list[Any]:
@@ -267,7 +264,7 @@ def digests(folder: Path, sync: bool = False) -> dict[str, list[Any]]:
 
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     with ThreadPoolExecutor(READERS) as waiting, ThreadPoolExecutor(READERS) as readers:
-        synced = waiting.map(folders.sync, files if sync else ())
+        synced = waiting.map(sync, files if sync_too else ())
         found = {
             str(path.relative_to(folder)): one for path, one in zip(files, readers.map(digest, files), strict=True)
         }
@@ -276,14 +273,7 @@ def digests(folder: Path, sync: bool = False) -> dict[str, list[Any]]:
 
 
 def checkpoint_damage(folder: Path) -> str:
-    """Return the damage of a checkpoint, naming the file; empty if each file is as its manifest says.
-
-    The first format has no manifest and is not checked.
-    """
-    if not (folder / MANIFEST).is_file() and (folder / "state.json").is_file():
-        with suppress(UserError):
-            if folders.read_state(folder).get("format") == 1:
-                return ""
+    """Return the damage of a checkpoint, naming the file; empty if each file is as its manifest says."""
     try:
         wanted = json.loads((folder / MANIFEST).read_text())["files"]
         found = digests(folder)
@@ -307,7 +297,7 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
     `role` is by default the actor, or the only role. Raises UserError if there is no such model, the checkpoint is damaged, or the
     folder exists.
     """
-    checkpoint = run if (run / "state.json").is_file() else folders.latest_checkpoint(run)
+    checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
     if trouble := checkpoint_damage(checkpoint):
@@ -319,10 +309,8 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
         raise UserError(f"{checkpoint} holds no role {role!r}, only {', '.join(roles)}; name one by --role")
     if folder.exists():
         raise UserError(f"{folder} exists; nothing was overwritten")
-    partial = folders.begin_whole(folder)
-    with folders.discarded_on_error(partial):
-        shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
-        folders.finish_whole(folder)
+    with written_whole(folder) as copied:
+        shutil.copytree(source, copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
     architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.name != OPTIMIZER)
     return f"{folder}: {architecture}, {size / 2**20:.1f} MiB of weights, from {checkpoint}"

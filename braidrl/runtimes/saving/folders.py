@@ -79,9 +79,7 @@ def check_output(config: Config) -> None:
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(
-            f"output: {config.output} cannot be written, as {place} is no folder that may be written to; set another `output`"
-        )
+        raise UserError(f"output: {config.output}: {place} is no folder that can be written; set another")
 
 
 def absolute(value: Any) -> Any:
@@ -183,33 +181,23 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def begin_whole(path: Path) -> Path:
-    """Return an empty folder to fill; `finish_whole` moves it to `path`."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill. At the end it is synced to disk and moved to `path`; after an error it is removed."""
     partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    return partial
-
-
-def finish_whole(path: Path) -> None:
-    """Sync the filled folder to disk and move it to `path`."""
-    partial = partial_path(path)
-    for file in sorted(partial.rglob("*")):
-        if file.is_file():
-            sync(file)
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
-    sync(path.parent)
-
-
-@contextmanager
-def discarded_on_error(partial: Path) -> Iterator[None]:
-    """Remove an incomplete folder after an error."""
     try:
-        yield
+        yield partial
+        for file in sorted(partial.rglob("*")):
+            if file.is_file():
+                sync(file)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -86,9 +86,7 @@ def joined_world(config: Config) -> World:
 def check_ranks(config: Config, flow: Flow, size: int) -> None:
     """Raise UserError if roles or devices do not fit `size` ranks."""
     if config.placement != PlacementConfig():
-        raise UserError(
-            "runtime=distributed keeps every role on every rank; write placement=colocate, or runtime=hybrid for pools"
-        )
+        raise UserError("runtime=distributed has all roles on every rank; write placement=colocate, or runtime=hybrid")
     # Checked before the ranks start: whether surplus may be kept.
     GroupSelector(config.trainer.prompts_per_step, 1, config.trainer.surplus, config.trainer.max_staleness)
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}

@@ -31,7 +31,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.early_stop import EarlyStop, Segment
+from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText
 from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares
@@ -125,37 +125,33 @@ class DistributedBackend(InProcessBackend):
         """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
         super().__init__(config, loader, executor, store, world, trace)
         self.flow, self.generating, self.interrupts = flow, generating, interrupts
-        self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
+        self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
 
     def read(self, origin: Origin) -> Shard:
-        """Make this rank's admitted rows, or read all rows and keep this rank's.
+        """Make this rank's rows: admitted ones and held-out ones on the ranks that generate, others in equal shares.
 
-        Rows to generate are equal numbers, others balanced by length. At the start the first rank tokenizes every prompt; later each
-        rank tokenizes only its own.
+        At the start the first rank tokenizes every prompt; later each rank tokenizes only its own.
         """
-        rank = self.world.rank
-        if not isinstance(origin, Admission):
-            rows = self.store.make(origin)
-            if isinstance(origin, HeldOut):
-                owner = equal_shares(len(rows), min(self.generating.values(), default=self.world.size))
-            else:
-                lengths = rows["length" if "length" in rows else "prompt_length"].tolist()
-                owner = balanced_owners(lengths, torch.zeros(len(rows), dtype=torch.int64), self.world.size)
-            return Shard(rows.index, owner, rows.payload.take(owner == rank), rank)
-        self.world.at("admission")
-        samples = self.config.rollout.samples_per_prompt
-        role = next((s.role for s in self.flow.stages if s.kind is Kind.GENERATE), None)
-        ranks = self.generating.get(str(role), self.world.size)
-        group_of = [group for group in origin.numbers for _ in range(samples)]
-        # If selection may not need the last groups, every rank starts with the first ones.
-        selects = bool(self.flow.sampling_segment)
-        owner = torch.tensor(in_turn(group_of, ranks)) if selects else equal_shares(len(group_of), ranks)
-        mine = (owner == rank).nonzero().flatten().tolist()
-        place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
-        rows = Rows({})
-        if mine:
-            made = [place[group_of[row]] * samples + row % samples for row in mine]
-            rows = self.store.make(Admission(tuple(place))).take(made)
+        rank, size, rows = self.world.rank, self.world.size, Rows({})
+        self.world.at("admission" if isinstance(origin, Admission) else f"reading {type(origin).__name__}")
+        if isinstance(origin, Admission):
+            samples = self.config.rollout.samples_per_prompt
+            role = next((s.role for s in self.flow.stages if s.kind is Kind.GENERATE), None)
+            ranks = self.generating.get(str(role), size)
+            group_of = [group for group in origin.numbers for _ in range(samples)]
+            # If selection may not need the last groups, every rank starts with the first ones.
+            selects = bool(self.flow.sampling_segment)
+            owner = torch.tensor(in_turn(group_of, ranks)) if selects else equal_shares(len(group_of), ranks)
+            mine = (owner == rank).nonzero().flatten().tolist()
+            place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
+            if mine:
+                made = [place[group_of[row]] * samples + row % samples for row in mine]
+                rows = self.store.make(Admission(tuple(place))).take(made)
+        else:
+            ranks = min(self.generating.values(), default=size) if isinstance(origin, HeldOut) else size
+            rows = self.store.make(origin, rank, ranks) if rank < ranks else rows
+            sizes = [about["rows"] for about, _ in self.exchange.all_gather("numbers of rows", {"rows": len(rows)})]
+            owner = torch.arange(size).repeat_interleave(torch.tensor(sizes))
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
@@ -168,9 +164,7 @@ class DistributedBackend(InProcessBackend):
         stop = None
         if segment is not None:
             self.waves += 1
-            if self.notices is not None:
-                self.notices.begin(str(self.waves))
-            stop = EarlyStop(segment, self.flow, table.index.uids(), self.notices)
+            stop = EarlyStop(segment, self.flow, table.index.uids(), self.world.notices, self.waves)
         if self._known_everywhere(stage, table):
             everywhere = Rows(self.executor.run(stage, table.index, Sums()))
             kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})

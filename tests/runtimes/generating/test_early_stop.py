@@ -20,7 +20,7 @@ from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.rewards.verify import Pending
-from braidrl.runtimes.generating.early_stop import EarlyStop, segment_of
+from braidrl.runtimes.generating.verification import EarlyStop, segment_of
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same_weights
 from tests.runtimes.hybrid.warm import WarmCluster
@@ -129,12 +129,7 @@ def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.Monk
     (verify,) = segment.verify
     sampling.admit([0, 1, 2])
     uids = [(0, group, sample) for group in (0, 1, 2) for sample in (0, 1)]
-    ranks = []
-    for _ in range(3):
-        told = Notices(store)
-        told.begin("wave")
-        ranks.append(EarlyStop(segment, dapo, uids, told))
-    first, second, third = ranks
+    first, second, third = (EarlyStop(segment, dapo, uids, Notices(store), wave=1) for _ in range(3))
     # Group 0 has right and wrong answers and is kept, which makes groups 1 and 2 unnecessary.
     first.add(row(0, 0), {verify.name: Done(1.0)})
     assert first.rows_to_end() == third.rows_to_end() == []

@@ -13,8 +13,7 @@ from braidrl.config import Config
 from braidrl.flow import Flow
 from braidrl.flow.yaml_form import to_yaml
 from braidrl.observe.progress import Progress
-from braidrl.runtimes.hybrid.driver import HybridBackend
-from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
+from braidrl.runtimes.hybrid.driver import HybridBackend, start_hybrid_backend
 from braidrl.runtimes.prepare.setup import prepare_together
 from tests.runtimes.hybrid.warm import WarmCluster
 

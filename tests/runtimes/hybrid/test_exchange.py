@@ -1,4 +1,4 @@
-"""Transfer of payload between workers: by the process group inside a pool, by Ray in chunks between pools."""
+"""Workers send each other payload through Ray's object store, in chunks, in a pool as between pools."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from tests.tiny import Workshop
 TWO = Flow("two", [data.join_response(), Role("first").log_probs(), Role("second").log_probs()])
 
 
-def test_pool_ranks_exchange_rows_by_process_group(workshop: Workshop, warm_cluster: WarmCluster) -> None:
+def test_pool_ranks_fetch_only_the_rows_that_they_lack(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="colocate", workers=2)
     with hybrid_crew(config, warm_cluster, TWO) as backend:
         table = backend.read(Admission(range(8)))
-        before = told(backend, "exchanged")
         # The ranks hold neighbouring rows; each gets rows of both.
         halves = table.cat([table.take(range(0, 8, 2)), table.take(range(1, 8, 2))])
         for stage in TWO.stages:
             halves = backend.run(stage, halves, 1, Sums())
         index = backend.index(halves)
-        assert told(backend, "given_out") == [[[], []]]
-        (own,) = told(backend, "exchanged")
-        assert all(after > earlier for after, earlier in zip(own, before[0], strict=True))
+        (given_out,) = told(backend, "given_out")
+    assert all(counts and max(counts) <= 4 for counts in given_out)
     assert index["group"].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.hybrid.pool_worker import check_devices_alike
+from braidrl.runtimes.hybrid.group import check_devices_alike
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same, trace
@@ -87,7 +86,6 @@ def test_pools_between_which_weights_cannot_go_are_refused(workshop: Workshop) -
 
 
 def test_pools_with_devices_of_different_kinds_are_refused() -> None:
-    store = dist.HashStore()
-    check_devices_alike("actor", store, 0, "cuda")
+    check_devices_alike("actor", "cuda", "cuda")
     with pytest.raises(UserError, match="actor trains on cuda and generates on cpu, and its weights cannot go"):
-        check_devices_alike("actor", store, 1, "cpu")
+        check_devices_alike("actor", "cuda", "cpu")

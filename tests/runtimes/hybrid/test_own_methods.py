@@ -80,10 +80,10 @@ def test_user_protocol_distributes_rows_and_collects_in_order(
         first, second = index["pid"][:2].tolist()
         assert first != second and index["pid"].tolist() == [first, second] * (len(index) // 2)
         assert session.index(session.reward.verify(rows))["pid"].tolist() == index["pid"].tolist()
-        before = told(session.backend, "exchanged")
+        (before,) = told(session.backend, "given_out")
         assert session.actor.count(rows) == (len(rows), int(index["length"].sum()))
-        assert told(session.backend, "given_out") == [[[], []]], "payload passed through Ray"
-        assert told(session.backend, "exchanged")[0][0] > before[0][0]
+        (after,) = told(session.backend, "given_out")
+        assert after == [before[0], [*before[1], after[1][-1]]], "rank 0 fetches once, what rank 1 holds"
 
 
 def send(number: signal.Signals, processes: list[int]) -> None:
@@ -121,7 +121,6 @@ def test_method_result_is_independent_of_protocol_and_workers(workshop: Workshop
         with Session(workshop.config(**settings(methods, "Surprise", workers=workers))) as session:
             rows = session.actor.surprise(session.actor.generate(session.prompts()), 1.0)
             found.append(session.index(rows)["surprise"])
-            assert told(session.backend, "given_out") == [[[]] * workers], "payload passed through Ray"
     assert torch.allclose(found[0], found[1], atol=1e-12) and torch.allclose(found[0], found[2], atol=1e-12)
 
 

@@ -8,7 +8,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.row_store import Admission, Surplus
 from tests.invariants.traces import assert_same, trace
-from tests.runtimes.hybrid.backends import hybrid_crew, told
+from tests.runtimes.hybrid.backends import hybrid_crew
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop, metrics_without_times
 
@@ -39,10 +39,8 @@ def test_surplus_is_written_and_read_by_all_ranks(workshop: Workshop, warm_clust
     with hybrid_crew(config, warm_cluster) as backend:
         table = backend.run(backend.executor.flow.stages[0], backend.read(Admission(range(5))), 1, Sums())
         index = backend.index(table)
-        before = told(backend, "exchanged")[0]
         backend.save_rows(path, table)
         assert [file.name for file in sorted(path.iterdir())] == ["00000", "00001"]
-        assert max(told(backend, "exchanged")[0]) > max(before) and told(backend, "given_out") == [[[], []]]
         read = backend.read(Surplus(path))
         assert [len(future.answer.columns) > 0 for future in read.outputs[0].futures] == [True, True]
         assert backend.index(read).ordered().uids() == index.ordered().uids()

@@ -17,9 +17,9 @@ from braidrl.data.messages import CodecError, split
 from braidrl.data.rows import Objects, Rows
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.controller import SerialController
+from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Part
-from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
 from braidrl.runtimes.prepare.setup import prepare_together
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
-from braidrl.runtimes.saving.checkpoints import checkpoint_damage, export_model, resume_point
+from braidrl.runtimes.saving.checkpoints import checkpoint_damage, export_model, resume_point, write_manifest
 from braidrl.runtimes.saving.folders import held_alone, latest_checkpoint, run_config
 from braidrl.weights.checkpoint_files import TensorReader
 from tests.tiny import ROOT, Workshop, metrics_without_times
@@ -102,7 +102,7 @@ def test_resume_from_newest_whole_checkpoint_equals_undisturbed_run(run: Path, w
 def test_a_run_without_an_intact_checkpoint_is_reported(run: Path) -> None:
     for step in (1, 2):
         cut(run / "checkpoints" / f"step-{step}" / "actor" / "optimizer.safetensors")
-    with pytest.raises(UserError, match="no other checkpoint of the run is whole"):
+    with pytest.raises(UserError, match="no other checkpoint is whole"):
         train(run_config(run), resume=run, newest_whole=True)
 
 
@@ -136,21 +136,21 @@ def test_missing_lines_of_metrics_are_reported(run: Path, lost: list[str], capsy
     assert f"lacks steps that this run has made: {', '.join(lost)}; it goes on without them" in said
 
 
-def test_a_checkpoint_of_the_first_format_is_taken_as_it_is(run: Path) -> None:
+def test_a_checkpoint_without_a_manifest_is_refused_whatever_format_it_names(run: Path) -> None:
     folder = run / "checkpoints" / "step-2"
     (folder / "manifest.json").unlink()
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "format": 1}))
-    train(run_config(run), resume=run)
-    assert read_metrics(run)[-1]["step"] == 3
+    with pytest.raises(UserError, match=r"manifest\.json is missing"):
+        train(run_config(run), resume=run)
+    write_manifest(folder)
+    with pytest.raises(UserError, match="checkpoint format 1; this version reads 2"):
+        train(run_config(run), resume=run)
 
 
 @pytest.mark.parametrize("keep", [0.5, 2.0])
-def test_the_optimizer_of_another_model_is_refused_also_without_a_manifest(run: Path, keep: float) -> None:
+def test_the_optimizer_of_another_model_is_refused_also_with_a_manifest(run: Path, keep: float) -> None:
     folder = run / "checkpoints" / "step-2"
-    (folder / "manifest.json").unlink()
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, "format": 1}))
     path = folder / "actor" / "optimizer.safetensors"
     tensors = load_file(path)
     save_file(
@@ -158,6 +158,7 @@ def test_the_optimizer_of_another_model_is_refused_also_without_a_manifest(run: 
         | {name: t for name, t in tensors.items() if not t.dim()},
         path,
     )  # fmt: skip
+    write_manifest(folder)
     with pytest.raises(UserError, match="holds another model"):
         train(run_config(run), resume=run)
 

@@ -14,13 +14,11 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
 from braidrl.runtimes.saving.folders import (
     absolute,
-    begin_whole,
-    discarded_on_error,
-    finish_whole,
     latest_checkpoint,
     named_output,
     new_run_folder,
     run_config,
+    written_whole,
 )
 from tests.tiny import ROOT, Workshop
 
@@ -95,16 +93,15 @@ def test_only_names_of_files_that_are_there_are_made_absolute(tmp_path: Path, mo
 
 
 def fail_half_way(path: Path) -> None:
-    partial = begin_whole(path)
-    with discarded_on_error(partial):
+    with written_whole(path) as partial:
         (partial / "weights").write_text("half")
         raise RuntimeError("out of paper")
 
 
 def test_a_folder_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
-    (begin_whole(tmp_path / "whole") / "weights").write_text("all")
-    assert not (tmp_path / "whole").exists()
-    finish_whole(tmp_path / "whole")
+    with written_whole(tmp_path / "whole") as partial:
+        (partial / "weights").write_text("all")
+        assert not (tmp_path / "whole").exists()
     with pytest.raises(RuntimeError, match="out of paper"):
         fail_half_way(tmp_path / "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from braidrl.cli.commands import app
+from braidrl.runtimes.saving.checkpoints import write_manifest
 from tests.tiny import Workshop, write_model
 
 
@@ -42,16 +43,10 @@ def obeyed(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "manifest",
-    [pytest.param(True, id="checked"), pytest.param(False, id="of the first format", marks=pytest.mark.soak)],
+    "forged", [pytest.param(False, id="checked"), pytest.param(True, id="manifest forged", marks=pytest.mark.soak)]
 )
-def test_pickles_in_every_file_of_a_run_do_nothing(workshop: Workshop, manifest: bool, tmp_path: Path) -> None:
+def test_pickles_in_every_file_of_a_run_do_nothing(workshop: Workshop, forged: bool, tmp_path: Path) -> None:
     run = workshop.run(trainer={"steps": 1, "surplus": "keep", "max_staleness": 1}, trackers=[])
-    if not manifest:
-        (state := run / "checkpoints" / "step-1" / "state.json").write_text(
-            state.read_text().replace('"format": 2', '"format": 1')
-        )
-        (run / "checkpoints" / "step-1" / "manifest.json").unlink()
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("  steps: 1\n", "  steps: 2\n", 1))
     mark, whole = tmp_path / "mark", tmp_path / "whole"
@@ -63,6 +58,8 @@ def test_pickles_in_every_file_of_a_run_do_nothing(workshop: Workshop, manifest:
         shutil.rmtree(run)
         shutil.copytree(whole, run)
         (run / name).write_bytes(bomb)
+        if forged and name.name != "manifest.json":
+            write_manifest(run / "checkpoints" / "step-1")
         for command in commands(run, tmp_path):
             obeyed(*command)
             shutil.rmtree(tmp_path / "exported", ignore_errors=True)
@@ -78,11 +75,6 @@ def test_pickles_in_the_parts_that_ranks_write_do_nothing(workshop: Workshop, tm
     run, mark, whole = workshop.folder / "run", tmp_path / "mark", tmp_path / "whole"
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("  steps: 1\n", "  steps: 2\n", 1))
-    # Without a manifest, no check compares the files before they are read.
-    (state := run / "checkpoints" / "step-1" / "state.json").write_text(
-        state.read_text().replace('"format": 2', '"format": 1')
-    )
-    (run / "checkpoints" / "step-1" / "manifest.json").unlink()
     shutil.copytree(run, whole)
     parts = [path.relative_to(run) for path in (run / "checkpoints").rglob("*") if path.suffix != ".json"]
     parts = [path for path in parts if (run / path).is_file()]
@@ -91,6 +83,8 @@ def test_pickles_in_the_parts_that_ranks_write_do_nothing(workshop: Workshop, tm
         shutil.rmtree(run)
         shutil.copytree(whole, run)
         (run / name).write_bytes(pickle.dumps(Bomb(mark)))
+        # With a forged manifest, no check refuses the files before they are read.
+        write_manifest(run / "checkpoints" / "step-1")
         obeyed("train", "--resume", str(run))
         assert not mark.exists(), name
 

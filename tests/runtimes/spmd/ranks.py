@@ -9,6 +9,7 @@ from typing import Any
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
+from braidrl.data.rows import Rows
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.spmd.rank_backend import DistributedBackend
 
@@ -16,14 +17,25 @@ WAIT_S = 200.0
 
 
 def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
-    """Train one configuration after the other on each rank; return the rows that each rank received through the buffer."""
+    """Train one configuration after the other on each rank; return the rows that each rank received through the buffer, and the most
+    that it made at once.
+    """
     counts = []
     for tree in task["runs"]:
         before = world.received.exchanged
         with TrainingRun(parse_config(tree), world=world) as run:
-            run.train()
             assert isinstance(run.backend, DistributedBackend)
-            count = {"rows": run.backend.exchange.moved_rows, "bytes": world.received.exchanged - before}
+            make, made = run.backend.store.make, [0]
+
+            def noted(*arguments: Any, make: Any = make, made: list[int] = made) -> Rows:
+                rows: Rows = make(*arguments)
+                made.append(len(rows))
+                return rows
+
+            run.backend.store.make = noted  # type: ignore[method-assign]
+            run.train()
+            moved = run.backend.exchange.moved_rows
+            count = {"rows": moved, "bytes": world.received.exchanged - before, "made": max(made)}
             counts.append([json.loads(bytes(c)) for c in world.gather("counts", json.dumps(count).encode())])
     return counts
 

@@ -29,7 +29,7 @@ FAILING = Path(__file__).parents[1] / "failing.yaml"
             {"roles": {"reference": {"generate_workers": 1}}},
             "roles.reference.generate_workers is set, but reference generates nothing",
         ),
-        ({"placement": "standalone"}, "runtime=distributed keeps every role on every rank"),
+        ({"placement": "standalone"}, "runtime=distributed has all roles on every rank"),
         ({"runtime": "eager", "roles": {"actor": {"generate_workers": 1}}}, "is for runtime=distributed"),
         ({"trainer": {"surplus": "keep"}}, "trainer.surplus=keep"),
         ({"flow": "grop"}, "grpo"),
