@@ -72,8 +72,11 @@ class WeightFile:
         """Return the shape of every tensor, a tied one under each of its names."""
         return {name: tensor.shape for name, tensor in self.tensors()}
 
-    def put_into(self, parts: Mapping[str, WeightPart]) -> None:
-        """Write this version into parts of a model. Raises ValueError, before any change, if they are another model's."""
+    def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
+        """Write this version into the parts of a model, whose `ranks` need not wait for each other.
+
+        Raises ValueError, before any change, if they are another model's.
+        """
         given = dict(self.tensors())
         check_parts({name: tensor.shape for name, tensor in given.items()}, parts)
         for name, part in parts.items():
