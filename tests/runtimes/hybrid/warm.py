@@ -89,7 +89,7 @@ class RehearsingWorker(HybridWorker):
 
     def exchanged(self) -> int:
         """Return the bytes received from other ranks of the pool through process groups."""
-        return sum(world.received.exchanged for world in (self.world, self.beside) if world)
+        return sum(world.exchanged_bytes for world in (self.world, self.beside) if world)
 
     def process(self) -> int:
         return os.getpid()

@@ -19,11 +19,11 @@ def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
     """Train one configuration after the other on each rank; return the rows that each rank received through the buffer."""
     counts = []
     for tree in task["runs"]:
-        before = world.received.exchanged
+        before = world.exchanged_bytes
         with TrainingRun(parse_config(tree), world=world) as run:
             run.train()
             assert isinstance(run.backend, DistributedBackend)
-            count = {"rows": run.backend.exchange.moved_rows, "bytes": world.received.exchanged - before}
+            count = {"rows": run.backend.exchange.moved_rows, "bytes": world.exchanged_bytes - before}
             counts.append([json.loads(bytes(c)) for c in world.gather("counts", json.dumps(count).encode())])
     return counts
 
