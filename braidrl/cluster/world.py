@@ -60,7 +60,7 @@ class Notices:
             return ()
         self._next = now + HEAR_EVERY_S
         new = []
-        # read the count first: a numbered message that is not written yet would block
+        # `get` would block on a numbered message that is not written yet.
         while self._store.check([key := f"{self._list}/{self._heard}"]):
             new.append(self._store.get(key))
             self._heard += 1
