@@ -169,7 +169,7 @@ def testbed(devices: int) -> Cluster:
     """Return HybridFlow's machines: eight A100-80GB that share 200 Gb/s to the others (section 8.1)."""
     cluster = read_cluster(f"{devices // 8}x8xA100-80GB")
     kinds = {name: kind.model_copy(update={"network": 200e9 / 8 / 8}) for name, kind in cluster.kinds.items()}
-    return Cluster(cluster.groups, kinds)
+    return Cluster(groups=cluster.groups, kinds=kinds)
 
 
 def megatron(pipeline: int) -> Callable[[Choice], bool]:

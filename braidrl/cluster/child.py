@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from braidrl.cluster.process import BEAT_S, ChildTask, Failure, Outcome
+from braidrl.cluster.process import BEAT_S, Failure, Outcome, ProcessSpec
 from braidrl.cluster.watchdog import named
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import BadUpdate, FailedStep, LostPeers, UserError, limit_reached, no_room
@@ -34,7 +34,7 @@ def main(descriptor: int) -> NoReturn:
     """Do the first task that arrives over the connection at a file descriptor. End after the task, or when the parent is gone."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    task = unpack_message(connection.recv_bytes(), ChildTask)
+    task = unpack_message(connection.recv_bytes(), ProcessSpec)
     named(task.name)
     threading.Thread(target=end_with, args=(connection, task), daemon=True).start()
     threading.Thread(target=beat, args=(connection,), daemon=True).start()
@@ -83,7 +83,7 @@ def failure_of(where: str, error: BaseException) -> Failure:
     return Failure("error", f"{where}: {kind}\n{text}", follows=isinstance(error, LostPeers))
 
 
-def end_with(connection: Connection, task: ChildTask) -> None:
+def end_with(connection: Connection, task: ProcessSpec) -> None:
     """End this process when the parent's end of the connection closes, even if the main thread is blocked."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv_bytes()

@@ -6,7 +6,6 @@
 
 import os
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -77,21 +76,13 @@ class NodeGroup(Section):
         return self.nodes * self.devices
 
 
-class ClusterFile(Section):
-    """The content of a YAML file of devices."""
+class Cluster(Section):
+    """Groups of devices and the figures of their kinds; also the content of a YAML file of devices."""
 
     kinds: dict[str, DeviceKind] = Field(default_factory=dict)
-    """Kinds that extend or replace the built-in ones."""
-    groups: list[NodeGroup] = Field(min_length=1)
-    """The cluster."""
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Groups of devices and the figures of their kinds."""
-
-    groups: tuple[NodeGroup, ...]
-    kinds: dict[str, DeviceKind]
+    """The kinds of the groups; in a file, those that extend or replace the built-in ones."""
+    groups: tuple[NodeGroup, ...] = Field(min_length=1)
+    """The nodes."""
 
     @property
     def size(self) -> int:
@@ -109,31 +100,30 @@ class Cluster:
 
 def read_cluster(text: str) -> Cluster:
     """Parse the value of `--devices`. Raises UserError for a wrong form or an unknown kind; the message names the nearest one."""
+    kinds, groups = known_kinds(), list[NodeGroup]()
     if text.endswith((".yaml", ".yml")):
         path = Path(text)
         if not path.is_file():
             raise UserError(f"--devices: there is no file {path}")
         try:
-            read = ClusterFile.model_validate(read_yaml(path))
+            read = Cluster.model_validate(read_yaml(path))
         except ValidationError as error:
-            raise UserError(f"{path}: {explain(error)[0]}") from None
-        groups, kinds = read.groups, {**known_kinds(), **read.kinds}
-    else:
-        groups, kinds = [], known_kinds()
-        for part in text.split("+"):
-            match = FORM.fullmatch(part)
-            if match is None:
-                raise UserError(
-                    f"--devices: {part!r} is not NODESxDEVICESxKIND, as in 8x8xH100-80GB; or write cpu, or a .yaml file"
-                )
-            first, second, kind = match.groups()
-            nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
-            if kind == "cpu" and first is None:
-                devices = os.cpu_count() or 1
-            if nodes < 1 or devices < 1:
-                raise UserError(f"--devices: {part!r} has no devices; write numbers of at least 1, as in 1x8x{kind}")
-            groups.append(NodeGroup(kind=kind, nodes=nodes, devices=devices))
+            raise UserError(f"{path}: {explain(error)}") from None
+        kinds, groups = {**kinds, **read.kinds}, [*read.groups]
+    for part in () if groups else text.split("+"):
+        match = FORM.fullmatch(part)
+        if match is None:
+            raise UserError(
+                f"--devices: {part!r} is not NODESxDEVICESxKIND, as in 8x8xH100-80GB; or write cpu, or a .yaml file"
+            )
+        first, second, kind = match.groups()
+        nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
+        if kind == "cpu" and first is None:
+            devices = os.cpu_count() or 1
+        if nodes < 1 or devices < 1:
+            raise UserError(f"--devices: {part!r} has no devices; write numbers of at least 1, as in 1x8x{kind}")
+        groups.append(NodeGroup(kind=kind, nodes=nodes, devices=devices))
     for group in groups:
         if group.kind not in kinds:
             raise UserError(f"--devices: no kind of device is called {group.kind!r}. {suggest(group.kind, kinds)}")
-    return Cluster(tuple(groups), {group.kind: kinds[group.kind] for group in groups})
+    return Cluster(groups=tuple(groups), kinds={group.kind: kinds[group.kind] for group in groups})

@@ -26,20 +26,18 @@ import sys
 import threading
 import time
 import types
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe, forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import (
     END_LIMIT_S,
-    ChildTask,
     Launcher,
     Outcome,
     Process,
@@ -81,13 +79,13 @@ SERVER_IS_GONE = 255
 
 
 class LocalProcess(Process):
-    """A process of this machine, with the starter's end of the connection to it."""
+    """A process of this machine, with the starter's end of the connection to it: a copy of this process or of the fork server."""
 
     pid: int = 0
 
-    def __init__(self, name: str, connection: Connection, pid: int, spec: ProcessSpec | None = None) -> None:
-        """Watch a started process, and send it its task if `spec` has one."""
-        self.name, self.connection, self.pid = name, connection, pid
+    def __init__(self, name: str, connection: Connection, process: Any, spec: ProcessSpec | None = None) -> None:
+        """Watch a started process of multiprocessing or subprocess, and send it its task if `spec` has one."""
+        self.name, self.connection, self.pid, self._process = name, connection, process.pid, process
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
         self.stall: Stall | None = None
@@ -95,14 +93,15 @@ class LocalProcess(Process):
         self.hung_up = False
         """True when no more messages can arrive."""
         if spec is not None and spec.arguments is not None:
-            task = ChildTask(spec.name, spec.entry, dict(spec.arguments), spec.orphaned)
             with contextlib.suppress(OSError):  # If the process is gone already, waiting for its outcome reports it.
-                connection.send_bytes(pack_message(task))
+                connection.send_bytes(pack_message(spec))
 
     @property
-    @abstractmethod
     def status(self) -> int | None:
         """Return the exit status, negative for a signal; None while it runs."""
+        # The fork server reports how its copies ended. If the server was killed, its copies live on and only this status arrives.
+        status: int | None = self._process.exitcode
+        return None if status == SERVER_IS_GONE and not has_ended(self.pid) else status
 
     @property
     def alive(self) -> bool:
@@ -158,6 +157,15 @@ class LocalProcess(Process):
             time.sleep(LOOK_EVERY_S)
         return not self.alive
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.alive:
+                # Copies of the fork server lead a process group, as fresh interpreters do; copies of this process share its group.
+                leads = os.getpgid(self.pid) == self.pid
+                (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
+        if not self.wait(END_LIMIT_S):
+            raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end")
+
     def close(self, limit_s: float = END_LIMIT_S) -> None:
         self.wait(limit_s)
         self.kill()
@@ -174,18 +182,19 @@ class Spawned(LocalProcess):
         ours, theirs = Pipe()
         module, _, function = spec.main.partition(":")
         boot = BOOT if spec.python == sys.executable else BOOT_ELSEWHERE
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [*spec.wrapper, spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path, spec.name[:15]])],
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *spec.descriptors], start_new_session=True,
             env=environment_of(spec, os.environ),
         )  # fmt: skip
         theirs.close()
-        super().__init__(spec.name, ours, self._process.pid, spec)
+        super().__init__(spec.name, ours, process, spec)
 
     @property
     def status(self) -> int | None:
-        if self._process.returncode is not None:
-            return self._process.returncode
+        ended: int | None = self._process.returncode
+        if ended is not None:
+            return ended
         # Checked without reaping: the process id must stay reserved until its group is killed.
         seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return None if seen is None else seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
@@ -200,33 +209,7 @@ class Spawned(LocalProcess):
             raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end") from None
 
 
-class Forked(LocalProcess):
-    """A copy of this process or of the fork server."""
-
-    def __init__(
-        self, name: str, connection: Connection, process: BaseProcess, spec: ProcessSpec | None = None
-    ) -> None:
-        assert process.pid is not None, "it was started"
-        super().__init__(name, connection, process.pid, spec)
-        self._process = process
-
-    @property
-    def status(self) -> int | None:
-        # The fork server reports how its copies ended. If the server was killed, its copies live on and only this status arrives.
-        status = self._process.exitcode
-        return None if status == SERVER_IS_GONE and not has_ended(self.pid) else status
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.alive:
-                # Copies of the fork server lead a process group, as fresh interpreters do; copies of this process share its group.
-                leads = os.getpgid(self.pid) == self.pid
-                (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
-        if not self.wait(END_LIMIT_S):
-            raise WorkerError(f"{self.name} (process {self.pid}) was killed and does not end")
-
-
-def from_server(spec: ProcessSpec) -> Forked:
+def from_server(spec: ProcessSpec) -> LocalProcess:
     """Fork from the fork server, a process that has imported the entry's modules. No thread or device is copied.
 
     A process has one server, whose imports are fixed at its start. A copy that starts copies itself has its own server: a copy of
@@ -243,10 +226,10 @@ def from_server(spec: ProcessSpec) -> Forked:
     with STARTING, main_module_hidden():
         process.start()
     theirs.close()
-    return Forked(spec.name, ours, process, spec)
+    return LocalProcess(spec.name, ours, process, spec)
 
 
-def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] = ()) -> Forked:
+def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] = ()) -> LocalProcess:
     """Fork this process and call `run` with the child's end of the connection.
 
     The child closes the descriptors `kept_here`; otherwise others would not notice the end of this process.
@@ -263,7 +246,7 @@ def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] 
     process = context.Process(target=forked, name=name)
     process.start()
     theirs.close()
-    return Forked(name, ours, process)
+    return LocalProcess(name, ours, process)
 
 
 @contextlib.contextmanager

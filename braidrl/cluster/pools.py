@@ -59,11 +59,11 @@ def place(
     """
     if placement.pools:
         check_partition(placement.pools, roles, generating)
-        parts = [(tuple(pool.roles), pool.workers or workers) for pool in placement.pools]
-        for pool, (_, size) in zip(placement.pools, parts, strict=True):
-            if pool.nodes and size % pool.nodes:
+        parts = [(tuple(pool.roles), pool.workers or workers, pool.kind, pool.nodes) for pool in placement.pools]
+        for own, size, _, nodes in parts:
+            if nodes and size % nodes:
                 raise UserError(
-                    f"placement: {'+'.join(pool.roles)} has {size} workers, which nodes={pool.nodes} does not divide; write another"
+                    f"placement: {'+'.join(own)} has {size} workers, which nodes={nodes} does not divide; write another"
                 )
     elif placement.name not in NAMES:
         raise UserError(f"no placement is called {placement.name!r}. {suggest(placement.name, NAMES)}")
@@ -72,15 +72,12 @@ def place(
         named: dict[str, list[tuple[str, ...]]] = {
             "colocate": [tuple(roles)], "standalone": [(role,) for role in roles], "split": [generate, others],
         }  # fmt: skip
-        parts = [(part, workers) for part in named[placement.name] if part]
-    pinned = [(pool.kind, pool.nodes) for pool in placement.pools] or [(None, None)] * len(parts)
-    apart = {name for part, _ in parts for name in part if name.endswith(GENERATE)}
+        parts = [(own, workers, None, None) for own in named[placement.name] if own]
+    apart = {name for own, *_ in parts for name in own if name.endswith(GENERATE)}
     places = {role: role + GENERATE if role + GENERATE in apart else role for role in generating}
     return tuple(
-        Pool(
-            part, size, generating=tuple(role for role, name in places.items() if name in part), kind=kind, nodes=nodes
-        )
-        for (part, size), (kind, nodes) in zip(parts, pinned, strict=True)
+        Pool(own, size, generating=tuple(role for role, name in places.items() if name in own), kind=kind, nodes=nodes)
+        for own, size, kind, nodes in parts
     )
 
 
@@ -90,14 +87,14 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
     known = [*roles, *(role + GENERATE for role in generating)]
     for number, pool in enumerate(pools):
         for role in pool.roles:
+            model = role.removesuffix(GENERATE)
             if role not in known:
                 raise UserError(
                     f"placement: pool {number} names {role!r}, which is no model of this flow. {suggest(role, known)}"
                 )
-            if role.removesuffix(GENERATE) != role and role.removesuffix(GENERATE) in pool.roles:
+            if role != model and model in pool.roles:
                 raise UserError(
-                    f"placement: pool {number} has {role} beside {role.removesuffix(GENERATE)}, which generates there anyway; "
-                    f"remove {role}"
+                    f"placement: pool {number} has {role} beside {model}, which generates there anyway; remove {role}"
                 )
             if role in placed:
                 raise UserError(
@@ -105,8 +102,7 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
                     "a role lives in one pool"
                 )
             placed[role] = number
-    missing = [role for role in roles if role not in placed]
-    if missing:
+    if missing := [role for role in roles if role not in placed]:
         raise UserError(f"placement: {missing[0]} is in no pool; add it to one, or write placement=colocate")
 
 

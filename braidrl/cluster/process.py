@@ -57,23 +57,13 @@ class Outcome:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True)
-class ChildTask:
-    """The first message to a process: its name, and function names with arguments, as in `ProcessSpec`."""
-
-    name: str
-    entry: str
-    arguments: dict[str, Any]
-    orphaned: str = ""
-
-
 WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Environment variables for the wait policy of OpenMP threads."""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """The task, arguments and resources of a process."""
+    """The task, arguments and resources of a process; with `arguments` it is also the first message to the process."""
 
     name: str
     entry: str
@@ -98,7 +88,6 @@ class ProcessSpec:
     """Open files of the parent that `wrapper` reads."""
     also_calls: str = ""
     """`module:function` that the entry calls; a fork server imports its module too."""
-
     starts: tuple[str, ...] = ()
     """Modules of the processes that it starts itself from its own fork server on this machine."""
 

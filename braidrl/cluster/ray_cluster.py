@@ -65,10 +65,8 @@ class RayCluster:
         self.family = secrets.token_hex(4)
         """Prefix of the actor names of this run."""
         self._looked = time.monotonic()
-        self._asked: dict[Any, Any] = {}
-        """The reference of each actor's next heartbeat."""
-        self._heard: dict[Any, float] = {}
-        """The time of each actor's last heartbeat."""
+        self._beats: dict[Any, tuple[float | None, Any]] = {}
+        """The time of each actor's last heartbeat, and the reference of the next."""
         self.needed: dict[int, str] = {}
         """Ray's own processes, for a cluster started here."""
         if self.started:
@@ -96,15 +94,17 @@ class RayCluster:
 
         Raises UserError if devices, or the kind of a pool, are missing, or stay occupied.
         """
-        kinds = {name.removeprefix(KIND) for name in self.ray.cluster_resources() if name.startswith(KIND)}
+        resources, util = self.ray.cluster_resources(), self.ray.util
+        kinds = {name.removeprefix(KIND) for name in resources if name.startswith(KIND)}
+        wanted = {pool.name: pool.kind.partition("-")[0] for pool in pools if pool.kind and pool.kind != "cpu"}
         for pool in pools:
-            if pool.kind and pool.kind != "cpu" and pool.kind.partition("-")[0] not in kinds:
+            if wanted.get(pool.name, "") not in {"", *kinds}:
                 raise UserError(
                     f"placement: {pool.name} needs devices of kind {pool.kind}, and the cluster has {', '.join(sorted(kinds)) or 'none'}; "
                     "make a plan for these (`braid plan --devices`), or remove kind"
                 )
         # A worker with a device takes a CPU too.
-        check_devices(pools, int(self.ray.cluster_resources().get("CPU", 0)), "CPUs")
+        check_devices(pools, int(resources.get("CPU", 0)), "CPUs")
         each = devices_each(pools, self.devices, "the cluster") if self.kind == "GPU" else {}
         largest = max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
         for pool in pools:
@@ -113,34 +113,30 @@ class RayCluster:
                     f"{pool.name} needs {each[pool.name]} CUDA devices on one node, and the largest has {largest}; lower rollout.tensor or "
                     "rollout.engines, or let engines of vLLM span nodes (runtime=streaming, rollout.nodes=2)"
                 )
-        util = self.ray.util
         for pool in pools:
             # Ranks that share a node of a pinned pool share one bundle.
             together = pool.workers // pool.nodes if pool.nodes else 1
             bundle: dict[str, float] = {"CPU": together}
             if each.get(pool.name):
                 bundle["GPU"] = together * each[pool.name]
-            if pool.kind and pool.kind != "cpu":
-                bundle[KIND + pool.kind.partition("-")[0]] = SOME
+            if pool.name in wanted:
+                bundle[KIND + wanted[pool.name]] = SOME
             bundles = [bundle] * (pool.workers // together)
             self.groups.append(util.placement_group(bundles, strategy="STRICT_SPREAD" if pool.nodes else "PACK"))
+        found = []
         for pool, group in zip(pools, self.groups, strict=True):
             if not group.wait(self.config.start_limit_s):
                 raise UserError(
                     f"waited {self.config.start_limit_s:g} s for {pool.workers} free {self.kind}s for {pool.name}; "
                     "other work holds them: end it, or raise cluster.start_limit_s"
                 )
-        strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        found = []
-        for pool, group in zip(pools, self.groups, strict=True):
+            strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy
             nodes: dict[int, str] = util.placement_group_table(group)["bundles_to_node_id"]
             # The bundles of a node are neighbours, nodes in the order of their first bundles.
-            order = [
-                n for node in dict.fromkeys(nodes[n] for n in sorted(nodes)) for n in sorted(nodes) if nodes[n] == node
-            ]
-            each_bundle = pool.workers // len(order)
-            places = [(nodes[n], strategy(group, n)) for n in order for _ in range(each_bundle)]
-            found.append([Reservation(node, place, 1, each.get(pool.name, 0)) for node, place in places])
+            firsts = list(dict.fromkeys(nodes[bundle] for bundle in sorted(nodes)))
+            order = sorted(nodes, key=lambda bundle: (firsts.index(nodes[bundle]), bundle))
+            places = [Reservation(nodes[n], strategy(group, n), 1, each.get(pool.name, 0)) for n in order]
+            found.append([place for place in places for _ in range(pool.workers // len(order))])
         return found
 
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
@@ -172,22 +168,23 @@ class RayCluster:
         now = time.monotonic()
         if now - self._looked < BEAT_S:
             return
-        if now - self._looked > ASLEEP_S:  # this process was itself stopped or busy
-            self._heard = dict.fromkeys(self._heard, now)
-        self._looked = now
-        watched = {actor._actor_id for actor in self.actors}
-        self._heard = {actor: when for actor, when in self._heard.items() if actor in watched}
-        self._asked = {actor: reference for actor, reference in self._asked.items() if actor in watched}
-        asked = {reference: actor for actor, reference in self._asked.items()}
-        answered = self.ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else []
-        self._heard |= {asked[reference]: now for reference in answered}
+        was_asleep, self._looked = now - self._looked > ASLEEP_S, now  # this process was itself stopped or busy
+        asked = [reference for _, reference in self._beats.values()]
+        answered = set(self.ray.wait(asked, num_returns=len(asked), timeout=0)[0]) if asked else set()
+        beats = {}
         for actor in self.actors:
-            if self._asked.get(actor._actor_id) in (None, *answered):
-                self._asked[actor._actor_id] = actor.__ray_ready__.options(concurrency_group=BEATS).remote()
+            heard, reference = self._beats.get(actor._actor_id, (None, None))
+            if reference in answered or (was_asleep and heard is not None):
+                heard = now
+            if reference is None or reference in answered:
+                reference = actor.__ray_ready__.options(concurrency_group=BEATS).remote()
+            beats[actor._actor_id] = heard, reference
+        self._beats = beats
 
     def silence(self, actor: Any) -> float:
         """Return the seconds since the last heartbeat of an actor that has sent one."""
-        return max(0.0, self._looked - self._heard.get(actor._actor_id, self._looked))
+        heard, _ = self._beats.get(actor._actor_id, (None, None))
+        return 0.0 if heard is None else max(0.0, self._looked - heard)
 
     def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
         """Wait for the first of these references and return all that are ready; none after `limit_s` seconds.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.local import LocalProcess, Spawned
+from braidrl.cluster.local import Spawned
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S, LOOPBACK, Launcher, Outcome, Process, ProcessSpec
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, import_ray
@@ -21,17 +21,15 @@ from braidrl.config import ClusterConfig
 class ProcessActor:
     """An actor that starts one process beside itself, receives its outcome, and ends it."""
 
-    process: LocalProcess | None = None
-    silence_s = 0.0
-
-    def start(self, spec: ProcessSpec, silence_s: float) -> int:
-        """Start the process and return its id. It is killed after `silence_s` seconds without a heartbeat."""
+    def __init__(self, spec: ProcessSpec, silence_s: float) -> None:
+        """Start the process. It is killed after `silence_s` seconds without a heartbeat."""
         self.process, self.silence_s = Spawned(spec), silence_s
+
+    def pid(self) -> int:
         return self.process.pid
 
     def last_word(self) -> Outcome | None:
         """Wait for the outcome of the process; None if it ends without one."""
-        assert self.process is not None
         while self.process.outcome is None and not self.process.hung_up:
             self.process.connection.poll(BEAT_S)
             self.process.end_if_silent(mute_after(self.silence_s))
@@ -39,22 +37,21 @@ class ProcessActor:
 
     def perform(self, method: str) -> Any:
         """Call a method of the process: describe_end, interrupt, hang_up or kill."""
-        return getattr(self.process, method)() if self.process else None
+        return getattr(self.process, method)()
 
     def close(self) -> None:
         """End the process if it still runs."""
-        if self.process is not None:
-            self.process.hang_up()
-            self.process.close(END_LIMIT_S / 2)
+        self.process.hang_up()
+        self.process.close(END_LIMIT_S / 2)
 
 
 class RayProcess(Process):
     """A process started by an actor."""
 
-    def __init__(self, cluster: RayCluster, actor: Any, spec: ProcessSpec) -> None:
-        self.name, self._cluster, self._ray, self._actor = spec.name, cluster, cluster.ray, actor
-        self._pid = actor.start.remote(spec, cluster.config.silence_s)
-        self._silent = ""
+    def __init__(self, cluster: RayCluster, place: Reservation, spec: ProcessSpec) -> None:
+        self.name, self._cluster, self._ray, self._silent = spec.name, cluster, cluster.ray, ""
+        self._actor = actor = cluster.start(ProcessActor, place, spec, cluster.config.silence_s)
+        self._pid = actor.pid.remote()
         self._perform = actor.perform.options(concurrency_group="aside").remote
         self.ended = actor.last_word.remote()
         """Ray's reference to the outcome."""
@@ -154,7 +151,7 @@ class RayLauncher(Launcher):
         none = self.cluster.kind == "GPU" and not place.gpus
         # If an actor dies, only its process dies with it; the run and its shared memory stay.
         spec = replace(spec, orphaned="", devices=() if none else None)
-        return RayProcess(self.cluster, self.cluster.start(ProcessActor, place), spec)
+        return RayProcess(self.cluster, place, spec)
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         ended = {each.ended: each for each in processes if isinstance(each, RayProcess)}

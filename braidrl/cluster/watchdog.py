@@ -18,6 +18,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import psutil
+
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S
 from braidrl.observe.stalls import WORK
 
@@ -85,33 +87,26 @@ def holding_back(process: int, number: signal.Signals) -> set[str]:
 
 def stack_file(folder: Path, name: str, process: int) -> Path:
     """Return the path of a dumped stack in a run's folder."""
-    path = folder / "stacks" / f"{name.replace(' ', '-').replace('/', '-')}-{process}.txt"
+    path = folder / "stacks" / f"{re.sub('[ /]', '-', name)}-{process}.txt"
     path.parent.mkdir(exist_ok=True)
     return path
 
 
 def descendants(process: int) -> dict[int, str]:
-    """Return all descendants of a process with the kernel's state letter of each (T is stopped)."""
-    states, children = dict[int, str](), dict[int, list[int]]()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            number = int(entry.name)
-            state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-            states[number] = state
-            children.setdefault(int(parent), []).append(number)
-    found, waiting = dict[int, str](), [process]
-    while waiting:
-        for child in children.get(waiting.pop(), ()):
-            found[child] = states[child]
-            waiting.append(child)
+    """Return all descendants of a process with the status of each, as psutil names it."""
+    found = dict[int, str]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[child.pid] = child.status()
     return found
 
 
 def has_ended(process: int) -> bool:
     """Return True if a process is gone, or is a zombie."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
+        return psutil.Process(process).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return True
 
 
@@ -147,7 +142,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
         self._thread.join(END_LIMIT_S)
         for process, state in descendants(os.getpid()).items():
             # The watch has ended, and this process waits for a stopped one at its end.
-            if state == "T":
+            if state == psutil.STATUS_STOPPED:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGCONT)
 
@@ -159,7 +154,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
             if now - looked > pause + ASLEEP_S:
                 since.clear()  # this process was itself stopped, perhaps together with all others
             looked = now
-            stopped = [process for process, state in descendants(os.getpid()).items() if state == "T"]
+            stopped = [process for process, state in descendants(os.getpid()).items() if state == psutil.STATUS_STOPPED]
             since = {process: since.get(process, now) for process in stopped}
             for process in [process for process, first in since.items() if now - first >= self.silence_s]:
                 name, seconds = name_of(process), now - since.pop(process)

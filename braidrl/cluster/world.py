@@ -60,7 +60,7 @@ class Notices:
             return ()
         self._next = now + HEAR_EVERY_S
         new = []
-        # read the count first: a numbered message that is not written yet would block
+        # `get` would block on a numbered message that is not written yet.
         while self._store.check([key := f"{self._list}/{self._heard}"]):
             new.append(self._store.get(key))
             self._heard += 1
@@ -69,14 +69,6 @@ class Notices:
 
 STORE_LIMIT_S = 5.0
 """Second connection to the store: after a failure it tells where each rank is."""
-
-
-@dataclass
-class BytesReceived:
-    """Bytes received from other ranks, by the call that brought them."""
-
-    gathered: int = 0
-    exchanged: int = 0
 
 
 class World:
@@ -89,7 +81,8 @@ class World:
         self.first = rank == 0
         """True for the rank that writes shared files."""
         self.place, self.rows = "the start", ""
-        self.received = BytesReceived()
+        self.exchanged_bytes = 0
+        """The payload received from other ranks."""
         self._store, self._meetings = store, 0
         self.notices = None if store is None else Notices(dist.PrefixStore("notices", store))
         """The notices between ranks; None for a single process."""
@@ -146,9 +139,7 @@ class World:
             return [memoryview(message)]
         with self.meeting(purpose) as where:
             sizes = self._sizes(where, torch.tensor([len(message)]).expand(self.size))
-            found = all_gather_bytes(message, self.group, sizes)
-        self.received.gathered += int(sizes.sum()) - len(message)
-        return found
+            return all_gather_bytes(message, self.group, sizes)
 
     def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
         """Exchange messages with all ranks, one for each; a single all-to-all of bytes."""
@@ -160,7 +151,7 @@ class World:
             coming = self._sizes(where, sizes)
             received = torch.empty(int(coming.sum()), dtype=torch.uint8)
             dist.all_to_all_single(received, torch.cat(parts), coming.tolist(), sizes.tolist(), group=self.group)
-        self.received.exchanged += len(received) - int(coming[self.rank])
+        self.exchanged_bytes += len(received) - int(coming[self.rank])
         return [part.numpy().data for part in received.split(coming.tolist())]
 
     def _sizes(self, where: str, sizes: Tensor) -> Tensor:
@@ -183,7 +174,6 @@ class World:
             size = int(self._sizes(where, torch.tensor([len(message)]).expand(self.size))[0])
             message = message if self.first else torch.empty(size, dtype=torch.uint8)
             dist.broadcast(message, src=0, group=self.group)
-        self.received.gathered += 0 if self.first else size
         return unpack_message(message.numpy().tobytes())
 
     def close(self) -> None:

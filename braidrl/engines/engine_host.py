@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from braidrl.cluster.local import Forked
+from braidrl.cluster.local import LocalProcess
 from braidrl.cluster.watchdog import named
 from braidrl.data.messages import unpack_message
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -57,7 +57,7 @@ def main(handle: int) -> None:
             start = unpack_message(first.recv_bytes(), EngineCall)
     except EOFError:
         return
-    spec, followers = start.spec, list[Forked]()
+    spec, followers = start.spec, list[LocalProcess]()
     # vLLM starts its ranks itself.
     if spec.kind == "embedded" and spec.tensor * spec.pipeline > 1:
         # The processes wait for one another less long than the run waits for this one, which names the missing one.
@@ -70,7 +70,7 @@ def main(handle: int) -> None:
             follower.kill()
 
 
-async def serve(connection: socket.socket, start: int, spec: EngineSpec, followers: Sequence[Forked]) -> None:
+async def serve(connection: socket.socket, start: int, spec: EngineSpec, followers: Sequence[LocalProcess]) -> None:
     """Make the engine, answer the call that started it, and execute the run's calls until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     keep_freed_memory()

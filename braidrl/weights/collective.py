@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
@@ -241,10 +241,13 @@ class OfferedWeights(Senders):
             device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
             yield from Incoming(notice, 0, device).tensors()
 
-    def put_into(self, parts: Mapping[str, WeightPart]) -> None:
-        """Receive into parts of a model. Raises as `Incoming.receive`."""
-        with self.asked(1) as notice:
-            Incoming(notice, 0, next(part.tensor.device for part in parts.values())).receive(parts)
+    def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
+        """Receive into the parts of a model, which all of its `ranks` do at the same time. Raises as `Incoming.receive`."""
+        ranks, device = ranks or Ranks(), next(part.tensor.device for part in parts.values())
+        with ExitStack() as stack:
+            asked = stack.enter_context(self.asked(ranks.size)) if ranks.rank == 0 else None
+            notice = ranks.all_gather("weights on offer", asked, TransferNotice | None)[0]
+            Incoming(notice, ranks.rank, device).receive(parts)
 
     def close(self) -> None:
         """Do nothing: the senders decide how long they keep the version."""

@@ -72,8 +72,11 @@ class WeightFile:
         """Return the shape of every tensor, a tied one under each of its names."""
         return {name: tensor.shape for name, tensor in self.tensors()}
 
-    def put_into(self, parts: Mapping[str, WeightPart]) -> None:
-        """Write this version into parts of a model. Raises ValueError, before any change, if they are another model's."""
+    def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
+        """Write this version into the parts of a model, whose `ranks` need not wait for each other.
+
+        Raises ValueError, before any change, if they are another model's.
+        """
         given = dict(self.tensors())
         check_parts({name: tensor.shape for name, tensor in given.items()}, parts)
         for name, part in parts.items():
@@ -127,22 +130,22 @@ class WeightWriter:
             ranks_on.setdefault(where, []).append(rank)
         self.machines = sorted(ranks_on)
         """The machines that receive a file of each version."""
-        self.here = ranks_on[known.machines[ranks.rank]]
-        self.is_leader = ranks.rank == self.here[0]
+        self.leader = ranks_on[known.machines[ranks.rank]][0]
+        self.is_leader = ranks.rank == self.leader
         """Whether this rank creates its machine's file."""
         others = {other: first for first, part in known.tensors.items() for other in part.names if other != first}
-        self.notes = {} if repeat else others
-        """Other names of tied tensors, and the stored names."""
         self.repeated = others if repeat else {}
-        """The same for tied tensors that are stored under every name."""
-        self.tensors_at, at = dict[str, tuple[torch.dtype, torch.Size, int, int]](), 0
-        """Dtype, shape, start and end byte (after the header) of each tensor."""
+        """The other names of tied tensors that are stored under every name, and the first."""
+        notes = {**({} if repeat else others), **({CHECKSUM: NO_CHECKSUM} if check else {})}
+        self.header: dict[str, Any] = {"__metadata__": notes} if notes else {}
+        """The file's header: the bytes of each tensor in `tensors`, counted from its end."""
+        self.tensors, self.size = {name: part.local for name, part in known.tensors.items()}, 0
+        self.tensors |= {name: self.tensors[same] for name, same in self.repeated.items()}
         # By descending element size, so that each is aligned.
-        stored = {name: part.local for name, part in known.tensors.items()}
-        stored |= {name: stored[same] for name, same in self.repeated.items()}
-        for name, tensor in sorted(stored.items(), key=lambda one: (-one[1].itemsize, one[0])):
-            end = at + tensor.nbytes
-            self.tensors_at[name], at = (tensor.dtype, tensor.shape, at, end), end
+        for name, tensor in sorted(self.tensors.items(), key=lambda one: (-one[1].itemsize, one[0])):
+            start, self.size = self.size, self.size + tensor.nbytes
+            offsets = [start, self.size]
+            self.header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         # The ranks of each machine write every element once.
         groups = [
             replace(group, wanted=[block for here in ranks_on.values() for block in shared_blocks(group, here)])
@@ -168,19 +171,20 @@ class WeightWriter:
                 # The file's tensors are mapped while any of them is alive.
                 size = os.fstat(handle).st_size
                 content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size, dtype=torch.uint8)
-                body = content[len(self._header(NO_CHECKSUM)) :]
+                body = content[size - self.size :]
                 tensors = {
-                    name: body[start:end].view(dtype).view(shape)
-                    for name, (dtype, shape, start, end) in self.tensors_at.items()
+                    name: body[slice(*self.header[name]["data_offsets"])].view(tensor.dtype).view(tensor.shape)
+                    for name, tensor in self.tensors.items()
                 }
-                into = {name: WeightPart([name], own) for name, own in tensors.items()}
-                self.transfer.run(parts, into)
+                self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
                 self.ranks.all_gather("blocks of other ranks", None)
                 if self.check or self.repeated:
                     if self.is_leader:
                         for name, same in self.repeated.items():
                             tensors[name].copy_(tensors[same])
-                        os.pwrite(handle, self._header(checksum(tensors) if self.check else NO_CHECKSUM), 0)
+                        if self.check:
+                            self.header["__metadata__"][CHECKSUM] = checksum(tensors)
+                            os.pwrite(handle, self._header(), 0)
                     self.ranks.all_gather("checksum of the weight file", None)
             except BaseException:
                 os.close(handle)
@@ -194,7 +198,7 @@ class WeightWriter:
 
     def _create(self, made: ExitStack, named: Path | None) -> Path:
         """Create the file on each machine's leader, with its header and space for all tensors; return this machine's path."""
-        said, header = dict[str, Any](), self._header(NO_CHECKSUM)
+        said, header = dict[str, Any](), self._header()
         for_servers = self.in_folder and self.adapter is None
         try:
             if self.is_leader:
@@ -213,8 +217,7 @@ class WeightWriter:
                 handle = os.open(named, flags, mode)
                 try:
                     # Allocate all pages now: a write to a mapped page without memory would kill the process by SIGBUS.
-                    end = max((end for *_, end in self.tensors_at.values()), default=0)
-                    os.posix_fallocate(handle, 0, len(header) + end)
+                    os.posix_fallocate(handle, 0, len(header) + self.size)
                     os.pwrite(handle, header, 0)
                 except OSError:
                     os.unlink(named)
@@ -227,15 +230,10 @@ class WeightWriter:
         for failed in of_all:
             if "error" in failed:
                 raise OSError(failed["number"], failed["error"])
-        return Path(of_all[self.here[0]]["path"])
+        return Path(of_all[self.leader]["path"])
 
-    def _header(self, check_sum: str) -> bytes:
-        """Return the file's header; its length does not depend on the checksum."""
-        notes = {**self.notes, **({CHECKSUM: check_sum} if self.check else {})}
-        about: dict[str, Any] = {"__metadata__": notes} if notes else {}
-        for name, (dtype, shape, start, end) in self.tensors_at.items():
-            about[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(about).encode()
+    def _header(self) -> bytes:
+        text = json.dumps(self.header).encode()
         text += b" " * (-len(text) % WORD)
         return len(text).to_bytes(WORD, "little") + text
 

@@ -271,11 +271,9 @@ def plan_moves(
         held, wanted = ([box for owner, box in some if owner == rank] for some in (group.held, group.wanted))
         if kept := [piece for box in held for other in wanted if (piece := box.overlap(other))]:
             stays |= dict.fromkeys(group.tensors, kept)
-        tensors = np.asarray(group.tensors, dtype=np.int64)
-        cells = Cells(group, machines or [None] * ranks)
-        for cell, giver, target, chosen, onward in cells.moves_of(rank, number):
+        for giver, target, block in Cells(group, machines or [None] * ranks).moves_of(rank, number):
             to = receives if target == rank else sends if giver == rank else relayed.setdefault(target, [])
-            to.append(MovedBlock(tensors[chosen], target if giver == rank else giver, cells.box(cell), cell, onward))
+            to.append(block)
     item = groups[0].item_bytes if groups else 1
     passed = {relay: Moves(some, item) for relay, some in relayed.items()}
     return RankPlan(stays, Moves(sends, item), Moves(receives, item), passed)
@@ -296,7 +294,8 @@ class Cells:
         """The rank at each place."""
         self.firsts = np.searchsorted(machine_of[self.ranks], np.arange(len(numbers) + 1))
         """The first place of each machine, and the end of the last."""
-        self.tensors, edges = len(group.tensors), [{0, size} for size in group.shape]
+        self.tensors = np.asarray(group.tensors, dtype=np.int64)
+        edges = [{0, size} for size in group.shape]
         for box in {box for _, box in (*group.held, *group.wanted) if box.elements}:
             for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 edges[axis] |= {at, at + size}
@@ -331,42 +330,43 @@ class Cells:
         sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
         return Box(starts, sizes)
 
-    def moves_of(self, rank: int, number: int) -> Iterator[tuple[int, int, int, Bools, tuple[int, ...]]]:
-        """Yield (cell, giver, receiver, tensors, onward) of the moves from a rank, to it, and to relays that pass the cell on to it.
+    def moves_of(self, rank: int, number: int) -> Iterator[tuple[int, int, MovedBlock]]:
+        """Yield giver, receiver and block of the moves from a rank, to it, and to relays that pass a cell on to it.
 
         Holders of a cell on the receiver's machine give it in turn. If there are none, all holders give it, to one rank of each machine in
         turn. Each tensor continues the turns of the last; `number` of the group offsets them.
         """
-        own, tensors = int(np.flatnonzero(self.ranks == rank)[0]), np.arange(self.tensors)
+        own, tensors = int(np.flatnonzero(self.ranks == rank)[0]), np.arange(len(self.tensors))
         here = int(np.searchsorted(self.firsts, own, "right")) - 1
         cells = np.flatnonzero(self.holds[:, own] | self.needs[:, own])
         near, needy = (
             np.logical_or.reduceat(marks[cells], self.firsts[:-1], axis=1) for marks in (self.holds, self.needs)
         )
         for cell, is_near, is_needy in zip(cells.tolist(), near, needy, strict=True):
-            gives, far = self.holds[cell, own], np.flatnonzero(is_needy & ~is_near)
+            gives, far, box = self.holds[cell, own], np.flatnonzero(is_needy & ~is_near), self.box(cell)
             for machine in np.flatnonzero(is_needy) if gives else [here]:
                 begin, end = self.firsts[machine : machine + 2]
                 needing = begin + np.flatnonzero(self.needs[cell, begin:end])
                 is_far = not is_near[machine]
-                holders = (
-                    np.flatnonzero(self.holds[cell]) if is_far else begin + np.flatnonzero(self.holds[cell, begin:end])
-                )
+                holders = np.flatnonzero(self.holds[cell] if is_far else self.holds[cell, begin:end])
+                if is_far:
+                    givers = holders[(np.searchsorted(far, machine) + number + tensors * len(far)) % len(holders)]
                 for turn, target in enumerate(needing.tolist()):
                     if is_far:
                         # One rank of the machine receives a tensor, in turn, and passes it on to the others.
                         chosen = (cell + number + tensors) % len(needing) == turn
-                        first, served = int(np.searchsorted(far, machine)), len(far)
                         onward = tuple(self.ranks[needing[needing != target]].tolist())
                     elif gives or target == own:
-                        chosen, first, served, onward = np.ones(len(tensors), dtype=np.bool_), turn, len(needing), ()
+                        givers = begin + holders[(turn + number + tensors * len(needing)) % len(holders)]
+                        chosen, onward = np.ones(len(tensors), dtype=np.bool_), ()
                     else:
                         continue
-                    givers = holders[(first + number + tensors * served) % len(holders)]
                     if gives:
                         chosen &= givers == own
-                    for giver in np.unique(givers[chosen]).tolist():
-                        yield cell, int(self.ranks[giver]), int(self.ranks[target]), chosen & (givers == giver), onward
+                    for giver in sorted(set(givers[chosen].tolist())):
+                        peer, moved = target if gives else giver, self.tensors[chosen & (givers == giver)]
+                        block = MovedBlock(moved, int(self.ranks[peer]), box, cell, onward)
+                        yield int(self.ranks[giver]), int(self.ranks[target]), block
 
 
 def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, Box]]:

@@ -198,5 +198,4 @@ def check_parts(given: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]
 
 def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
     """Return copies of parts on their devices, with adapters merged; all ranks of a sharded model call this at the same time."""
-    merged = {name: part.merged() for name, part in parts.items()}
-    return {name: replace(part, tensor=part.local.clone()) for name, part in merged.items()}
+    return {name: replace(own := part.merged(), tensor=own.local.clone()) for name, part in parts.items()}

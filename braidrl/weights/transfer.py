@@ -84,12 +84,12 @@ class WeightTransfer:
         needed = [int(passes), *(plan.rounds_needed(limit_bytes) for plan in self.plans)]
         passes, *counts = self._agreed(torch.tensor(needed), dist.ReduceOp.MAX).tolist()
         self.has_relays = bool(passes)
-        self.steps_of = [
+        self.exchanges = [
             (plan, count, step) for plan, count in zip(self.plans, counts, strict=True) for step in range(count)
         ]
         """The plan of each exchange, the number of its exchanges, and the number of this one."""
         # At least one round without an exchange, in which blocks are copied locally.
-        self.rounds = max(1, len(self.steps_of))
+        self.rounds = max(1, len(self.exchanges))
         self._place_tensors(counts)
 
     def _agreed(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
@@ -145,7 +145,7 @@ class WeightTransfer:
     @torch.no_grad()
     def steps(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> Iterator[int]:
         """Move the weights as `run` does; yield the number of each finished round."""
-        begun, self.traffic = time.perf_counter(), TransferVolume(rounds=len(self.steps_of))
+        begun, self.traffic = time.perf_counter(), TransferVolume(rounds=len(self.exchanges))
         # A rank with nothing to send in a round still takes part, on its own device.
         device = self.device or next(part.tensor.device for part in (*parts.values(), *into.values()))
         sources = dict[str, WeightPart]()
@@ -155,8 +155,8 @@ class WeightTransfer:
                     if (name := self.names[tensor]) in parts:
                         sources[name] = parts[name].merged()
                         self._copy_here(tensor, sources[name], into)
-                if self.steps_of:
-                    plan, count, step = self.steps_of[number]
+                if self.exchanges:
+                    plan, count, step = self.exchanges[number]
                     send = self._send if self.before is None else self._send_changes
                     received, sizes = send(plan, step, count, sources, device)
                     onward = self._take(plan.receives.pieces(step, count), received, sizes, into)

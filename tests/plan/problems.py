@@ -33,7 +33,7 @@ def cluster(nodes: int, devices: int, memory: int = 80 * GIB, speed: float = 1e1
         source="made up", peak={"float32": speed, "bfloat16": 2 * speed}, memory=memory, bandwidth=1e11, link=1e10,
         network=2e9, host=1e9,
     )  # fmt: skip
-    return Cluster((NodeGroup(kind=name, nodes=nodes, devices=devices),), {name: kind})
+    return Cluster(groups=(NodeGroup(kind=name, nodes=nodes, devices=devices),), kinds={name: kind})
 
 
 def problem(

@@ -146,7 +146,7 @@ def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_fits
 
 def test_mixed_kinds_put_each_set_on_one_kind(tmp_path: Path) -> None:
     fast, slow = cluster(1, 2, speed=1e12, name="fast"), cluster(1, 2, speed=1e11, name="slow")
-    both = Cluster((*fast.groups, *slow.groups), {**fast.kinds, **slow.kinds})
+    both = Cluster(groups=(*fast.groups, *slow.groups), kinds={**fast.kinds, **slow.kinds})
     model = write_sizes(tmp_path / "m")
     plans = Search(problem(model, both)).hybrid()
     assert {one.group.kind for plan in plans for one in plan.sets} == {"fast", "slow"}

@@ -150,7 +150,7 @@ def test_stopped_process_is_continued_when_run_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         with FrozenWatch(3600.0, print):
             process.send_signal(signal.SIGSTOP)
-            while descendants(os.getpid()).get(process.pid) != "T":
+            while descendants(os.getpid()).get(process.pid) != "stopped":
                 time.sleep(0.01)
         process.communicate(b"\n", timeout=NOTICED_S)
     assert process.returncode == 0

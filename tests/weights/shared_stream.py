@@ -14,8 +14,8 @@ from torch import Tensor
 from braidrl.cluster.world import Ranks, World
 from braidrl.weights import collective
 from braidrl.weights.boxes import Box, Slices
-from braidrl.weights.collective import Incoming, TransferNotice, WeightOffer
-from braidrl.weights.shards import WeightPart
+from braidrl.weights.collective import Incoming, OfferedWeights, TransferNotice, WeightOffer
+from braidrl.weights.shards import WeightPart, full_parts
 
 TRAINERS, ENGINES, TENSOR, LIMIT_S = 2, 2, 2, 60.0
 SHAPES = {"embedding": (64, 48), "norm": (48,), **{f"layers.{n}.up": (32, 48) for n in range(4)}}
@@ -86,3 +86,21 @@ def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str, che
         "received": [sum(one["received"][n] for one in every[TRAINERS:]) for n in (0, 1)],
         "counted": every[0]["counted"], "differs": [name for one in every for name in one["differs"]],
     }  # fmt: skip
+
+
+def put_into_slices(world: World, task: dict[str, Any]) -> list[str]:
+    """Put a version that the first rank offers into the slices of all ranks; return the tensors that differ."""
+    torch.set_num_threads(1)
+    offer = WeightOffer(Ranks(), "127.0.0.1", LIMIT_S, torch.device("cpu")) if world.first else None
+    offered = asdict(offer.keep(1, full_parts(tensors(1).items()))) if offer is not None else None
+    source = OfferedWeights(**world.share("the offer", offered))
+    own, expected = (
+        {n: part_of(n, t * share, 1, world.rank, world.size, t.dtype) for n, t in tensors(1).items()}
+        for share in (0, 1)
+    )
+    source.put_into(own, Ranks(world.group, world))
+    differs = [n for n, part in expected.items() if not torch.equal(own[n].local, part.local)]
+    every = world.gather("results", json.dumps(differs).encode())
+    if offer is not None:
+        offer.close()
+    return [name for one in every for name in json.loads(bytes(one))]

@@ -251,3 +251,7 @@ def test_two_engines_of_a_node_share_one_stream_from_another_node() -> None:
     assert shared["sent"][1] < shared["sent"][0] / 2, "changed values alone are passed on"
     assert 0.9 < 2 * shared["sent"][1] / apart["sent"][1] < 1.1
     assert shared["counted"] == shared["received"][1], "the first sender asks for both engines"
+
+
+def test_all_ranks_of_a_model_receive_their_slices_of_an_offered_version() -> None:
+    assert run_ranks("tests.weights.shared_stream:put_into_slices", {}, 2, 60.0) == []

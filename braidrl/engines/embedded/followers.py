@@ -21,7 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
+from braidrl.cluster.local import LOOK_EVERY_S, LocalProcess, fork
 from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.process_groups import connect_store, join_group, open_store
 from braidrl.data.messages import pack_message, unpack_message
@@ -52,14 +52,14 @@ class Lockstep(msgspec.Struct, omit_defaults=True):
     """The transfer of the weights over a process group; with neither the weights stay."""
 
 
-def fork_followers(spec: EngineSpec, inherited: int) -> list[Forked]:
+def fork_followers(spec: EngineSpec, inherited: int) -> list[LocalProcess]:
     """Fork the followers of an engine, ranks 1 and up.
 
     Args:
         spec: Their engine.
         inherited: A descriptor that followers close: through it the run notices the leader's end.
     """
-    followers: list[Forked] = []
+    followers: list[LocalProcess] = []
     for rank in range(1, spec.tensor):
         kept = [inherited, *(process.connection.fileno() for process in followers)]
         followers.append(fork(f"follower {rank}", partial(_run, rank, spec), kept))
@@ -75,7 +75,7 @@ FAILED = 1
 class LeadingEngine(EmbeddedEngine):
     """The leader's engine, used like one that has the full model. After a failure of any process every call raises `EngineError`."""
 
-    def __init__(self, spec: EngineSpec, followers: Sequence[Forked]) -> None:
+    def __init__(self, spec: EngineSpec, followers: Sequence[LocalProcess]) -> None:
         """Make the engine once every process has loaded its slices; processes wait for one another `limit_s` seconds.
 
         Raises UserError for a model that cannot be used, and EngineError for a follower that fails.

@@ -11,12 +11,12 @@ Rows of a frozen role pass through; rows of a trained role stay with its `Traine
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.world import World
+from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, StreamingConfig
 from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame, pack_message, unpack_message
@@ -39,7 +39,6 @@ from braidrl.runtimes.streaming.train import Trainer
 from braidrl.runtimes.streaming.weights import VersionWriter, source_of
 from braidrl.training.backends import ShardedBackend
 from braidrl.training.roles.worker import copied_parts, torch_worker
-from braidrl.weights.collective import Incoming, OfferedWeights
 
 SOON_S = 0.2
 """Longest wait of a leader for work while other ranks wait for it."""
@@ -239,16 +238,8 @@ class StageLoop:
             worker, name = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
             with self.context.trace.busy(stage.name, work.iteration, (), work.iteration - 1) as span:
                 parts = copied_parts(worker, name, stage.params.get("decay", 0.0))
-                source = source_of(work.message["weights"])
                 try:
-                    if isinstance(source, OfferedWeights):
-                        # Each rank receives the slices that it holds.
-                        with ExitStack() as asked:
-                            notice = asked.enter_context(source.asked(self.world.size)) if self.world.first else None
-                            notice = self.world.share("weights on offer", notice)
-                            Incoming(notice, self.world.rank, worker.device).receive(parts)
-                    else:
-                        source.put_into(parts)
+                    source_of(work.message["weights"]).put_into(parts, Ranks(self.world.group, self.world))
                 except ValueError as error:
                     raise UserError(f"{self.role} cannot take weights from {name}: {error}") from error
                 # They are freed after the leader reports the step: by then every rank has them.

@@ -74,17 +74,17 @@ def columns_of_every_kind(world: World) -> dict[str, Any]:
 def bytes_of_an_exchange(world: World) -> dict[str, Any]:
     """Return the bytes received, and the size of the rows that had to move."""
     rows, source, target = table(300), owners("first two", 300), owners("all", 300)
-    before = world.received.exchanged
+    before = world.exchanged_bytes
     moved(world, held(rows, source, world.rank), source, target)
     came = rows.take((target == world.rank) & (source != world.rank))
-    return {"received": world.received.exchanged - before, "needed": laid_out(encode(came))[0] if len(came) else 0}
+    return {"received": world.exchanged_bytes - before, "needed": laid_out(encode(came))[0] if len(came) else 0}
 
 
 def nothing_moves(world: World) -> dict[str, Any]:
     """Rows that stay where they are."""
-    own, before = held(table(), owners("all"), world.rank), world.received.exchanged
+    own, before = held(table(), owners("all"), world.rank), world.exchanged_bytes
     same = moved(world, own, owners("all"), owners("all"))
-    return {"same object": same is own, "received": world.received.exchanged - before}
+    return {"same object": same is own, "received": world.exchanged_bytes - before}
 
 
 CHECKS = {f.__name__: f for f in (columns_of_every_kind, bytes_of_an_exchange, nothing_moves)}

@@ -22,7 +22,7 @@ def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
     """
     counts = []
     for tree in task["runs"]:
-        before = world.received.exchanged
+        before = world.exchanged_bytes
         with TrainingRun(parse_config(tree), world=world) as run:
             assert isinstance(run.backend, DistributedBackend)
             make, made = run.backend.store.make, [0]
@@ -35,7 +35,7 @@ def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
             run.backend.store.make = noted  # type: ignore[method-assign]
             run.train()
             moved = run.backend.exchange.moved_rows
-            count = {"rows": moved, "bytes": world.received.exchanged - before, "made": max(made)}
+            count = {"rows": moved, "bytes": world.exchanged_bytes - before, "made": max(made)}
             counts.append([json.loads(bytes(c)) for c in world.gather("counts", json.dumps(count).encode())])
     return counts
 
