@@ -35,7 +35,7 @@ from braidrl.agents.tool_calls import CALL_ID, ToolCall, parse_tool_calls
 from braidrl.agents.turns import Context, Observation, outcome_of
 from braidrl.errors import UserError, suggest
 from braidrl.importing import PluginRegistry, import_function
-from braidrl.sandbox.answers import Answerer, Message
+from braidrl.sandbox.answers import Answerer, Answering, Message
 
 __all__ = ["Context", "Environment", "Observation", "ToolTurns", "environments"]
 
@@ -190,7 +190,7 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
     loaded: Callable[..., Any]
     environment: Any = None
 
-    def answer(method: str, argument: Any) -> Message | Awaitable[Message]:
+    def answer(method: str, argument: Any) -> Message | Answering:
         nonlocal loaded
         if method == "load":
             loaded = environments(name, params)
