@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from braidrl.agents.listening import BACKLOG, BoundedConnections, check_listening
+from braidrl.agents.listening import BACKLOG, BoundedConnections
 from braidrl.agents.openai_api import (
     CHAT,
     COMPLETIONS,
@@ -143,9 +143,8 @@ class Endpoint:
             listener: A listening socket, perhaps in another network, used instead.
             key: The API key that clients must send; with None a session's URL is enough.
 
-        Raises UserError if the tokenizer has no chat template, or the address needs a key.
+        Raises UserError if the tokenizer has no chat template.
         """
-        check_listening(host, key)
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
