@@ -24,7 +24,6 @@ from braidrl.data.chat import (
     ChatMessage,
     Overdue,
     Tools,
-    check_size,
     end_of_sequence_ids,
     tools_of,
     turn_end_id,
@@ -117,7 +116,6 @@ class PromptTemplate:
 
         Raises UserError if the template refuses the messages, fails, or breaks a limit of time or size.
         """
-        check_size(self.tokenizer)
         settings = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens, **self.arguments}
         try:
             with WATCH:
