@@ -18,7 +18,7 @@ from braidrl.config import RewardConfig
 from braidrl.native import building
 from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, resolve
-from tests.attacks.harness import WALLS, in_home, lost, made, needs_walls
+from tests.attacks.harness import WALLS, in_home, lost, made, needs_walls, refused
 
 pytestmark = needs_walls
 WRITES = {
@@ -35,8 +35,6 @@ WRITES = {
     "mounts it anew in namespaces of its own": "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.unshare(0x10020000) == 0\n"
     "assert libc.mount(None, b'/', None, 0x1020, None) == 0",
 }
-REFUSED = ("OSError: [Errno", "PermissionError", "FileNotFoundError", "AssertionError")
-"""What tries raise that the system refuses; any other exception is a fault of the try."""
 KERNEL = {
     "the pattern of core files": "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')",
     "the pattern through a mount of its own": "import ctypes\nassert ctypes.CDLL(None).mount(b'p', b'/tmp', b'proc', 0, None) == 0",
@@ -78,16 +76,13 @@ def test_what_a_run_trusts_cannot_be_written(trusted: Path, mode: str) -> None:
     found = made(rows, mode, at={"file": str(trusted)})
     own_home = mode == "bubblewrap" and trusted.parent == Path.home()  # what is written there ends with the call
     for name, one in zip(WRITES, found, strict=True):
-        assert own_home or (one.failure == "exception" and one.detail.startswith(REFUSED)), (name, one)
+        assert own_home or refused(one), (name, one)
 
 
 @pytest.mark.parametrize("mode", WALLS)
 def test_settings_of_the_kernel_and_disks_cannot_be_written(mode: str) -> None:
     for name, one in zip(KERNEL, made([f"{text}\nwon = True" for text in KERNEL.values()], mode), strict=True):
-        refused = (
-            one.detail.startswith((*REFUSED, "IndexError")) if name == "the disk" else one.detail.startswith(REFUSED)
-        )
-        assert one.failure == "exception" and refused, (name, one)
+        assert refused(one) or (name == "the disk" and "IndexError" in one.detail), (name, one)
 
 
 CONNECTS = {
