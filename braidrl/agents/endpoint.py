@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from braidrl.agents.listening import BACKLOG, BoundedConnections, check_listening
+from braidrl.agents.listening import BACKLOG, BoundedConnections
 from braidrl.agents.openai_api import (
     CHAT,
     COMPLETIONS,
@@ -122,14 +122,14 @@ class TurnStream:
 
 
 class Endpoint:
-    """An HTTP server, by default on a free port of this machine, which serves while its context is open.
+    """An HTTP server on a free port of this machine, which serves while its context is open.
 
     The run's sampling settings replace the client's, since log-probs must match training's; only `max_tokens` is the client's.
     """
 
     def __init__(
         self, engine: Engine, template: TurnTemplate, sampling: SamplingParams, max_sequence_tokens: int,
-        purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1", port: int = 0,
+        purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1",
         listener: socket.socket | None = None, key: str | None = None,
     ) -> None:  # fmt: skip
         """Set up the server; random numbers depend on the rows' `purpose` and the generate `stage`.
@@ -139,18 +139,17 @@ class Endpoint:
             template: The run's turn template, with its tokenizer.
             sampling: The run's sampling settings.
             max_sequence_tokens: Maximum length of a context and its reply.
-            host, port: The address to listen on, which clients use; port 0 is a free one.
-            listener: A listening socket, perhaps in another network, used instead of host and port.
+            host: The address to listen on, at a free port; clients use it.
+            listener: A listening socket, perhaps in another network, used instead.
             key: The API key that clients must send; with None a session's URL is enough.
 
-        Raises UserError if the tokenizer has no chat template, or the address needs a key.
+        Raises UserError if the tokenizer has no chat template.
         """
-        check_listening(host, key)
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
         self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
-        self._host, self._port, self._listener, self.key = host, port, listener, key
+        self._host, self._listener, self.key = host, listener, key
         self._began = int(time.time())
         self._sessions: dict[str, EndpointSession] = {}
         self._names: dict[Uid, str] = {}
@@ -174,7 +173,7 @@ class Endpoint:
         listener = self._listener
         if listener is None:
             flags, kind = socket.AI_PASSIVE, socket.SOCK_STREAM
-            family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=kind, flags=flags)[0]
+            family, _, _, _, address = socket.getaddrinfo(self._host, 0, type=kind, flags=flags)[0]
             listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         self._port = listener.getsockname()[1]
         self._connections = BoundedConnections(self._runner.server, listener)

@@ -35,7 +35,7 @@ from braidrl.agents.tool_calls import CALL_ID, ToolCall, parse_tool_calls
 from braidrl.agents.turns import Context, Observation, outcome_of
 from braidrl.errors import UserError, suggest
 from braidrl.importing import PluginRegistry, import_function
-from braidrl.sandbox.answers import Answerer, Message
+from braidrl.sandbox.answers import Answerer, Answering, Message
 
 __all__ = ["Context", "Environment", "Observation", "ToolTurns", "environments"]
 
@@ -60,12 +60,12 @@ ENVIRONMENTS = PluginRegistry("environment", {})
 """A user's class, or function of all texts so far; names with a scheme are looked up in `LIBRARIES`."""
 COLLIDES = ", where versions collide into an environment of its own, whose interpreter is rollout.environment.python"
 LIBRARIES = {
-    "gem": ("gem", "gem-llm", "`pip install 'braidrl[gem]'`"),
-    "mcp": ("mcp", "mcp", "`pip install 'braidrl[mcp]'`"),
-    "openenv": ("openenv", "openenv", f"`pip install openenv`{COLLIDES}"),
-    "verifiers": ("verifiers_library", "verifiers", f"`pip install 'verifiers>=0.1.14,<0.4'`{COLLIDES}"),
+    "gem": ("gem-llm", "`pip install 'braidrl[gem]'`"),
+    "mcp": ("mcp", "`pip install 'braidrl[mcp]'`"),
+    "openenv": ("openenv", f"`pip install openenv`{COLLIDES}"),
+    "verifiers": ("verifiers", f"`pip install 'verifiers>=0.1.14,<0.4'`{COLLIDES}"),
 }
-"""The module of each scheme, and the package that it needs."""
+"""The package that each scheme needs; `libraries` has a function for each."""
 AGENTS = AGENT, VERIFIERS = ("agent:", "verifiers:")
 """The beginnings of agents' names, which play against an endpoint."""
 
@@ -146,17 +146,18 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     there is none of this name.
     """
     scheme, _, rest = name.partition(":")
-    if name.startswith(VERIFIERS):
-        return library_of(name).agent(rest, settings)
     if name.startswith(AGENT):
         return partial(import_function(rest), **settings)
     if scheme in LIBRARIES:
-        module = library_of(name)
-        known = getattr(module, "SETTINGS", tuple(settings))
+        check_library(name)
+        # Here, and by name: it imports this module.
+        make = getattr(importlib.import_module("braidrl.agents.libraries"), scheme)
+        known = inspect.getfullargspec(make)
         for key in settings:
-            if key not in known:
-                raise UserError(f"rollout.environment.params: {scheme}: has no setting {key!r}. {suggest(key, known)}")
-        return module.environment(rest, settings)
+            if known.varkw is None and key not in known.kwonlyargs:
+                nearest = suggest(key, known.kwonlyargs)
+                raise UserError(f"rollout.environment.params: {scheme}: has no setting {key!r}. {nearest}")
+        return make(rest, **settings)
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
         return partial(FunctionEnvironment, found, settings)
@@ -166,13 +167,12 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     return partial(found, **settings)
 
 
-def library_of(name: str) -> Any:
-    """Import the module for environments of a library, such as `gem:name`. Raises UserError if the library is not installed."""
+def check_library(name: str) -> None:
+    """Raise UserError if the library of an environment, such as `gem:name`, is not installed."""
     scheme = name.partition(":")[0]
-    module, package, install = LIBRARIES[scheme]
+    package, install = LIBRARIES[scheme]
     if importlib.util.find_spec(scheme) is None:
         raise UserError(f"environment {name} needs {package}; install it with {install}")
-    return importlib.import_module(f"braidrl.agents.libraries.{module}")
 
 
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
@@ -180,7 +180,7 @@ def check_environment(name: str, settings: Mapping[str, Any], python: Path | Non
     if name.startswith(AGENTS) and importlib.util.find_spec("aiohttp") is None:
         raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
     if python is None and name.startswith(VERIFIERS):
-        library_of(name)  # its environment may take long to load
+        check_library(name)  # its environment may take long to load
     elif python is None:
         environments(name, settings)
 
@@ -190,7 +190,7 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
     loaded: Callable[..., Any]
     environment: Any = None
 
-    def answer(method: str, argument: Any) -> Message | Awaitable[Message]:
+    def answer(method: str, argument: Any) -> Message | Answering:
         nonlocal loaded
         if method == "load":
             loaded = environments(name, params)

@@ -26,28 +26,26 @@ PAUSE_S = 0.05
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def key_of(settings: EnvironmentConfig) -> str | None:
-    """Return the key of a run's endpoint; None without one. Raises UserError as `check_listening`, or for a variable that is not set."""
-    name = settings.key_variable
+def endpoint_key(settings: EnvironmentConfig) -> str | None:
+    """Return the key of a run's endpoint; None without one.
+
+    Raises UserError for a variable that is not set, and for an address that other machines reach without a key.
+    """
+    name, host = settings.key_variable, settings.host
     key = None if name is None else os.environ.get(name)
     if name is not None and not key:
         raise UserError(
             f"rollout.environment.key_variable={name}: this variable is not set or empty; set it to the key"
         )
-    check_listening(settings.host, key)
-    return key
-
-
-def check_listening(host: str, key: str | None) -> None:
-    """Raise UserError for an address that other machines reach, without a key."""
+    is_here = host == "localhost"
     with suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and not key:
+        is_here = is_here or ipaddress.ip_address(host).is_loopback
+    if not is_here and not key:
         raise UserError(
             f"rollout.environment.host={host} is reached by others, and there is no key; set a variable to one and name it in "
             "rollout.environment.key_variable"
         )
+    return key
 
 
 class BoundedConnections:

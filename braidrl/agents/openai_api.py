@@ -144,27 +144,11 @@ def reply(text: str, with_tools: bool) -> ChatMessage:
     calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
     if not calls:
         return {"role": "assistant", "content": text}
-    made = [
-        {
-            "id": CALL_ID.format(number),
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
-        for number, call in enumerate(calls)
-    ]
+    made = []
+    for number, call in enumerate(calls):
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        made.append({"id": CALL_ID.format(number), "type": "function", "function": function})
     return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip() or None, "tool_calls": made}
-
-
-def completion(
-    asked: TurnRequest, name: str, kind: str, choice: Mapping[str, Any] | None, counted: TurnReply | None = None
-) -> dict[str, Any]:
-    """Return a completion, a chat completion, or a chunk of one, with a choice if any, and the numbers of tokens of `counted`."""
-    choices = [] if choice is None else [{"index": 0, "finish_reason": None, **choice}]
-    made = {"id": name, "object": kind, "created": int(time.time()), "model": asked.model, "choices": choices}
-    if counted is not None:
-        sizes = {"prompt_tokens": counted.prompt, "completion_tokens": counted.sampled}
-        made["usage"] = {**sizes, "total_tokens": counted.prompt + counted.sampled}
-    return made
 
 
 def read_completion(body: Mapping[str, Any]) -> TurnRequest:
@@ -175,14 +159,25 @@ def read_completion(body: Mapping[str, Any]) -> TurnRequest:
     return read_common(body, messages=[], prompt=prompt)
 
 
+def completion(
+    asked: TurnRequest, name: str, choice: Mapping[str, Any] | None, counted: TurnReply | None = None, chunk: str = ""
+) -> dict[str, Any]:
+    """Return a text completion for a request with a prompt, else a chat completion, or a `.chunk` of either.
+
+    It has a choice, if any, and the numbers of tokens of `counted`.
+    """
+    kind = f"chat.completion{chunk}" if asked.prompt is None else "text_completion"
+    choices = [] if choice is None else [{"index": 0, "finish_reason": None, **choice}]
+    made = {"id": name, "object": kind, "created": int(time.time()), "model": asked.model, "choices": choices}
+    if counted is not None:
+        sizes = {"prompt_tokens": counted.prompt, "completion_tokens": counted.sampled}
+        made["usage"] = {**sizes, "total_tokens": counted.prompt + counted.sampled}
+    return made
+
+
 def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
-    """Return a text completion for a request with a prompt, else a chat completion."""
-    kind = "chat.completion" if asked.prompt is None else "text_completion"
-    choice: dict[str, Any] = {"message": answered.message}
-    if asked.prompt is not None:
-        choice = {"text": answered.text, "logprobs": None}
-    choice["finish_reason"] = answered.reason
-    return completion(asked, answered.name, kind, choice, answered)
+    said = {"message": answered.message} if asked.prompt is None else {"text": answered.text, "logprobs": None}
+    return completion(asked, answered.name, {**said, "finish_reason": answered.reason}, answered)
 
 
 def completion_events(
@@ -191,8 +186,7 @@ def completion_events(
     """Yield chunks of a text completion for a request with a prompt, else of a chat completion."""
 
     def chunk(choice: Mapping[str, Any] | None, counted: TurnReply | None = None) -> str:
-        kind = "chat.completion.chunk" if asked.prompt is None else "text_completion"
-        return event(completion(asked, name, kind, choice, counted))
+        return event(completion(asked, name, choice, counted, ".chunk"))
 
     text = pieces[-1] if answered is None else answered.text[len("".join(pieces)) :]
     if asked.prompt is not None:
@@ -291,38 +285,37 @@ def response_events(asked: TurnRequest, name: str, pieces: Sequence[str], answer
     if answered is None and len(pieces) == 1:
         opened = TurnReply(name, {"content": pieces[0]}, "stop", 0, 0)
         return response_events(asked, name, (), opened)[: OPENING + 1]
+    events = list[str]()
+
+    def add(kind: str, **data: Any) -> None:
+        kind = f"response.{kind}"
+        events.append(event({"type": kind, "sequence_number": len(events), **data}, kind))
+
     if answered is None:
-        kind, number = "response.output_text.delta", OPENING + len(pieces) - 1
         place = {"item_id": f"{name}-text", "output_index": 0, "content_index": 0}
-        data = {"type": kind, "sequence_number": number, **place, "delta": pieces[-1], "logprobs": []}
-        return [event(data, kind)]
+        number = OPENING + len(pieces) - 1
+        add("output_text.delta", sequence_number=number, **place, delta=pieces[-1], logprobs=[])
+        return events
     whole = response_whole(asked, answered)
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    found: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun})]
+    add("created", response={**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None})
     for number, item in enumerate(whole["output"]):
         place = {"item_id": item["id"], "output_index": number}
         empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        added = {**item, **empty, "status": "in_progress"}
-        found.append(("output_item.added", {"output_index": number, "item": added}))
+        add("output_item.added", output_index=number, item={**item, **empty, "status": "in_progress"})
         if item["type"] == "message":
             (part,) = item["content"]
             place |= {"content_index": 0}
-            found.append(("content_part.added", {**place, "part": {**part, "text": ""}}))
+            add("content_part.added", **place, part={**part, "text": ""})
             rest = part["text"][len("".join(pieces)) :]
             for piece in (*pieces, rest) if rest or not pieces else pieces:
-                found.append(("output_text.delta", {**place, "delta": piece, "logprobs": []}))
-            found.append(("output_text.done", {**place, "text": part["text"], "logprobs": []}))
-            found.append(("content_part.done", {**place, "part": part}))
+                add("output_text.delta", **place, delta=piece, logprobs=[])
+            add("output_text.done", **place, text=part["text"], logprobs=[])
+            add("content_part.done", **place, part=part)
         else:
-            arguments = item["arguments"]
-            found.append(("function_call_arguments.delta", {**place, "delta": arguments}))
-            found.append(("function_call_arguments.done", {**place, "arguments": arguments, "name": item["name"]}))
-        found.append(("output_item.done", {"output_index": number, "item": item}))
-    found.append((whole["status"], {"response": whole}))
-    events = [
-        event({"type": f"response.{kind}", "sequence_number": number, **data}, f"response.{kind}")
-        for number, (kind, data) in enumerate(found)
-    ]
+            add("function_call_arguments.delta", **place, delta=item["arguments"])
+            add("function_call_arguments.done", **place, arguments=item["arguments"], name=item["name"])
+        add("output_item.done", output_index=number, item=item)
+    add(whole["status"], response=whole)
     return events[OPENING + len(pieces) if pieces else 0 :]
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidrl.data.chat import Tools
+from braidrl.parsing import parse_json
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 CALL_ID = "call{:05d}"
@@ -35,18 +36,16 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     calls = list[ToolCall]()
     for match in CALL.finditer(text):
         try:
-            call = json.loads(match[1])
-        except json.JSONDecodeError as error:
-            calls.append(ToolCall(fault=f"the call is not JSON: {error.msg} at character {error.pos + 1}"))
-        except RecursionError:
-            calls.append(ToolCall(fault="the call is not JSON: too deep"))
+            call = parse_json(match[1], finite=False, whole=False)
+        except ValueError as error:
+            calls.append(ToolCall(fault=f"the call is not JSON: {error}"))
+            continue
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            calls.append(ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}'))
+        elif not isinstance(call.get("arguments", {}), dict):
+            calls.append(ToolCall(call["name"], fault="the arguments must be an object"))
         else:
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                calls.append(ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}'))
-            elif not isinstance(call.get("arguments", {}), dict):
-                calls.append(ToolCall(call["name"], fault="the arguments must be an object"))
-            else:
-                calls.append(ToolCall(call["name"], call.get("arguments", {})))
+            calls.append(ToolCall(call["name"], call.get("arguments", {})))
     return calls
 
 

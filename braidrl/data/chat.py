@@ -115,26 +115,22 @@ class Overdue(BaseException):
         return f"took more than {RENDER_S:g} s"
 
 
-def check_size(tokenizer: Any) -> None:
-    """Raise UserError for a chat template that is not text or is too long."""
-    template = tokenizer.chat_template
-    for each in template.values() if isinstance(template, dict) else [template]:
-        if each is not None and not isinstance(each, str):
-            raise UserError(f"the tokenizer's chat template is no text, but {shown(each)}")
-        if each is not None and len(each) > TEMPLATE_CHARACTERS:
-            raise UserError(
-                f"the tokenizer's chat template has {len(each)} characters, and at most {TEMPLATE_CHARACTERS} are taken"
-            )
-
-
 def check_template(tokenizer: Any) -> None:
-    """Raise UserError for a chat template that needs too much time or memory for short conversations, or ends its process.
+    """Raise UserError for a chat template that is not text, is too long, needs too much time or memory for short conversations, or ends its
+    process.
 
     It is compiled and rendered in a fork of this process with limits, because a template can allocate any amount of memory at once.
     """
-    if not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if not template:
         return
-    check_size(tokenizer)
+    for each in template.values() if isinstance(template, dict) else [template]:
+        if not isinstance(each, str):
+            raise UserError(f"the tokenizer's chat template is no text, but {shown(each)}")
+        if len(each) > TEMPLATE_CHARACTERS:
+            raise UserError(
+                f"the tokenizer's chat template has {len(each)} characters, and at most {TEMPLATE_CHARACTERS} are taken"
+            )
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:

@@ -34,8 +34,10 @@ def balanced_partition(
         groups: Group of each item; items of a group stay together.
 
     Raises:
-        ValueError: A cost is negative, or `parts` is below one.
+        ValueError: A cost is negative, `parts` is below one, or `groups` has another length.
     """
+    if groups is not None and len(groups) != len(costs):
+        raise ValueError(f"{len(costs)} items have {len(groups)} groups")
     if parts < 1 or min(costs, default=0) < 0:
         raise ValueError(f"a partition needs costs of at least 0 and at least one part, got {parts} parts")
     if parts == 1:
@@ -43,12 +45,17 @@ def balanced_partition(
     divide = _fill_equally if equal_size else _differencing
     if groups is None:
         return [sorted(items) for items in divide(costs, parts)]
+    members = rows_by_group(groups)
+    chosen = divide([sum(costs[row] for row in rows) for rows in members], parts)
+    return [sorted(row for group in part for row in members[group]) for part in chosen]
+
+
+def rows_by_group(groups: Sequence[int]) -> list[list[int]]:
+    """Return the positions of each group's rows, in the order of the groups' first rows."""
     members: dict[int, list[int]] = {}
-    for position, group in zip(range(len(costs)), groups, strict=True):
-        members.setdefault(group, []).append(position)
-    positions_of = list(members.values())
-    chosen = divide([sum(costs[position] for position in positions) for positions in positions_of], parts)
-    return [sorted(position for group in part for position in positions_of[group]) for part in chosen]
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    return list(members.values())
 
 
 def equal_share(count: int, rank: int, size: int) -> range:
@@ -142,15 +149,12 @@ def plan_micro_batches(
     """
     if groups is not None:
         # Plan with the sums of each group, then replace each group by its rows.
-        members: dict[int, list[int]] = {}
-        for row, group in enumerate(groups):
-            members.setdefault(group, []).append(row)
-        rows_of = list(members.values())
-        tokens = [sum(lengths[row] for row in rows) for rows in rows_of]
-        group_costs = tokens if costs is None else [sum(costs[row] for row in rows) for rows in rows_of]
-        names = [f"group {group}, which must stay whole," for group in members]
+        members = rows_by_group(groups)
+        tokens = [sum(lengths[row] for row in rows) for rows in members]
+        group_costs = tokens if costs is None else [sum(costs[row] for row in rows) for rows in members]
+        names = [f"group {groups[rows[0]]}, which must stay whole," for rows in members]
         whole = plan_micro_batches(tokens, dp_size, max_tokens, group_costs, oversized, names)
-        return [[sorted(row for item in batch for row in rows_of[item]) for batch in rank] for rank in whole]
+        return [[sorted(row for item in batch for row in members[item]) for batch in rank] for rank in whole]
     long = [row for row, length in enumerate(lengths) if length > max_tokens]
     if long and oversized == "refuse":
         uid = uids[long[0]] if uids is not None else long[0]

@@ -24,7 +24,6 @@ from braidrl.data.chat import (
     ChatMessage,
     Overdue,
     Tools,
-    check_size,
     end_of_sequence_ids,
     tools_of,
     turn_end_id,
@@ -117,7 +116,6 @@ class PromptTemplate:
 
         Raises UserError if the template refuses the messages, fails, or breaks a limit of time or size.
         """
-        check_size(self.tokenizer)
         settings = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens, **self.arguments}
         try:
             with WATCH:
@@ -180,30 +178,31 @@ class PromptTemplate:
             if isinstance(response, str):
                 (ids,) = self.encode_responses([response])
                 found.append(Given(ids, [True] * len(ids)))
-            else:
-                given, end = Given([], []), self.end_id
-                turns = self._turns(example, response)
-                for number, (said, between) in enumerate(turns):
-                    turn, after = self.encode_texts([said, between])
-                    # If the template closes turns with a special token, that token is in the text between turns.
-                    closes = bool(after) and after[0] == end
-                    ended = [*turn, end] if closes or number == len(turns) - 1 else turn
-                    rest = [] if number == len(turns) - 1 else after[closes:]
-                    given.ids.extend([*ended, *rest])
-                    given.trained.extend([True] * len(ended) + [False] * len(rest))
-                found.append(given)
+                continue
+            *turns, (final, _) = self._turns(example, response)
+            given, end = Given([], []), self.end_id
+            for said, between in turns:
+                turn, after = self.encode_texts([said, between])
+                # A special token that closes turns is in the text between them, and belongs to the turn.
+                closing = int(after[:1] == [end])
+                given.ids.extend([*turn, *after])
+                given.trained.extend([True] * (len(turn) + closing) + [False] * (len(after) - closing))
+            (turn,) = self.encode_texts([final])
+            given.ids.extend([*turn, end])
+            given.trained.extend([True] * (len(turn) + 1))
+            found.append(given)
         return found
 
     def _turns(self, example: Example, response: list[ChatMessage]) -> list[tuple[str, str]]:
         """Return each assistant's turn of a conversation as rendered, and the text between it and the next one."""
         turns: list[tuple[str, str]] = []
-        for message in () if self.is_chat else response:
-            if message["role"] == "assistant":
-                turns.append((message["content"], ""))
-            else:
-                said, between = turns[-1]
-                turns[-1] = (said, f"{between}\n\n{message['content']}")
         if not self.is_chat:
+            for message in response:
+                if message["role"] == "assistant":
+                    turns.append((message["content"], ""))
+                else:
+                    said, between = turns[-1]
+                    turns[-1] = (said, f"{between}\n\n{message['content']}")
             return turns
         template, before = self.with_arguments(example.arguments), self.messages(example.prompt)
         whole, tools = [*before, *response], example.tools

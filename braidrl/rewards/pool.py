@@ -28,7 +28,6 @@ from braidrl.importing import source_of
 from braidrl.rewards.verifier import Completion, Verifier, call
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.answers import DETAIL_LENGTH, NAME, Message, printable
-from braidrl.sandbox.host import awaited
 from braidrl.sandbox.hosts import CodeHost, Talk, check_walls
 
 ENTRY = "braidrl.rewards.verifier:checks"
@@ -130,11 +129,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 return future
         found = call(verifier, argument)
         if inspect.isawaitable(found):
-            # Imported here: it imports torch, and most verifiers need no event loop.
-            from braidrl.cluster.event_loop import Runner
-
-            with Runner() as runner:
-                found = runner.run(awaited(found))
+            found = asyncio.run_coroutine_threadsafe(found, self._loop).result()
         future.set_result(CallOutcome.of(found, settings.max_abs))
         return future
 
@@ -145,17 +140,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         # is repeated alone.
         tries = [own, own] if own and own.policy.walls else [own, None, None] if own else [None, None]
         try:
-            for host in tries:
-                if host:
-                    async with self._together[key]:
+            for shared in tries:
+                async with self._together[key] if shared else self._places:
+                    host = shared or self._idle.pop()  # or in a process without other calls
+                    try:
                         found = await self._asked(host, key, request)
-                else:  # in a process without other calls
-                    async with self._places:
-                        host = self._idle.pop()
-                        try:
-                            found = await self._asked(host, key, request)
-                        finally:
-                            self._idle.append(host)
+                    finally:
+                        self._idle += [] if shared else [host]
                 if not found.get("again"):
                     break
         except asyncio.CancelledError:

@@ -19,7 +19,7 @@ from typing import Any
 from braidrl.errors import UserError, suggest
 from braidrl.importing import relative_to
 from braidrl.rewards.verifiers import VERIFIERS, Score
-from braidrl.sandbox.answers import Answerer, Message
+from braidrl.sandbox.answers import Answerer, Answering, Message
 from braidrl.sandbox.host import failure_of, raised
 
 KNOWN_PARAMETERS = ("prompt", "response", "answer", "metadata", "source")
@@ -104,7 +104,7 @@ def checks() -> Answerer:
     """Return the answerer of a pool's requests."""
     verifiers: dict[str, Verifier] = {}
 
-    def answer(method: str, argument: Any) -> Message | Awaitable[Message]:
+    def answer(method: str, argument: Any) -> Message | Answering:
         if method == "load":
             name, settings = json.loads(argument)
             try:
@@ -119,8 +119,8 @@ def checks() -> Answerer:
     return answer
 
 
-def call(verifier: Verifier, argument: Mapping[str, Any]) -> Message | Awaitable[Message]:
-    """Return a verifier's answer or failure; for an `async` verifier an awaitable of it."""
+def call(verifier: Verifier, argument: Mapping[str, Any]) -> Message | Answering:
+    """Return a verifier's answer or failure; for an `async` verifier a coroutine that returns it."""
     try:
         value = verifier(argument["completion"])
         return finished(value, argument["limit_s"]) if inspect.isawaitable(value) else judgement(value)

@@ -1,11 +1,12 @@
 """Answers of untrusted code as plain, bounded data, and its texts without control characters."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 Message = dict[str, Any]
-Answerer = Callable[[str, Any], Message | Awaitable[Message]]
+Answering = Coroutine[Any, Any, Message]
+Answerer = Callable[[str, Any], Message | Answering]
 """A function that answers a request, a method and its argument."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,59}")
 """Names that may become parts of metrics and columns."""

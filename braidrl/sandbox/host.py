@@ -21,7 +21,6 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Awaitable
 
 from braidrl.sandbox.answers import Answerer, Message
 from braidrl.sandbox.copies import SandboxedCopies, SandboxLimits
@@ -92,17 +91,13 @@ def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = Non
                     import asyncio
 
                     runner = runner or asyncio.Runner()
-                    found = runner.run(awaited(found))
+                    found = runner.run(found)
                 sys.stdout.flush()  # the host shows a copy's output at its end
             except raised() as error:
                 found = failure_of(error)
             if seconds is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             end.sendall(json.dumps(found).encode() + b"\n")
-
-
-async def awaited(found: Awaitable[Message]) -> Message:
-    return await found
 
 
 def raised() -> tuple[type[BaseException], ...]:

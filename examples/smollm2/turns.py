@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from braidrl.agents.libraries.gem import load_gem
+from braidrl.agents.libraries import load_gem
 from braidrl.agents.turns import Context, Observation
 from examples.smollm2.tasks import QUESTIONS
 

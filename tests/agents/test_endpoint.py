@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from braidrl.agents.endpoint import Endpoint, TurnStream
+from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
+from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
@@ -455,7 +457,7 @@ def test_an_endpoint_that_others_reach_has_a_key_and_obeys_no_other() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     parts = (Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)
     with pytest.raises(UserError, match=r"rollout.environment.host=0.0.0.0 is reached by others, and there is no key"):
-        Endpoint(*parts, host="0.0.0.0")  # type: ignore[arg-type]
+        endpoint_key(EnvironmentConfig(host="0.0.0.0"))
 
     async def run() -> Any:
         async with Endpoint(*parts, host="0.0.0.0", key="s3cret") as endpoint:  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from braidrl.agents.environments import environments
-from braidrl.agents.libraries.gem import GemEnvironment
+from braidrl.agents.libraries import GemEnvironment
 from braidrl.errors import UserError
 
 NAME = "game:GuessTheNumber-v0-easy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import time
@@ -34,9 +35,15 @@ def made(
         return [pool.submit(Completion("p", row, "a", at or {}), verifier).result(120) for row in rows]
 
 
+def refused(found: CallOutcome) -> bool:
+    """Return whether the system refused a try; any other exception is a fault of the try."""
+    kind = getattr(builtins, found.detail.partition(":")[0], type(None))
+    return found.failure == "exception" and issubclass(kind, (OSError, AssertionError, MemoryError))
+
+
 def lost(found: CallOutcome) -> bool:
-    """Return whether a try came to nothing: it failed, or says itself that it has not won."""
-    return found.failure is not None or found.correct is False
+    """Return whether a try came to nothing: it was refused or ended, or says itself that it has not won."""
+    return refused(found) or found.failure in ("died", "timeout") or found.correct is False
 
 
 @contextlib.contextmanager

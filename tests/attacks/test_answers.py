@@ -54,9 +54,11 @@ RETURNED = {
 @needs_walls
 @pytest.mark.parametrize("mode", ["process", "bubblewrap"])
 def test_a_forged_answer_is_its_own_rows_failure(mode: str) -> None:
-    found = made([FORGED.format(text=text) for text in ANSWERS.values()], mode)
+    plain = "'{\"score\": 0.25}'"
+    reached, *found = made([FORGED.format(text=text) for text in (plain, *ANSWERS.values())], mode)
+    assert reached.score == 0.25, "what the code writes itself is read"
     for name, one in zip(ANSWERS, found, strict=True):
-        assert one.failure is not None, (name, one)
+        assert one.failure == "result", (name, one)
 
 
 @needs_walls

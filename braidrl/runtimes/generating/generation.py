@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.agents.environments import AGENTS, in_thread
-from braidrl.agents.listening import key_of
+from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import Limits, Trajectory, response_columns, trajectory_columns
@@ -243,7 +243,7 @@ class Generation:
 
             longest = limits.max_sequence_tokens
             listener = await in_thread(lambda: self.environments.listener(stage.params["environment"]))
-            host, key = self.config.rollout.environment.host, key_of(self.config.rollout.environment)
+            host, key = self.config.rollout.environment.host, endpoint_key(self.config.rollout.environment)
             async with Endpoint(
                 running, template, sampling, longest, purpose, stage.name, host, listener=listener, key=key
             ) as endpoint:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from braidrl.agents.environments import check_environment
-from braidrl.agents.listening import key_of
+from braidrl.agents.listening import endpoint_key
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
@@ -39,7 +39,7 @@ def build_flow(config: Config) -> Flow:
     for stage in stages:
         if "environment" in stage.params:
             check_environment(stage.params["environment"], environment.params, environment.python)
-            key_of(environment)
+            endpoint_key(environment)
     flow = Flow(flow.name, stages)
     samples, rows, needed = rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
     if needed is not None and samples != needed:

@@ -1,0 +1,269 @@
+"""Environments of other libraries: games of gem-llm, the tools of an MCP server, environments of an OpenEnv server, and those of
+`verifiers`, which have their own loop.
+
+`environments` calls the function of a name's scheme with the rest of the name and the settings, if the library is installed.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import logging
+import os
+import random
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from braidrl.agents.environments import ToolTurns
+from braidrl.agents.turns import Observation
+from braidrl.errors import UserError, suggest
+from braidrl.importing import import_function
+from braidrl.rewards.verifier import Verifier, resolve
+from braidrl.rewards.verifiers import Score
+
+HTTP, WEBSOCKET = ("http://", "https://"), ("ws://", "wss://")
+NOT_SAID = ("metadata",)
+"""Fields of an OpenEnv observation that are not for the model."""
+KEY_VARIABLE = "BRAID_ENDPOINT_KEY"
+"""The variable of the endpoint's key for clients of `verifiers`, in the trajectory's process."""
+# gem uses the process's random state, which all of its environments share.
+GEM_LOCK = threading.Lock()
+
+
+def gem(name: str, /, **settings: Any) -> Callable[[], "GemEnvironment"]:
+    """Return a factory of `gem:name`, such as `gem:game:GuessTheNumber-v0-easy`. Raises UserError if gem has no such environment."""
+    load_gem()
+    known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+    if name not in known:
+        raise UserError(f"gem has no environment {name!r}. {suggest(name, known)}")
+    return partial(GemEnvironment, name, settings)
+
+
+@dataclass
+class GemEnvironment:
+    """A gem environment with its own random state, independent of others in the process."""
+
+    name: str
+    settings: Mapping[str, Any]
+    _random: tuple[Any, Any] | None = None
+    _environment: Any = None
+
+    def reset(self, example: dict[str, Any]) -> str:
+        """Start with the example's seed, and return the instructions."""
+        with self._own_random_numbers():
+            self._environment = load_gem().make(self.name, **self.settings)
+            instructions, info = self._environment.reset(seed=example["seed"])
+        return "\n".join(filter(None, (instructions, info.get("suffix"))))
+
+    def step(self, text: str) -> Observation:
+        with self._own_random_numbers():
+            said, reward, terminated, truncated, info = self._environment.step(text)
+        # gem's request for the next action is apart from its observation.
+        said = "\n".join(filter(None, (said, info.get("suffix"))))
+        return Observation(said, float(reward), bool(terminated or truncated))
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        import numpy as np
+
+        with GEM_LOCK:
+            outside = (random.getstate(), np.random.get_state())
+            if self._random is not None:
+                random.setstate(self._random[0])
+                np.random.set_state(self._random[1])
+            try:
+                yield
+            finally:
+                self._random = (random.getstate(), np.random.get_state())
+                random.setstate(outside[0])
+                np.random.set_state(outside[1])
+
+
+def load_gem() -> ModuleType:
+    """Import gem with its environments registered, and restore the process's logging afterwards."""
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    try:
+        importlib.import_module("gem.envs")
+        return importlib.import_module("gem")
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]
+
+
+def mcp(
+    name: str, /, *, verify: str = "exact", verify_params: Mapping[str, Any] | None = None
+) -> Callable[[], Awaitable["McpEnvironment"]]:
+    """Return a factory that opens a session with a server. Raises UserError if the command or the verifier does not exist.
+
+    mcp:python server.py       a command, whose process serves one trajectory over its input and output; `python` is this interpreter
+    mcp:https://host/mcp       a running server, over HTTP
+
+    The verifier `verify`, with the settings `verify_params`, scores the final answer.
+    """
+    verifier, server = resolve(verify, verify_params), [name]
+    if not name.startswith(HTTP):
+        server = shlex.split(name)
+        if not server:
+            raise UserError("mcp: names no server; write mcp:COMMAND, such as `mcp:python server.py`, or mcp:ADDRESS")
+        if server[0] == "python":
+            server[0] = sys.executable
+        if shutil.which(server[0]) is None:
+            raise UserError(
+                f"environment mcp:{name}: there is no command {server[0]!r}; install it, or write an address"
+            )
+    return partial(McpEnvironment.opened, server, verifier)
+
+
+class McpEnvironment(ToolTurns):
+    """A question, the tools of a server, and a verifier.
+
+    the model's call ──▶ session ──▶ server ──▶ the result as text ──▶ a `tool` message
+    """
+
+    def __init__(
+        self, client: Any, tools: list[dict[str, Any]], verifier: Verifier, over: asyncio.Event, task: asyncio.Task[None]
+    ) -> None:  # fmt: skip
+        """Take a connected client; its `task` closes the connection once `over` is set."""
+        super().__init__(tools)
+        self._client, self._verifier, self._over, self._task = client, verifier, over, task
+
+    @staticmethod
+    async def opened(server: list[str], verifier: Verifier) -> "McpEnvironment":
+        """Connect to a server, an address or the words of a command. Raises what the connection raises."""
+        from mcp import Client, StdioServerParameters
+
+        connection: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        over = asyncio.Event()
+        reached: Any = server[0]
+        if not reached.startswith(HTTP):
+            reached = StdioServerParameters(command=server[0], args=server[1:], env=dict(os.environ))
+
+        async def hold() -> None:
+            """Open and close the connection in one task, as the package requires."""
+            async with Client(reached) as client:
+                connection.set_result(client)
+                await over.wait()
+
+        task = asyncio.create_task(hold())
+        try:
+            await asyncio.wait((connection, task), return_when=asyncio.FIRST_COMPLETED)
+            if not connection.done():
+                await task
+            tools = (await connection.result().list_tools()).tools
+        except BaseException:  # also if the time limit has passed: a command's process would run on
+            task.cancel()
+            await asyncio.wait((task,))
+            raise
+        functions = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
+        schemas = [{"type": "function", "function": each} for each in functions]
+        return McpEnvironment(connection.result(), schemas, verifier, over, task)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        result = await self._client.call_tool(name, arguments)
+        parts = [part.text if hasattr(part, "text") else f"[{part.type}]" for part in result.content]
+        text = "\n".join(parts) or json.dumps(result.structured_content)
+        return f"error: {text}" if result.is_error else text
+
+    async def answered(self, text: str) -> Observation:
+        own = {name: self.example.get(name) for name in ("prompt", "answer")}
+        source = str(self.example.get("source", ""))
+        found = self._verifier({**own, "source": source, "response": text, "metadata": self.example})
+        found = await found if inspect.isawaitable(found) else found
+        score = found if isinstance(found, Score) else Score(float(found))
+        return Observation(done=True, reward=score.score, correct=score.correct)
+
+    async def close(self) -> None:
+        self._over.set()
+        await self._task
+
+
+def openenv(
+    name: str, /, *, action: str | None = None, observation: str | None = None
+) -> Callable[[], "OpenEnvEnvironment"]:
+    """Return a factory that opens a session with a server, `openenv:http://host:8000`. Raises UserError for a name that is no address.
+
+    the model's text ──▶ {"message": text} or the action that it wrote as JSON ──▶ server ──▶ observation, as text
+
+    `action` is the field of an action for the model's text; without it the text itself is the action, a JSON object. `observation` is the
+    field of an observation that the model sees; without it the model sees all fields, as a JSON object.
+    """
+    if not name.startswith((*HTTP, *WEBSOCKET)):
+        raise UserError(f"openenv:{name} is no address of a server; write openenv:http://HOST:PORT")
+    return partial(OpenEnvEnvironment, name, action, observation)
+
+
+class OpenEnvEnvironment:
+    """A session with a server of the package `openenv`."""
+
+    def __init__(self, address: str, action: str | None, observation: str | None) -> None:
+        from openenv.core.generic_client import GenericEnvClient
+
+        self._client = GenericEnvClient(base_url=address)
+        self._action, self._observation = action, observation
+
+    async def reset(self, example: dict[str, Any]) -> str:
+        """Start with the example's seed, and return the first observation as text."""
+        return self._said((await self._client.reset(seed=example["seed"])).observation)
+
+    async def step(self, text: str) -> Observation:
+        """Return the observation after an action; a turn that is not a valid action gets an error message, and the episode continues."""
+        try:
+            action = {self._action: text} if self._action else json.loads(text)
+        except ValueError as error:
+            return Observation(f"error: an action is a JSON object: {error}")
+        if not isinstance(action, dict):
+            return Observation("error: an action is a JSON object")
+        result = await self._client.step(action)
+        return Observation(self._said(result.observation), float(result.reward or 0.0), bool(result.done))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _said(self, observation: dict[str, Any]) -> str:
+        if self._observation is None:
+            return json.dumps({name: value for name, value in observation.items() if name not in NOT_SAID})
+        return str(observation[self._observation])
+
+
+def verifiers(name: str, /, **settings: Any) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
+    """Return a function that plays a row against the endpoint, as an agent does. Raises UserError for an unsupported version.
+
+    verifiers:NAME       an environment that is installed        verifiers:file.py      a file of yours with `load_environment`
+
+    A row plays the example of the environment's own data with its group's index; the environment's rubric gives the score. `settings` are
+    arguments of its `load_environment`.
+    """
+    os.environ.setdefault("VF_LOG_LEVEL", "ERROR")
+    import datasets
+    import verifiers
+
+    datasets.disable_progress_bars()
+    if not hasattr(verifiers, "load_environment"):
+        raise UserError(
+            f"environment verifiers:{name}: verifiers {verifiers.__version__} has no load_environment; install 'verifiers>=0.1.14,<0.4'"
+        )
+    if name.endswith(".py"):
+        environment = import_function(f"{name}:load_environment")(**settings)
+    else:
+        environment = verifiers.load_environment(name, **settings)
+    examples = environment.get_dataset()
+
+    async def play(url: str, example: dict[str, Any]) -> float:
+        os.environ[KEY_VARIABLE] = example["api_key"]
+        client = verifiers.types.ClientConfig(api_key_var=KEY_VARIABLE, api_base_url=url, max_retries=0)
+        chosen = dict(examples[example["group"] % len(examples)])
+        done = await environment.run_rollout(chosen, client, "actor", {})
+        if done.get("error"):
+            raise RuntimeError(f"its rollout failed: {done['error']}"[:600])
+        return float(done["reward"])
+
+    return play
