@@ -164,7 +164,10 @@ def test_yaml_flow_is_loaded_by_its_path(tmp_path):
     path.write_text(to_yaml(load_flow("grpo")))
     assert load_flow(str(path)) == load_flow("grpo")
     message = message_of(lambda: load_flow(str(path), {"kl_coef": 0.0}))
-    assert message == f"{path} is a YAML flow and takes no parameter 'kl_coef'; set it in the file"
+    assert (
+        message
+        == f"{path} is a YAML flow and takes no algorithm.kl_coef; remove it, or write kl_coef at its stage in the file"
+    )
 
 
 ERRORS = {

@@ -30,7 +30,10 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
     params, defaults = dict(params or {}), dict(defaults or {})
     if name.endswith(SUFFIXES):
         if params:
-            raise UserError(f"{name} is a YAML flow and takes no parameter {next(iter(params))!r}; set it in the file")
+            key = next(iter(params))
+            raise UserError(
+                f"{name} is a YAML flow and takes no algorithm.{key}; remove it, or write {key} at its stage in the file"
+            )
         flow = from_yaml(name)
     else:
         recipe = RECIPES.find(name)
