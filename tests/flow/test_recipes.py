@@ -194,7 +194,10 @@ ERRORS = {
         ("grpo", {"clip_low": -1.0}),
         "recipe grpo: clip_low: Input should be greater than or equal to 0, got -1.0",
     ),
-    "parameter of another recipe": (("sft", {"kl_coef": 0.1}), "recipe sft: no parameter is called 'kl_coef'."),
+    "parameter of another recipe": (
+        ("sft", {"kl_coef": 0.1}),
+        "recipe sft: no parameter is called 'kl_coef', which is one of grpo, ppo, ppo_ptx; remove algorithm.kl_coef",
+    ),
     "missing": (("dapo", {}), "recipe dapo: the parameter 'max_response_tokens' is not set"),
     "parameters that do not fit": (
         ("dapo", {"max_response_tokens": 10, "overlong_cache": 11}),
