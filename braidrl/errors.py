@@ -4,7 +4,9 @@ import errno
 import os
 import reprlib
 import resource
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from braidrl.algorithms.registry import suggest
@@ -66,11 +68,24 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def no_room(error: BaseException) -> str:
-    """Return a message for an error caused by a full disk or a quota; empty text for any other."""
-    texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
-    found = next((one for one in causes(error) if any(text in str(one) for text in texts)), None)
-    return f"{first_line(found)}; make room and go on with `braid train --resume`" if found else ""
+FULL = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the largest size of a file (ulimit -f)",
+}
+"""Remedies for a write that failed, by the system's error."""
+
+
+def no_room(error: BaseException, run: Path | str = "") -> str:
+    """Return a message for an error caused by a full disk or a quota, with `run` to resume; empty text for any other error."""
+    for found in causes(error):
+        # The text of `shutil.copytree` is a list of (source, target, error).
+        text = found.args[0][0][2] if isinstance(found, shutil.Error) else first_line(found)
+        for number, remedy in FULL.items():
+            if os.strerror(number) in text:
+                resumed = f", and go on with `braid train --resume {run}`" if run else ""
+                return f"{text.removeprefix(f'[Errno {number}] ')}; {remedy}{resumed}"
+    return ""
 
 
 def limit_reached(error: BaseException) -> str:

@@ -216,6 +216,9 @@ def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeL
             return reader.get_single_data()
         finally:
             reader.dispose()
+    except yaml.MarkedYAMLError as error:
+        where = f", line {error.problem_mark.line + 1}," if error.problem_mark and "\n" in text.strip() else ""
+        raise UserError(f"{place}{where} is not YAML: {error.problem}") from None
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
 

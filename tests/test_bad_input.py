@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,10 @@ CONFIGURATION = {
     "trainer.steps=many": r"trainer.steps: Input should be a valid integer.*, got 'many'",
     "trainer.steps": r"'trainer.steps' is not key=value, as in trainer.steps=10",
     "flow=grop": r"no recipe is called 'grop'. Did you mean 'grpo'?",
+    "flow=gpro": r"no recipe is called 'gpro'. Did you mean 'grpo'[?]",
+    "flow=ppo": r"^roles.reward.model: .* has no trained score head; .* with algorithm.reward=verify the recipe ppo needs none$",
+    "data=sums.jsonl": r"^data is a section with keys such as train, eval, held_out, got 'sums.jsonl'$",
+    "trainer=": r"^trainer is empty; write its keys below it, or remove it$",
     "algorithm.clip_hihg=0.3": r"recipe grpo: no parameter is called 'clip_hihg'. Did you mean 'clip_high'?",
     "algorithm.clip_low=3": r"recipe grpo: clip_low: Input should be less than .*1, got 3",
     "trainer.rows_per_update=5": r"trainer.rows_per_update=5 .*16",
@@ -299,7 +304,7 @@ def test_what_is_not_there_is_named_by_every_command(workshop: Workshop, refusal
         (("train", "model=/nowhere"), "'flow' is not set; give it in the file or as flow=..."),
         (("train", "--resume", none), f"{none} is no run folder: it has no config.yaml"),
         (("train", "--resume", none, config), "--resume takes its configuration from the run folder"),
-        (("train", "--replay", none, config), f"{none} has no recorded rollouts of step 1"),
+        (("train", "--replay", none, config), f"{none} has no recorded rollouts; give the folder of a run"),
         (("eval", config), "data.eval names no set; give it one, as in data.eval.test=test.jsonl"),
         (("flow", none), f"no recipe is called '{none}'"),
         (("flow", f"{none}.yaml"), f"{none}.yaml"),
@@ -386,7 +391,7 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_previous_one_resumable(
     with files_of_at_most(max(len(content) for content in before.values()) - 1):
         found = refusal("train", "--resume", run)
     assert found.startswith("the checkpoint of step 2 could not be written ("), found
-    assert f"the one before it is whole: make room and go on with `braid train --resume {run}`" in found
+    assert f"the one before it, step-1, is whole: make room, and go on with `braid train --resume {run}`" in found
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None and checkpoint.name == "step-1"
     assert {path: path.read_bytes() for path in files} == before
@@ -399,9 +404,21 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_previous_one_resumable(
 
 def test_a_full_disk_while_rollouts_are_recorded_is_one_line_too(workshop: Workshop, refusal: Refusal) -> None:
     config = workshop.config_file()
+    run, limit = workshop.folder / "run", "raise the largest size of a file (ulimit -f)"
     with files_of_at_most(config.stat().st_size + 5000):
         found = refusal("train", config)
-    assert "File too large" in found and found.endswith("make room and go on with `braid train --resume`"), found
+    assert found == f"{run}: File too large; {limit}, and go on with `braid train --resume {run}`"
+    with files_of_at_most(1000):
+        found = refusal("train", config)
+    place = f"{tempfile.gettempdir()}: the tokenised data of {workshop.data} cannot be written"
+    assert found == f"{place}: File too large; {limit}, or set TMPDIR to another folder"
+
+
+def test_an_export_to_a_full_disk_is_one_line(workshop: Workshop, refusal: Refusal) -> None:
+    run = workshop.run(trainer={"steps": 1})
+    with files_of_at_most(1000):
+        found = refusal("export", run, workshop.folder / "exported")
+    assert found.startswith("File too large: ") and len(found) < 600 and not (workshop.folder / "exported").exists()
 
 
 def test_the_module_is_the_command(workshop: Workshop) -> None:

@@ -193,7 +193,9 @@ def is_number(value: object) -> bool:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the most similar of the known names, else all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    # Swapped letters are likelier than another one.
+    close.sort(key=lambda known: sorted(known) != sorted(name))
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names) or 'none'}."
 
 

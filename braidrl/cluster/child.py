@@ -76,7 +76,7 @@ def failure_of(where: str, error: BaseException) -> Failure:
         return Failure(kinds.get(type(error), "user"), str(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "")
-    if full := no_room(error) or limit_reached(error):
+    if full := no_room(error, "RUN") or limit_reached(error):
         return Failure("user", f"{where}: {full}")
     text = "".join(traceback.format_exception(error)).rstrip()
     kind = f"{type(error).__name__}: {error}".splitlines()[0]

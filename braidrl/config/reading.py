@@ -160,6 +160,11 @@ def explain(error: ValidationError) -> list[str]:
             lines[keys] = f"unknown key {place!r}. {known}"
         elif first["type"] == "missing":
             lines[keys] = f"{place!r} is not set; give it in the file or as {place}=..."
+        elif first["type"] == "model_type" and first["input"] is None:
+            lines[keys] = f"{place} is empty; write its keys below it, or remove it"
+        elif first["type"] == "model_type" and keys == first["loc"]:
+            known = ", ".join(section_keys(keys)[:3])
+            lines[keys] = f"{place} is a section with keys such as {known}, got {shown(first['input'])}"
         else:
             # One fault for each member of a union.
             same = [one["msg"] for one in faults if keys != first["loc"] and one["loc"][: len(keys)] == keys]

@@ -40,7 +40,7 @@ from braidrl.data.conversions import CONVERSIONS
 from braidrl.data.records import place, quiet
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
-from braidrl.errors import UserError
+from braidrl.errors import UserError, no_room
 
 RESPONSES = ("response", "rejected")
 BATCH = 512
@@ -156,14 +156,19 @@ def open_table(
 
     # The process that created the folder of a temporary table removes it after use.
     mine = folder.name.startswith(PASSING) and not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with quiet():
             dataset = datasets.Dataset.from_generator(
                 rows, features=datasets.Features(types), cache_dir=str(folder), fingerprint="examples"
             )
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, OSError) as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if full := no_room(error):
+            key = "TMPDIR" if mine else "data.cache"
+            raise UserError(
+                f"{folder.parent}: the tokenised data of {source.path} cannot be written: {full}, or set {key} to another folder"
+            ) from error
         raise error.__cause__ or error from None
     facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
     table = LoadedSource(source, dataset, facts, folder)

@@ -6,7 +6,8 @@ configuration ──prepare──▶ flow, data, models ──▶ each step: run
 import gc
 import shutil
 import time
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.saved_step: int | None = None
         self.good_enough = False
 
-        with ExitStack() as resources:
+        with ExitStack() as resources, full_disk_named(self.folder):
             if self.world.first:
                 resources.enter_context(held_alone(self.folder))
             if world is None:  # the launcher watches ranks
@@ -154,7 +155,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         # From here on a collection does not look at imported objects, which takes a fifth of a second and finds nothing.
         gc.collect()
         gc.freeze()
-        with interrupts_handled(self.interrupts.handle):
+        with interrupts_handled(self.interrupts.handle), full_disk_named(self.folder):
             snapshot = self._snapshot()
             try:
                 self._begin()
@@ -381,12 +382,25 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.backend.load(folder, state.version)
 
 
+@contextmanager
+def full_disk_named(run: Path) -> Iterator[None]:
+    """Raise UserError that names the run's folder if a write fails for want of room."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, WorkerError) or not (full := no_room(error, run)):
+            raise
+        raise UserError(f"{run}: {full}") from error
+
+
 def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
     """Raise UserError if the run to replay has not recorded every step, or a recording is damaged."""
     if rollout_only:
         raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
-    missing = sorted(set(range(1, steps + 1)) - set(recorded_steps(replay)))
-    if missing:
+    recorded = recorded_steps(replay)
+    if not recorded:
+        raise UserError(f"{replay} has no recorded rollouts; give the folder of a run that recorded them")
+    if missing := sorted(set(range(1, steps + 1)) - set(recorded)):
         raise UserError(
             f"{replay} has no recorded rollouts of step {missing[0]}, and trainer.steps is {steps}; "
             f"give a run folder that recorded them, or write trainer.steps={missing[0] - 1}"

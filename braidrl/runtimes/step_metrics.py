@@ -125,10 +125,16 @@ def mean_of(index: Rows, name: str) -> float | None:
 def summary(metrics: Mapping[str, float | int | None]) -> str:
     """Return the terminal line of a step."""
     parts = [f"step {metrics['step']}"]
+    # Of several trained roles the actor; a reward model is trained alone.
+    trained = [
+        name.removeprefix("loss/") for name, value in metrics.items() if name.startswith("loss/") and value is not None
+    ]
+    role = "actor" if "actor" in trained or not trained else trained[0]
     for label, name, form in (
-        ("loss", "loss/actor", "{:.4f}"), ("reward", "reward/mean", "{:.3f}"), ("score", "score/mean", "{:.3f}"),
-        ("length", "response/length_mean", "{:.0f}"), ("entropy", "actor/entropy", "{:.3f}"),
-        ("grad norm", "actor/grad_norm", "{:.3f}"), ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
+        ("loss", f"loss/{role}", "{:.4f}"), ("accuracy", f"{role}/accuracy", "{:.3f}"),
+        ("reward", "reward/mean", "{:.3f}"), ("score", "score/mean", "{:.3f}"),
+        ("length", "response/length_mean", "{:.0f}"), ("entropy", f"{role}/entropy", "{:.3f}"),
+        ("grad norm", f"{role}/grad_norm", "{:.3f}"), ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
         ("s", "time/step", "{:.1f}"), ("engines idle", "streaming/idle/actor.generate", "{:.0%}"),
     ):  # fmt: skip
         value = metrics.get(name)

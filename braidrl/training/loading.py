@@ -87,18 +87,19 @@ def has_score_head(path: str | Path) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in names or ())
 
 
-def check_scorer(path: str | Path, fresh_head: bool) -> None:
-    """Raise UserError if a folder cannot provide a model with a scalar head; reads no weights."""
+def check_scorer(path: str | Path, fresh_head: bool, key: str = "model") -> None:
+    """Raise UserError, with `key`, if a folder cannot provide a model with a scalar head; reads no weights."""
     folder = _model_folder(path)
     config = read_model_config(folder)
     if has_score_head(folder):
         if config.num_labels != 1:
             raise UserError(
-                f"model: {folder} classifies into {config.num_labels} labels; a critic or reward model has one (num_labels: 1)"
+                f"{key}: {folder} classifies into {config.num_labels} labels; a critic or reward model has one (num_labels: 1)"
             )
     elif not fresh_head:
         raise UserError(
-            f"model: {folder} has no trained score head; train one by the recipe reward_model, and give its directory to the role"
+            f"{key}: {folder} has no trained score head; train one by the recipe reward_model, and give its directory as {key}; "
+            "with algorithm.reward=verify the recipe ppo needs none"
         )
 
 

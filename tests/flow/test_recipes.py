@@ -164,7 +164,10 @@ def test_yaml_flow_is_loaded_by_its_path(tmp_path):
     path.write_text(to_yaml(load_flow("grpo")))
     assert load_flow(str(path)) == load_flow("grpo")
     message = message_of(lambda: load_flow(str(path), {"kl_coef": 0.0}))
-    assert message == f"{path} is a YAML flow and takes no parameter 'kl_coef'; set it in the file"
+    assert (
+        message
+        == f"{path} is a YAML flow and takes no algorithm.kl_coef; remove it, or write kl_coef at its stage in the file"
+    )
 
 
 ERRORS = {
@@ -191,7 +194,10 @@ ERRORS = {
         ("grpo", {"clip_low": -1.0}),
         "recipe grpo: clip_low: Input should be greater than or equal to 0, got -1.0",
     ),
-    "parameter of another recipe": (("sft", {"kl_coef": 0.1}), "recipe sft: no parameter is called 'kl_coef'."),
+    "parameter of another recipe": (
+        ("sft", {"kl_coef": 0.1}),
+        "recipe sft: no parameter is called 'kl_coef', which is one of grpo, ppo, ppo_ptx; remove algorithm.kl_coef",
+    ),
     "missing": (("dapo", {}), "recipe dapo: the parameter 'max_response_tokens' is not set"),
     "parameters that do not fit": (
         ("dapo", {"max_response_tokens": 10, "overlong_cache": 11}),

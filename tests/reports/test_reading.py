@@ -36,6 +36,17 @@ def test_a_duplicate_key_is_refused_with_both_places(tmp_path: Path, text: str) 
         load_config(file)
 
 
+def test_a_fault_of_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("flow: grpo\n\tmodel: m\n")
+    with pytest.raises(
+        UserError, match=r"config.yaml, line 2, is not YAML: found a tab character that violates indentation$"
+    ):
+        load_config(file)
+    with pytest.raises(UserError, match=r"^'trainer={steps: 3' is not YAML: did not find expected ',' or '}'$"):
+        load_config(None, ["trainer={steps: 3"])
+
+
 def test_a_key_twice_is_refused_in_flows_devices_and_overrides(tmp_path: Path) -> None:
     flow, devices = tmp_path / "flow.yaml", tmp_path / "devices.yaml"
     flow.write_text("flow: mine\nstages:\n- {role: actor, type: generate, type: values}\n")

@@ -97,6 +97,14 @@ def test_memory_is_reported_for_stages_with_a_model(workshop: Workshop) -> None:
     assert sums.means()["memory/actor.generate/resident_max"] > 1 << 24
 
 
+def test_terminal_shows_loss_and_accuracy_of_the_trained_role() -> None:
+    metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
+    metrics |= {"step": 3, "loss/reward": 0.5, "reward/accuracy": 0.75, "reward/grad_norm": 2.0}
+    assert summary(metrics) == "step 3  loss 0.5000  accuracy 0.750  grad norm 2.000"
+    metrics |= {"loss/actor": 0.25, "loss/critic": 9.0, "critic/grad_norm": 9.0}
+    assert summary(metrics) == "step 3  loss 0.2500"
+
+
 def test_terminal_shows_shares_peak_memory_and_update_seconds() -> None:
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= {

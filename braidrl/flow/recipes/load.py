@@ -30,7 +30,10 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
     params, defaults = dict(params or {}), dict(defaults or {})
     if name.endswith(SUFFIXES):
         if params:
-            raise UserError(f"{name} is a YAML flow and takes no parameter {next(iter(params))!r}; set it in the file")
+            key = next(iter(params))
+            raise UserError(
+                f"{name} is a YAML flow and takes no algorithm.{key}; remove it, or write {key} at its stage in the file"
+            )
         flow = from_yaml(name)
     else:
         recipe = RECIPES.find(name)
@@ -91,6 +94,12 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
+        models = {name: parameter_model(name, RECIPES.find(name)) for name in NAMES}
+        others = [name for name, other in models.items() if other is not None and place in other.model_fields]
+        if others:
+            return (
+                f"no parameter is called {place!r}, which is one of {', '.join(others[:3])}; remove algorithm.{place}"
+            )
         return f"no parameter is called {place!r}. {suggest(place, model.model_fields)}"
     if first["type"] == "missing":
         return f"the parameter {place!r} is not set"

@@ -145,7 +145,7 @@ class HybridWorker:
         except Exception as error:
             role, doing, part = self.call.doing
             who = f"{role} rank {self.rank}"
-            if full := no_room(error):
+            if full := no_room(error, "RUN"):
                 raise UserError(f"{who} failed in {doing}: {full}") from None
             raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
         return answer if isinstance(answer, CallResult) else CallResult(result=answer)

@@ -233,7 +233,7 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
         if config.rollout.engine == "embedded" and any(s.kind is Kind.GENERATE and s.role == role for s in flow.stages):
             proven_plan(read_model_config(path), path, decodes=True)
         if role in flow.scalar_roles:
-            check_scorer(path, fresh_head=role in flow.trained_roles)
+            check_scorer(path, role in flow.trained_roles, f"roles.{role}.model")
         only_scores = role not in flow.trained_roles and all(s.type == "score" for s in flow.stages if s.role == role)
         if not only_scores and own is not None:
             raise UserError(

@@ -196,9 +196,11 @@ class Checkpoints:
         try:
             yield
         except TROUBLES as error:
+            before = latest_checkpoint(self.run)
+            whole = f"the one before it, {before.name}, is whole" if before else "the run has none before it"
             raise UserError(
-                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); the one before it is whole: "
-                f"make room and go on with `braid train --resume {self.run}`"
+                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); {whole}: make room, and go on with "
+                f"`braid train --resume {self.run}`"
             ) from error
 
 

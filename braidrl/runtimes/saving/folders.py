@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
-from braidrl.errors import UserError, first_line, no_room
+from braidrl.errors import UserError, first_line
 from braidrl.importing import relative_to
 from braidrl.parsing import JSON_BYTES, parse_json, parse_yaml, read_bytes, read_text
 
@@ -64,12 +64,12 @@ def new_run_folder(config: Config) -> Path:
 
 @contextmanager
 def named_output(place: Path) -> Iterator[None]:
-    """Raise UserError that names `output` if `place` cannot be written; a full disk or an existing folder stays an OSError."""
+    """Raise UserError that names `output` if `place` cannot be written; an existing folder stays an OSError."""
     try:
         yield
+    except FileExistsError:
+        raise
     except OSError as error:
-        if isinstance(error, FileExistsError) or no_room(error):
-            raise
         raise UserError(f"output: {place} cannot be written ({error.strerror}); set another `output`") from error
 
 

@@ -52,7 +52,7 @@ def test_full_disk_ends_multiprocess_run_in_one_line(workshop: Workshop, case: s
     assert (
         last.startswith("braid: ")
         and "No space left" in last
-        and "make room and go on with `braid train --resume" in last
+        and "make room, and go on with `braid train --resume" in last
     )
 
 
