@@ -27,11 +27,11 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.data.chat import end_ids_of
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
-from braidrl.engines.engine import ENGINES, EngineSpec, RoleEngine, ServedEngine
+from braidrl.engines.engine import ENGINES, EngineSpec, ServedEngine
 from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
 from braidrl.engines.requests import SamplingParams
-from braidrl.engines.routing.router import EngineService
+from braidrl.engines.routing.router import EngineService, RoleEngine
 from braidrl.engines.spanning import OneOf, SpanningEngine
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError

@@ -250,8 +250,9 @@ class EmbeddedEngine(SteppingEngine):
         except TransferError as error:
             raise EngineError(str(error)) from error
         self._prompts.prefixes.clear()
+        drawn = self._states.drawn.tolist()
         for slot, row in self._rows.items():
-            row.versions.append((int(self._states.drawn[slot]), version))
+            row.versions.append((drawn[slot], version))
         self.version = version
 
     def _accept(self, row: EngineRow) -> None:
