@@ -63,16 +63,16 @@ class Load:
 
 @dataclass(frozen=True)
 class NodePart:
-    """A node's part of one start of an engine over several nodes."""
+    """A node's part of an engine over several nodes."""
 
     node: int
     """The node's rank; 0 has the scheduler."""
     nodes: int
     address: str
     """This node's address, as the others reach it."""
-    host: str
-    """The first node's address, where the ranks meet at `port`."""
-    port: int
+    host: str = ""
+    """The first node's address, where the ranks meet at `port`; both are set by a start."""
+    port: int = 0
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class EngineProcess:
         With `spanning` the process is this node's part of an engine.
         """
         self.spec, self.name, self.limit_s, self.spanning = spec, name, limit_s, spanning
-        self._led = spanning if spanning is not None and spanning.node == 0 else None
+        self._led = spanning if spanning is not None and spanning.own.node == 0 else None
         """The engine over several nodes that this process schedules."""
         self.max_sequence_tokens = spec.max_sequence_tokens
         self.pid: int | None = None
@@ -224,7 +224,7 @@ class EngineProcess:
     async def follow(self) -> None:
         """Add this node's part to each start of an engine that another node starts, until its end. Raises UserError as `start`."""
         spanning = self.spanning
-        assert spanning is not None and spanning.node > 0
+        assert spanning is not None and spanning.own.node > 0
         while (part := await spanning.next_start()) is not None:
             self.spec = replace(self.spec, part=part)
             starting = asyncio.create_task(self.start())
