@@ -231,7 +231,7 @@ class EngineProcess:
             while not spanning.is_over() and not (starting.done() and self._writer is None):
                 await asyncio.sleep(LOOK_S)
             self._die("is not needed any more")
-            # The first node is told, and starts the engine again.
+            # The first node is notified, and starts the engine again.
             with contextlib.suppress(EngineError):
                 await starting
             spanning.lose()
@@ -258,7 +258,7 @@ class EngineProcess:
                 left = max(begun, self._heard) + self.limit_s - loop.time()
                 if left <= 0:
                     what = "loading the model" if call.method == "start" else call.method
-                    self._die(f"said nothing for {self.limit_s:g} s, and {what} was waited for")
+                    self._die(f"sent nothing for {self.limit_s:g} s during {what}")
                 else:
                     await asyncio.wait([answer], timeout=left)
             return answer.result()

@@ -107,7 +107,7 @@ def remaining_request(request: Request, ended: Response) -> Request | None:
     Raises ValueError for a response of another row.
     """
     if ended.uid != request.uid:
-        raise ValueError(f"row {request.uid} cannot go on from what row {ended.uid} has")
+        raise ValueError(f"row {request.uid} cannot continue the response of row {ended.uid}")
     left = request.sampling.max_tokens - len(ended.tokens)
     if ended.finish_reason is not FinishReason.ABORT or left < 1:
         return None

@@ -172,7 +172,7 @@ class Router:
         loop.call_soon(self._send)
         try:
             while uid not in self._aborted:
-                # An engine that the row had been given may have failed before this task went on.
+                # The engine that a row was assigned to may fail before this task resumes.
                 if (number := self._dispatcher.engine_of(uid)) is not None:
                     return number
                 place = self._places[uid] = loop.create_future()
@@ -297,7 +297,7 @@ class ResumingEngine:
 class EngineService:
     """Engines with an event loop that runs only inside this object's methods. `close` ends the engines.
 
-    Methods are as those of a `SteppingEngine`. The engines' processes manage their own device memory.
+    Its methods do what a `SteppingEngine`'s do. The engines' processes manage their own device memory.
     """
 
     is_collective, memory = False, None

@@ -113,7 +113,7 @@ class VllmEngine(SteppingEngine):
         computes_ahead = load is not None and isinstance(core, SyncMPClient) and bool(self._rows)
         try:
             if computes_ahead:
-                # Answered when the core has sent all of its tokens, which are those of the weights before.
+                # Answered when the core has sent all tokens that it drew with the earlier weights.
                 core.call_utility("pause_scheduler", "keep", False)
                 while not core.outputs_queue.empty():
                     self._ended += self._step_of_vllm()
@@ -212,7 +212,7 @@ class VllmEngine(SteppingEngine):
         try:
             self._engine.collective_rpc("check_health")
         except Exception as error:
-            raise EngineError(f"vLLM cannot go on: {error}") from error
+            raise EngineError(f"vLLM cannot continue: {error}") from error
         self._is_given_again = self._failure is not None
         return NOTHING_YET if self._is_given_again else self.version
 
