@@ -7,8 +7,6 @@ abort  ──▶ the same response at once, with the tokens drawn so far
 """
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -65,16 +63,16 @@ class Load:
 
 @dataclass(frozen=True)
 class NodePart:
-    """A node's part of one start of an engine over several nodes."""
+    """A node's part of an engine over several nodes."""
 
     node: int
     """The node's rank; 0 has the scheduler."""
     nodes: int
     address: str
     """This node's address, as the others reach it."""
-    host: str
-    """The first node's address, where the ranks meet at `port`."""
-    port: int
+    host: str = ""
+    """The first node's address, where the ranks meet at `port`; both are set by a start."""
+    port: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,80 +188,3 @@ class EngineMemory:
     """Bytes of keys and values of all its slots."""
     weights: GenerationWeights | None = None
     """The owner of weights that take turns with training's on the device."""
-
-
-class RoleEngine(ABC):
-    """A role's engine as the process that executes its stages uses it: whole batches, without an event loop of its own."""
-
-    max_sequence_tokens: int
-    """The maximum length of prompt and response together, in tokens."""
-
-    @property
-    def is_collective(self) -> bool:
-        """Return True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve environments."""
-        return False
-
-    @property
-    @abstractmethod
-    def slots(self) -> int:
-        """Return how many rows can be decoded at once."""
-
-    @property
-    @abstractmethod
-    def in_flight(self) -> int:
-        """Return how many rows are being decoded."""
-
-    @property
-    def memory(self) -> EngineMemory | None:
-        """Return the memory that can leave the device while other roles need the room; None if unknown here."""
-        return None
-
-    @abstractmethod
-    def generate(
-        self,
-        requests: Iterable[Request],
-        on_finished: Callable[[Response], None] | None = None,
-        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
-    ) -> list[Response]:
-        """Return all responses, in the order of `requests`.
-
-        Args:
-            requests: One per row.
-            on_finished: Called with each response that ends by itself.
-            rows_to_end: Called after each step, or every few milliseconds; returns rows to end with their tokens so far, and may include
-                rows that have ended.
-
-        Raises:
-            UserError: A prompt leaves no room for a response.
-            RuntimeError: Rows are in flight.
-        """
-
-    @abstractmethod
-    def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` with exclusive use of the engine, and return its result."""
-
-    @abstractmethod
-    def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with new weights from now on; rows in flight continue with them, and earlier tokens keep their version.
-
-        Args:
-            version: The version of the weights.
-            source: The new weights; with None the engine's own tensors already have this version.
-
-        Raises:
-            ValueError: The source lacks a tensor; the weights are unchanged.
-        """
-
-    @abstractmethod
-    def clear(self, release: bool = True) -> None:
-        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
-
-    @abstractmethod
-    def sleep(self) -> None:
-        """Free the memory that only generation needs; weights may still be published. Raises RuntimeError while rows are in flight."""
-
-    def wake(self) -> None:  # noqa: B027
-        """Get ready to generate again; memory that `sleep` freed is allocated when needed."""
-
-    def close(self) -> None:  # noqa: B027
-        """Stop everything that the engine started; by default nothing."""

@@ -105,6 +105,8 @@ class EngineProcess:
         With `spanning` the process is this node's part of an engine.
         """
         self.spec, self.name, self.limit_s, self.spanning = spec, name, limit_s, spanning
+        self._led = spanning if spanning is not None and spanning.own.node == 0 else None
+        """The engine over several nodes that this process schedules."""
         self.max_sequence_tokens = spec.max_sequence_tokens
         self.pid: int | None = None
         """The id of the process that was started last."""
@@ -130,9 +132,8 @@ class EngineProcess:
         """Start the process, and wait until the model is loaded. Raises UserError if it cannot be used, EngineError as `submit`."""
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
-        leads = self.spanning is not None and self.spanning.node == 0
-        if self.spanning is not None and leads:
-            self.spec = replace(self.spec, part=self.spanning.begin())
+        if self._led is not None:
+            self.spec = replace(self.spec, part=self._led.begin())
         spec, self._held = self.spec, None
         # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
         copied = spec.kind == "embedded" and spec.device == "cpu" and self._python == sys.executable
@@ -147,8 +148,8 @@ class EngineProcess:
         self._process.connection.close()
         reader, self._writer = await asyncio.open_connection(sock=line)
         self._tasks = [asyncio.create_task(self._listen(reader, self._writer))]
-        if self.spanning is not None and leads:
-            self._tasks.append(asyncio.create_task(self._watch_nodes(self.spanning, self._writer)))
+        if self._led is not None:
+            self._tasks.append(asyncio.create_task(self._watch_nodes(self._led, self._writer)))
         await self._ask(EngineCall("start", spec=spec))
 
     async def submit(self, request: Request) -> Response:
@@ -215,22 +216,22 @@ class EngineProcess:
 
     async def close(self) -> None:
         """End the process and wait until it is gone."""
-        if self.spanning is not None and self.spanning.node == 0:
-            self.spanning.end()
+        if self._led is not None:
+            self._led.end()
         self._die("was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def follow(self) -> None:
         """Add this node's part to each start of an engine that another node starts, until its end. Raises UserError as `start`."""
         spanning = self.spanning
-        assert spanning is not None and spanning.node > 0
+        assert spanning is not None and spanning.own.node > 0
         while (part := await spanning.next_start()) is not None:
             self.spec = replace(self.spec, part=part)
             starting = asyncio.create_task(self.start())
             while not spanning.is_over() and not (starting.done() and self._writer is None):
                 await asyncio.sleep(LOOK_S)
             self._die("is not needed any more")
-            # The first node is told, and starts the engine again.
+            # The first node is notified, and starts the engine again.
             with contextlib.suppress(EngineError):
                 await starting
             spanning.lose()
@@ -257,7 +258,7 @@ class EngineProcess:
                 left = max(begun, self._heard) + self.limit_s - loop.time()
                 if left <= 0:
                     what = "loading the model" if call.method == "start" else call.method
-                    self._die(f"said nothing for {self.limit_s:g} s, and {what} was waited for")
+                    self._die(f"sent nothing for {self.limit_s:g} s during {what}")
                 else:
                     await asyncio.wait([answer], timeout=left)
             return answer.result()

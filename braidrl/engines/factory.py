@@ -27,12 +27,12 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.data.chat import end_ids_of
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
-from braidrl.engines.engine import ENGINES, EngineSpec, RoleEngine, ServedEngine
+from braidrl.engines.engine import ENGINES, EngineSpec, ServedEngine
 from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
 from braidrl.engines.requests import SamplingParams
-from braidrl.engines.routing.router import EngineService
-from braidrl.engines.spanning import OneOf, SpanningEngine
+from braidrl.engines.routing.router import EngineService, RoleEngine
+from braidrl.engines.spanning import OneOf
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
@@ -103,10 +103,9 @@ def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config)
         specs = [replace(spec, devices=devices) for devices in own]
     engines = []
     for number, each in enumerate(specs):
-        spanning = None
-        if isinstance(ranks, OneOf) and ranks.store is not None:
-            store = dist.PrefixStore(f"engine/{number}", ranks.store)
-            spanning = SpanningEngine(store, ranks.node, ranks.nodes, ranks.address)
+        spanning = ranks.spanning if isinstance(ranks, OneOf) else None
+        if spanning is not None:
+            spanning = replace(spanning, store=dist.PrefixStore(f"engine/{number}", spanning.store))
         name, limit_s = f"{role}'s engine {number}", config.cluster.wait_limit_s
         engines.append(EngineProcess(each, name, config.rollout.python, limit_s, spanning))
     return engines

@@ -5,7 +5,7 @@ Request ──row_of──▶ EngineRow, until an end of sequence, a stop text o
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -107,7 +107,7 @@ def remaining_request(request: Request, ended: Response) -> Request | None:
     Raises ValueError for a response of another row.
     """
     if ended.uid != request.uid:
-        raise ValueError(f"row {request.uid} cannot go on from what row {ended.uid} has")
+        raise ValueError(f"row {request.uid} cannot continue the response of row {ended.uid}")
     left = request.sampling.max_tokens - len(ended.tokens)
     if ended.finish_reason is not FinishReason.ABORT or left < 1:
         return None
@@ -226,16 +226,8 @@ def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
     return msgspec.json.decode(arguments[ARGUMENT], type=Draws)
 
 
-class RowTokens(NamedTuple):
-    """The tokens of a row: of its prompt, drawn so far, and the most that it may draw."""
-
-    prompt: int
-    drawn: int
-    limit: int
-
-
 def rows_to_begin(
-    capacity: int, block: int, recent: Collection[float], running: Iterable[RowTokens], waiting: Iterable[RowTokens]
+    capacity: int, block: int, recent: Collection[float], running: Iterable[EngineRow], waiting: Iterable[EngineRow]
 ) -> int:
     """Return how many of the waiting rows, in their order, have room beside the running ones; the first row always has.
 
@@ -249,9 +241,9 @@ def rows_to_begin(
     """
     share = max(recent) if len(recent) >= KNOWN else 1.0
 
-    def needed(row: RowTokens) -> int:
-        tokens = row.prompt + max(row.drawn + 1, round(share * row.limit))
-        return -(-min(tokens, row.prompt + row.limit) // block) * block
+    def needed(row: EngineRow) -> int:
+        drawn = max(len(row.tokens) + 1, round(share * row.limit))
+        return -(-(len(row.request.prompt) + min(drawn, row.limit)) // block) * block
 
     taken = [needed(row) for row in running]
     left, begun = capacity - sum(taken), 0

@@ -9,7 +9,7 @@ vLLM's own executor for several nodes connects the parts. When one is lost the e
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -28,25 +28,22 @@ class SpanningEngine:
 
     store: dist.Store
     """Reached by all nodes of this engine, and used by no other."""
-    node: int
-    """This node's rank; 0 starts the engine."""
-    nodes: int
-    address: str
-    """This node's address, as the others reach it."""
+    own: NodePart
+    """This node's part; node 0 starts the engine."""
     start: int = 0
     """The number of the current start."""
 
     def begin(self) -> NodePart:
         """Announce the next start, and return the first node's part in it."""
-        with socket.create_server((self.address, 0)) as free:
+        with socket.create_server((self.own.address, 0)) as free:
             port = free.getsockname()[1]
         self.start += 1
-        self.store.set(f"start/{self.start}", f"{self.address} {port}")
-        return NodePart(0, self.nodes, self.address, self.address, port)
+        self.store.set(f"start/{self.start}", f"{self.own.address} {port}")
+        return replace(self.own, host=self.own.address, port=port)
 
     def lost(self) -> int | None:
         """Return a node that has lost its part of the current start; None while all have theirs."""
-        others = range(1, self.nodes)
+        others = range(1, self.own.nodes)
         return next((node for node in others if self.store.check([f"lost/{self.start}/{node}"])), None)
 
     def end(self) -> None:
@@ -63,7 +60,7 @@ class SpanningEngine:
             return None
         self.start += 1
         host, port = self.store.get(f"start/{self.start}").decode().split()
-        return NodePart(self.node, self.nodes, self.address, host, int(port))
+        return replace(self.own, host=host, port=int(port))
 
     def is_over(self) -> bool:
         """Return True if the first node has given the current start up."""
@@ -71,7 +68,7 @@ class SpanningEngine:
 
     def lose(self) -> None:
         """Report that this node has no part of the current start any more."""
-        self.store.set(f"lost/{self.start}/{self.node}", "")
+        self.store.set(f"lost/{self.start}/{self.own.node}", "")
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,5 @@ class OneOf(DataParallel):
 
     rank: int = 0
     size: int = 1
-    store: dist.Store | None = None
-    """Reached by the worker's processes; None if there is one."""
-    node: int = 0
-    nodes: int = 1
-    address: str = ""
-    """This process's address, as the others reach it."""
+    spanning: SpanningEngine | None = None
+    """This process's node of the worker, with a store that its processes share; None if the worker has one process."""

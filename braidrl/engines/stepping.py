@@ -13,7 +13,7 @@ Sampling is deterministic: ranks with the same requests in the same order draw t
 """
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +27,7 @@ from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import EngineError, Load, RoleEngine, ServedEngine, T
+from braidrl.engines.engine import EngineError, EngineMemory, Load, ServedEngine, T
 from braidrl.engines.requests import EngineRow, Request, Response, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
@@ -42,10 +42,11 @@ OWN = "this process's engine"
 """The name of an engine in errors."""
 
 
-class SteppingEngine(RoleEngine):
-    """A `RoleEngine` with rows in flight, and counters."""
+class SteppingEngine(ABC):
+    """An engine of this process, used by whole batches: `generate`; by coroutines: `run`; or step by step: `add` and `step`."""
 
     slots: int = 0
+    """Rows that can be decoded at once."""
     group: dist.ProcessGroup | None = None
     """All ranks that decode together, which make the same calls at the same time; None if this one decodes alone."""
     phases: GenerationWeights | None = None
@@ -59,6 +60,7 @@ class SteppingEngine(RoleEngine):
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self.max_sequence_tokens = max_sequence_tokens
+        """The maximum length of prompt and response together, in tokens."""
         self.vocabulary: int | None = None
         """Size of the model's embedding, if smaller than the tokenizer's vocabulary."""
         self._under_way: set[Uid] = set()
@@ -67,12 +69,23 @@ class SteppingEngine(RoleEngine):
 
     @property
     def is_collective(self) -> bool:
+        """Return True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve environments."""
         return self.group is not None
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Return how many rows are being decoded."""
 
     @property
     def waiting(self) -> int:
         """Return the number of rows without a slot."""
         return len(self._waiting)
+
+    @property
+    def memory(self) -> EngineMemory | None:
+        """Return the memory that can leave the device while other roles need the room; None if unknown here."""
+        return None
 
     def parts(self) -> Mapping[str, WeightPart]:
         """Return this process's parts of the weights, into which a trainer in the same process copies its own; by default none."""
@@ -90,10 +103,33 @@ class SteppingEngine(RoleEngine):
     def abort(self, uid: Uid) -> Response:
         """End a row at once with its tokens so far. Raises KeyError if it is not in flight."""
 
+    @abstractmethod
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Generate with new weights from now on; rows in flight continue with them, and earlier tokens keep their version.
+
+        Args:
+            version: The version of the weights.
+            source: The new weights; with None the engine's own tensors already have this version.
+
+        Raises:
+            ValueError: The source lacks a tensor; the weights are unchanged.
+        """
+
+    @abstractmethod
+    def clear(self, release: bool = True) -> None:
+        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
+
     def sleep(self) -> None:
+        """Free the memory that only generation needs; weights may still be published. Raises RuntimeError while rows are in flight."""
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; an engine sleeps when it has none")
         self.clear()
+
+    def wake(self) -> None:  # noqa: B027
+        """Get ready to generate again; memory that `sleep` freed is allocated when needed."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop everything that the engine started; by default nothing."""
 
     def recover(self) -> int:
         """Make a failed engine ready, and return the version of its weights. Raises EngineError if that fails."""
@@ -105,7 +141,18 @@ class SteppingEngine(RoleEngine):
         on_finished: Callable[[Response], None] | None = None,
         rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """Return this rank's responses. A row in any rank's `rows_to_end` ends in the same step on all ranks."""
+        """Return all responses, in the order of `requests`; with a `group` each rank brings requests of its own.
+
+        Args:
+            requests: One per row.
+            on_finished: Called with each response that ends by itself.
+            rows_to_end: Called after each step, or every few milliseconds; returns rows to end with their tokens so far, and may include
+                rows that have ended. They end in the same step on all ranks.
+
+        Raises:
+            UserError: A prompt leaves no room for a response.
+            RuntimeError: Rows are in flight.
+        """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
         own, ranks, may_end = list(requests), Ranks(self.group), rows_to_end is not None
@@ -140,6 +187,7 @@ class SteppingEngine(RoleEngine):
         return [finished[uid] for uid in uids]
 
     def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` with exclusive use of the engine, and return its result."""
         try:
             with Runner() as runner:
                 return run_cancelled_by_interrupts(runner, work(EngineReplica(self)))

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.engines.requests import KNOWN, RECENT, RowTokens, rows_to_begin
+from braidrl.engines.requests import KNOWN, RECENT, EngineRow, Request, SamplingParams, rows_to_begin
 
 LIMITS = st.integers(1, 40)
+
+
+def row(prompt: int, drawn: int, limit: int) -> EngineRow:
+    request = Request((0, 0, 0), torch.zeros(prompt, dtype=torch.int64), SamplingParams(max_tokens=limit))
+    return EngineRow(request, limit, tokens=[0] * drawn)
+
+
 ROWS = st.lists(
-    st.builds(lambda prompt, limit, part: RowTokens(prompt, part % limit, limit), LIMITS, LIMITS, LIMITS), max_size=8
+    st.builds(lambda prompt, limit, part: row(prompt, part % limit, limit), LIMITS, LIMITS, LIMITS), max_size=8
 )
 
 
@@ -21,7 +29,7 @@ def blocks(tokens: int, block: int) -> int:
 
 @given(st.integers(0, 400), st.integers(1, 16), st.floats(0, 1), ROWS, ROWS)
 def test_rows_begin_while_what_they_are_expected_to_draw_fits(
-    capacity: int, block: int, share: float, running: list[RowTokens], waiting: list[RowTokens]
+    capacity: int, block: int, share: float, running: list[EngineRow], waiting: list[EngineRow]
 ) -> None:
     begun = rows_to_begin(capacity, block, [share] * KNOWN, running, waiting)
     whole = rows_to_begin(capacity, block, [], running, waiting)
@@ -30,11 +38,13 @@ def test_rows_begin_while_what_they_are_expected_to_draw_fits(
         assert begun >= 1, "an engine without rows draws the first one"
     if whole > 1 or (whole and running):
         together = [*running, *waiting[:whole]]
-        assert sum(blocks(row.prompt + row.limit, block) for row in together) <= capacity, "none can be preempted"
+        assert sum(blocks(len(row.request.prompt) + row.limit, block) for row in together) <= capacity, (
+            "none can be preempted"
+        )
 
 
 def test_rows_are_counted_whole_until_lengths_are_known_and_after_a_preemption() -> None:
-    recent, waiting = deque([0.1] * (KNOWN - 1), maxlen=RECENT), [RowTokens(5, 0, 100)] * 10
+    recent, waiting = deque([0.1] * (KNOWN - 1), maxlen=RECENT), [row(5, 0, 100)] * 10
     assert rows_to_begin(105, 1, recent, [], waiting) == 1
     recent.append(0.2)
     assert rows_to_begin(105, 1, recent, [], waiting) == 4

@@ -15,7 +15,7 @@ from braidrl.cluster.devices import Devices, assign_devices
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process_groups import open_store
 from braidrl.config.config import RolloutConfig
-from braidrl.engines.engine import EngineSpec
+from braidrl.engines.engine import EngineSpec, NodePart
 from braidrl.engines.factory import engine_spec, engines_of, with_engines, with_nodes
 from braidrl.engines.routing.router import EngineService
 from braidrl.engines.spanning import SpanningEngine
@@ -287,7 +287,7 @@ def test_an_engine_spans_as_few_nodes_as_have_devices_for_it(
 
 def test_nodes_join_each_start_of_an_engine_and_report_what_they_lose() -> None:
     store = open_store("127.0.0.1", 30.0)
-    first, second = (SpanningEngine(store, node, 2, "127.0.0.1") for node in range(2))
+    first, second = (SpanningEngine(store, NodePart(node, 2, "127.0.0.1")) for node in range(2))
     for _ in range(2):
         begun = first.begin()
         joined = asyncio.run(second.next_start())

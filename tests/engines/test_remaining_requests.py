@@ -56,5 +56,5 @@ def test_complete_responses_and_responses_of_other_rows_are_not_continued() -> N
     assert (going_on.first_draw, going_on.sampling.max_tokens, going_on.prompt.tolist()[-2:]) == (2, 1, [1, 2])
     stopped = Response(request.uid, tokens, -torch.ones(2), FinishReason.STOP, torch.zeros(2, dtype=torch.int64))
     assert remaining_request(request, stopped) is None
-    with pytest.raises(ValueError, match="cannot go on from"):
+    with pytest.raises(ValueError, match="cannot continue the response"):
         remaining_request(other, aborted)

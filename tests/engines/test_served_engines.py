@@ -119,7 +119,7 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
     assert dying.pid is not None
     os.kill(dying.pid, signal.SIGSTOP)
     dying.limit_s = 0.5
-    with pytest.raises(EngineError, match=r"engine 0 \(process \d+\) said nothing for 0.5 s, and sleep was waited for"):
+    with pytest.raises(EngineError, match=r"engine 0 \(process \d+\) sent nothing for 0.5 s during sleep"):
         service.run(lambda _: dying.sleep())
 
 

@@ -226,7 +226,7 @@ class EmbeddedEngine(SteppingEngine):
         """The row in each slot that has one."""
         self._states = SlotStates.idle(self.slots, self._log_prob_dtype, model.device)
         self._positions, self._response_tokens, self._stop_tokens, self._steps = 0, 1, 1, 0
-        self._changed()
+        self._look_at_rows()
 
     def parts(self) -> Mapping[str, WeightPart]:
         return weight_parts(self.model, self._weights.slices)
@@ -250,8 +250,9 @@ class EmbeddedEngine(SteppingEngine):
         except TransferError as error:
             raise EngineError(str(error)) from error
         self._prompts.prefixes.clear()
+        drawn = self._states.drawn.tolist()
         for slot, row in self._rows.items():
-            row.versions.append((int(self._states.drawn[slot]), version))
+            row.versions.append((drawn[slot], version))
         self.version = version
 
     def _accept(self, row: EngineRow) -> None:
@@ -272,7 +273,7 @@ class EmbeddedEngine(SteppingEngine):
                 return []
             # Move rows down into free slots where that makes the step smaller.
             target = round_up(len(self._rows), ROW_MULTIPLE)
-            if self._shrink and target < len(self._active.current):
+            if self._shrink and max(self._rows) >= target:
                 below = (slot for slot in range(target) if slot not in self._rows)
                 for source in [slot for slot in self._rows if slot >= target]:
                     slot = next(below)
@@ -281,7 +282,9 @@ class EmbeddedEngine(SteppingEngine):
                     self._states.move(source, slot)
                     if self._cohorts is not None:
                         self._cohorts.move(source, slot)
-                self._changed()
+                self._has_changed = True
+            if self._has_changed:
+                self._look_at_rows()
             self.tokens_generated += len(self._rows)
             tokens, ended = self._decode()
             slots = set(ended.nonzero().flatten().tolist())
@@ -317,7 +320,7 @@ class EmbeddedEngine(SteppingEngine):
             row.versions.append((0, self.version))
         self._rows |= new
         self._states.begin(new, self.seed, self._response_tokens, self._stop_tokens)
-        self._changed()
+        self._has_changed = True
 
     def _decode(self) -> tuple[Tensor, Tensor]:
         """Draw one token for each slot of the step, (B,), and mark rows that reached a stop token or their limit, (B,)."""
@@ -364,7 +367,7 @@ class EmbeddedEngine(SteppingEngine):
         if self._cohorts is not None:
             self._cohorts.end(slots)
         rows = [self._rows.pop(slot) for slot in slots]
-        self._changed()
+        self._has_changed = True
         return self._done(
             [
                 row.finished(aborted, (tokens[number, :count].clone(), log_probs[number, :count].clone()))
@@ -372,9 +375,9 @@ class EmbeddedEngine(SteppingEngine):
             ]
         )
 
-    def _changed(self) -> None:
-        """Look at the rows in slots after some have come, gone or moved."""
-        rows = self._rows
+    def _look_at_rows(self) -> None:
+        """Look at the rows in slots before a step, when some have come, gone or moved."""
+        rows, self._has_changed = self._rows, False
         count = round_up(max(rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
         self._active = SlotStates(**{name: state[:count] for name, state in vars(self._states).items()})
         """Views of the slots of the next step."""
@@ -414,7 +417,7 @@ class EmbeddedEngine(SteppingEngine):
             self._states = SlotStates.idle(self.slots, self._log_prob_dtype, self.model.device)
         else:
             self._states.end(range(self.slots))
-        self._changed()
+        self._look_at_rows()
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ class LeadingEngine(EmbeddedEngine):
         super().__init__(**_parts(spec, 0, store))
         self._followers, self._limit_s = followers, spec.limit_s
         self._pending: list[Request | Uid] = []
-        """The rows that the followers have not heard of yet."""
+        """Rows that were added or aborted since the last call."""
         self._failure: EngineError | None = None
         with self._in_lockstep():
             self._wait()

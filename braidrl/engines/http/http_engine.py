@@ -289,6 +289,6 @@ class HttpEngine:
                     raise kind(f"{self.url}{path} answers {response.status}: {text}")
                 return await response.json(content_type=None) or {}
         except TimeoutError:
-            raise EngineError(f"{self.url}{path} said nothing for {self.spec.limit_s:g} s") from None
+            raise EngineError(f"{self.url}{path} did not answer for {self.spec.limit_s:g} s") from None
         except ClientError as error:
             raise EngineError(f"{self.url} does not answer: {error}") from error

@@ -10,7 +10,7 @@ turned out long. Work is counted in response tokens.
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from braidrl.data.rows import Uid
 
@@ -29,10 +29,12 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class Job:
-    """A row that waits or is in flight."""
+    """A row in flight."""
 
     uid: Uid
     prompt_tokens: int
+    engine: int | None = None
+    """None while it waits."""
     work: float = 0.0
 
 
@@ -42,15 +44,9 @@ class EngineState:
 
     slots: int
     alive: bool = True
-    jobs: dict[Uid, Job] = field(default_factory=dict)
+    rows: int = 0
     work: float = 0.0
-    """Total work of its jobs, in response tokens."""
-
-    def remove(self, uid: Uid) -> Job:
-        job = self.jobs.pop(uid)
-        # An empty engine starts again from exactly 0, so that rounding errors do not accumulate.
-        self.work = self.work - job.work if self.jobs else 0.0
-        return job
+    """Total work of its rows, in response tokens."""
 
 
 class Dispatcher:
@@ -58,6 +54,8 @@ class Dispatcher:
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.engines = [EngineState(count) for count in slots]
+        self.jobs: dict[Uid, Job] = {}
+        """All rows in flight."""
         self.waiting: OrderedDict[Uid, Job] = OrderedDict()
         """The rows without an engine."""
         self._prefixes: OrderedDict[Prefix, dict[int, int]] = OrderedDict()
@@ -65,18 +63,15 @@ class Dispatcher:
 
     def engine_of(self, uid: Uid) -> int | None:
         """Return the row's engine; None while it waits. Raises KeyError if it is not in flight."""
-        for number, state in enumerate(self.engines):
-            if uid in state.jobs:
-                return number
-        if uid not in self.waiting:
+        if uid not in self.jobs:
             raise KeyError(f"row {uid} is not under way")
-        return None
+        return self.jobs[uid].engine
 
     def add(self, uid: Uid, prompt_tokens: int) -> None:
         """Add a row. Raises ValueError if it is already in flight."""
-        if uid in self.waiting or any(uid in state.jobs for state in self.engines):
+        if uid in self.jobs:
             raise ValueError(f"row {uid} is under way already")
-        self.waiting[uid] = Job(uid, prompt_tokens)
+        self.jobs[uid] = self.waiting[uid] = Job(uid, prompt_tokens)
 
     def assign(self) -> list[tuple[Uid, int]]:
         """Assign waiting rows to engines with room, and return (row, engine) pairs.
@@ -86,7 +81,7 @@ class Dispatcher:
         assigned = []
         expected = self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else FIRST_GUESS
         while self.waiting:
-            work = {n: s.work for n, s in enumerate(self.engines) if s.alive and len(s.jobs) < s.slots}
+            work = {n: s.work for n, s in enumerate(self.engines) if s.alive and s.rows < s.slots}
             if not work:
                 break
             # Waiting rows can even out a difference in load; when none waits, only the load counts.
@@ -101,8 +96,8 @@ class Dispatcher:
             _, _, engine = min((-held[n], work[n], n) for n in near)
             if not held[engine]:
                 _, engine = min((work[n], n) for n in work)
-            job.work = expected + PROMPT_WORK * (job.prompt_tokens - held[engine])
-            self.engines[engine].jobs[uid] = job
+            job.engine, job.work = engine, expected + PROMPT_WORK * (job.prompt_tokens - held[engine])
+            self.engines[engine].rows += 1
             self.engines[engine].work += job.work
             self._remember(uid[:2], engine, job.prompt_tokens)
             assigned.append((uid, engine))
@@ -113,8 +108,14 @@ class Dispatcher:
 
         An answered row may also wait for another engine, if its engine failed just afterwards.
         """
-        engine = self.engine_of(uid)
-        job = self.waiting.pop(uid) if engine is None else self.engines[engine].remove(uid)
+        engine, job = self.engine_of(uid), self.jobs.pop(uid)
+        if engine is None:
+            del self.waiting[uid]
+        else:
+            state = self.engines[engine]
+            state.rows -= 1
+            # An engine without rows starts again from exactly 0, so that rounding errors do not accumulate.
+            state.work = state.work - job.work if state.rows else 0.0
         if response_tokens is not None:
             if engine is not None:
                 self._remember(uid, engine, job.prompt_tokens + response_tokens)
@@ -122,11 +123,10 @@ class Dispatcher:
 
     def fail(self, engine: int) -> list[Uid]:
         """Mark an engine as dead, and return its rows, which go to the front of the queue."""
-        state = self.engines[engine]
-        state.alive = False
-        lost = [state.remove(uid) for uid in list(state.jobs)]
+        self.engines[engine] = EngineState(self.engines[engine].slots, alive=False)
+        lost = [job for job in self.jobs.values() if job.engine == engine]
         for job in reversed(lost):
-            self.waiting[job.uid] = job
+            job.engine, self.waiting[job.uid] = None, job
             self.waiting.move_to_end(job.uid, last=False)
         for held in self._prefixes.values():
             held.pop(engine, None)

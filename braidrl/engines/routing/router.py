@@ -23,9 +23,10 @@ from torch import Tensor
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import EngineError, Load, RoleEngine, ServedEngine, T
+from braidrl.engines.engine import EngineError, Load, ServedEngine, T
 from braidrl.engines.requests import EngineRow, Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_in_memory
 from braidrl.weights.publisher import WeightSource
@@ -132,9 +133,8 @@ class Router:
                 before.close()
 
     async def sleep(self) -> None:
-        dispatcher = self._dispatcher
-        if rows := len(dispatcher.waiting) + sum(len(state.jobs) for state in dispatcher.engines):
-            raise RuntimeError(f"{rows} rows are under way; engines sleep without any")
+        if rows := self._dispatcher.jobs:
+            raise RuntimeError(f"{len(rows)} rows are under way; engines sleep without any")
         self._asleep = True
         await self._everywhere(lambda engine: engine.sleep())
 
@@ -172,7 +172,7 @@ class Router:
         loop.call_soon(self._send)
         try:
             while uid not in self._aborted:
-                # An engine that the row had been given may have failed before this task went on.
+                # The engine that a row was assigned to may fail before this task resumes.
                 if (number := self._dispatcher.engine_of(uid)) is not None:
                     return number
                 place = self._places[uid] = loop.create_future()
@@ -294,11 +294,13 @@ class ResumingEngine:
             self._running.set()
 
 
-class EngineService(RoleEngine):
+class EngineService:
     """Engines with an event loop that runs only inside this object's methods. `close` ends the engines.
 
-    The engines' processes manage their own device memory.
+    Its methods do what a `SteppingEngine`'s do. The engines' processes manage their own device memory.
     """
+
+    is_collective, memory = False, None
 
     def __init__(
         self, engines: Sequence[ServedEngine], limit_s: float = 600.0,
@@ -375,6 +377,10 @@ class EngineService(RoleEngine):
     def close(self) -> None:
         self.run(lambda router: router.close())
         self._runner.close()
+
+
+RoleEngine = SteppingEngine | EngineService
+"""A role's engine as the process that executes its stages uses it: whole batches, without an event loop of its own."""
 
 
 @contextlib.asynccontextmanager

@@ -88,7 +88,7 @@ class HostedVllmEngine(VllmEngine):
         RankExecutor.identifier = identifier
         self._draw_seed = int(identifier[:8], 16)
         self._draw_states: tuple[Tensor, list[Tensor]] | None = None
-        """Torch's random states for the next draws of vLLM, equal on the ranks of a group and apart from those of training."""
+        """Torch's random states for the next draws of vLLM, equal on the ranks of a group, and separate from training's."""
         own = {"distributed_executor_backend": "external_launcher", "seed": 0}
         with starting_vllm(self.spec.environment, self._groups):
             config = EngineArgs(**{**arguments, **own}).create_engine_config()

@@ -32,7 +32,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
-from braidrl.engines.requests import RECENT, EngineRow, Response, RowTokens, draw_arguments, rows_to_begin
+from braidrl.engines.requests import RECENT, EngineRow, Response, draw_arguments, rows_to_begin
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
@@ -113,7 +113,7 @@ class VllmEngine(SteppingEngine):
         computes_ahead = load is not None and isinstance(core, SyncMPClient) and bool(self._rows)
         try:
             if computes_ahead:
-                # Answered when the core has sent all of its tokens, which are those of the weights before.
+                # Answered when the core has sent all tokens that it drew with the earlier weights.
                 core.call_utility("pause_scheduler", "keep", False)
                 while not core.outputs_queue.empty():
                     self._ended += self._step_of_vllm()
@@ -141,10 +141,8 @@ class VllmEngine(SteppingEngine):
         if count and self.spec.adapts_rows:
             cache = self._engine.vllm_config.cache_config
             # vLLM keeps one block for itself.
-            capacity = (cache.num_gpu_blocks - 1) * cache.block_size
-            running = [RowTokens(len(r.request.prompt), len(r.tokens), r.limit) for r in self._rows.values()]
-            waiting = (RowTokens(len(r.request.prompt), 0, r.limit) for r in itertools.islice(self._waiting, count))
-            count = rows_to_begin(capacity, cache.block_size, self.recent, running, waiting)
+            capacity, waiting = (cache.num_gpu_blocks - 1) * cache.block_size, itertools.islice(self._waiting, count)
+            count = rows_to_begin(capacity, cache.block_size, self.recent, self._rows.values(), waiting)
         for _ in range(count):
             self._begin(self._waiting.popleft())
         ended, self._ended = self._ended, []
@@ -212,7 +210,7 @@ class VllmEngine(SteppingEngine):
         try:
             self._engine.collective_rpc("check_health")
         except Exception as error:
-            raise EngineError(f"vLLM cannot go on: {error}") from error
+            raise EngineError(f"vLLM cannot continue: {error}") from error
         self._is_given_again = self._failure is not None
         return NOTHING_YET if self._is_given_again else self.version
 

@@ -71,7 +71,7 @@ class TakesWeights:
     def receive_weights(self, notice: Mapping[str, Any]) -> str | None:
         """Load weights that the run sends to all workers; `notice` is plain JSON. Return the error, or None.
 
-        Of an exception vLLM's executor reads the first worker's alone, and takes those of others for answers to its next calls.
+        vLLM's executor reads only the first worker's exception, and takes the others' exceptions for answers to its next calls.
         """
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank

@@ -32,9 +32,10 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.templates import PromptTemplate
-from braidrl.engines.engine import Engine, RoleEngine
+from braidrl.engines.engine import Engine
 from braidrl.engines.factory import exchange_publisher, publisher_of, start_engine
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
+from braidrl.engines.routing.router import RoleEngine
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
 from braidrl.observe.metrics import FAILURE, Sums

@@ -25,8 +25,8 @@ from braidrl.agents.trajectory import response_columns
 from braidrl.cluster.world import Notices
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import IDENTITY, Column, Rows, Uid
-from braidrl.engines.engine import RoleEngine
 from braidrl.engines.requests import Response
+from braidrl.engines.routing.router import RoleEngine
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import dropped

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from braidrl.config import Config
-from braidrl.engines.engine import RoleEngine
+from braidrl.engines.routing.router import RoleEngine
 from braidrl.errors import UserError
 from braidrl.flow.flow import Flow, is_optimized, touched_weights
 from braidrl.flow.stage import Kind, Stage

@@ -23,8 +23,9 @@ from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
+from braidrl.engines.engine import NodePart
 from braidrl.engines.factory import follow_engines
-from braidrl.engines.spanning import OneOf
+from braidrl.engines.spanning import OneOf, SpanningEngine
 from braidrl.errors import LostProcess, WorkerError
 from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client, data_plane
@@ -267,7 +268,8 @@ def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
     started = f"{arguments['secret']}/{group.name}.{number}.{arguments['starts']}"
     host, port = arguments["meeting"]
     store = dist.PrefixStore(started, connect_store(host, port, RANKS_LIMIT_S))
-    return OneOf(rank=number, size=workers, store=store, node=arguments["rank"], nodes=group.nodes, address=ip)
+    spanning = SpanningEngine(store, NodePart(arguments["rank"], group.nodes, ip))
+    return OneOf(rank=number, size=workers, spanning=spanning)
 
 
 def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:

@@ -138,7 +138,7 @@ def test_rows_go_to_the_engine_with_their_prefix_unless_load_is_uneven() -> None
     for uid in many:
         dispatcher.add(uid, PROMPT)
     dispatcher.assign()
-    loads = [len(state.jobs) for state in dispatcher.engines]
+    loads = [state.rows for state in dispatcher.engines]
     assert max(loads) - min(loads) <= 1
 
 
@@ -172,7 +172,7 @@ def test_every_row_is_done_exactly_once_however_engines_die_and_come_back(data: 
         elif what == "recover":
             dispatcher.engines[engine].alive = True
     assert sorted(done) == uids
-    assert not dispatcher.waiting and not any(state.jobs for state in dispatcher.engines)
+    assert not dispatcher.waiting and not dispatcher.jobs and not any(state.rows for state in dispatcher.engines)
 
 
 def test_rows_of_a_dead_engine_go_before_those_that_wait() -> None:

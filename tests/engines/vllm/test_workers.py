@@ -148,8 +148,8 @@ def test_workers_end_with_the_process_that_schedules_for_them(divided: Served) -
     assert all_gone(workers)
 
 
-def test_vllm_keeps_its_weights_without_an_update_and_refuses_after_a_partial_one() -> None:
-    command = [vllm_interpreter(), "-m", "tests.engines.vllm.partial_update"]
+def test_stop_texts_within_a_step_end_rows_and_partial_updates_are_refused() -> None:
+    command = [vllm_interpreter(), "-m", "tests.engines.vllm.edges"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
 

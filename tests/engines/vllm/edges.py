@@ -1,4 +1,4 @@
-"""Tensors that come one by one into a worker of vLLM, and end in the middle: `python -m tests.engines.vllm.partial_update`."""
+"""What runs seldom meet: tensors that end in the middle, and a stop text within a step: `python -m tests.engines.vllm.edges`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from braidrl.data.rows import FinishReason
+from braidrl.engines.requests import Request, SamplingParams, row_of
+from braidrl.engines.stepping import SteppingEngine
+from braidrl.engines.vllm.vllm_engine import VllmEngine
 from braidrl.engines.vllm.vllm_worker import TakesWeights
 from braidrl.weights.model_files import HubNames
 from tests.engines.served import served_model
+from tests.engines.tiny import make_tokenizer
 
 MODEL = served_model()
 FIRST, SECOND, *_ = MODEL.state_dict()
@@ -39,7 +44,23 @@ def coming(*names: str, then_fails: bool = False) -> Iterator[tuple[str, torch.T
         raise ConnectionError("the run is gone")
 
 
-def main() -> None:
+def a_stop_text_ends_a_row_within_the_tokens_of_a_step() -> None:
+    engine, tokenizer = VllmEngine.__new__(VllmEngine), make_tokenizer()
+    SteppingEngine.__init__(engine, tokenizer, (), 64, 0)
+    tokens = tokenizer.encode("a stop b")
+    # vLLM ends the row by its length in the step in which the text is completed.
+    part = SimpleNamespace(token_ids=tokens, logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in tokens])
+    step = [SimpleNamespace(request_id="7", finished=True, outputs=[part])]
+    engine._engine = SimpleNamespace(step=lambda: step)
+    request = Request((0, 0, 0), torch.tensor([1]), SamplingParams(stop=("stop",), max_tokens=len(tokens)))
+    row = row_of(request, tokenizer, (), 64)
+    row.name, row.versions = "7", [(0, 0)]
+    engine._rows = {"7": row}
+    (finished,) = engine._step_of_vllm()
+    assert tokenizer.decode(finished.tokens) == "a stop" and finished.finish_reason is FinishReason.STOP
+
+
+def a_partial_update_refuses_later_ones() -> None:
     worker = Loader()
     worker.load_as_they_come(coming(FIRST, SECOND))
     with pytest.raises(ConnectionError):
@@ -53,4 +74,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    a_stop_text_ends_a_row_within_the_tokens_of_a_step()
+    a_partial_update_refuses_later_ones()
