@@ -17,9 +17,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from braidrl.errors import first_line
-from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, accept
-from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, packed_findings, quietly
-from braidrl.training.decoders.proven import best_plan
+from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, all_findings
+from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, quietly
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 PROCESSES = 2
@@ -106,13 +105,7 @@ def row_of(name: str) -> tuple[bool, str]:
     torch.set_num_threads(1)
     try:
         with quietly():
-            twin = Twin(configuration(name))
-            plan, engine = best_plan(twin)
-            findings = [
-                *packed_findings(twin, twin.model(plan)),
-                engine,
-                *(accept(each, twin, plan) for each in MEASURES),
-            ]
+            plan, findings = all_findings(Twin(configuration(name)))
     except Refusal as refusal:
         return False, f"| {name} | no | | {cell(str(refusal))} |"
     except FAILURES as error:
@@ -120,7 +113,7 @@ def row_of(name: str) -> tuple[bool, str]:
             False,
             f"| {name} | no | | {cell(f'transformers computes no tiny model of its structure: {first_line(error)}')} |",
         )
-    wrong = [finding for finding in findings if not finding.holds]
+    engine, wrong = findings[-len(MEASURES) - 1], [finding for finding in findings if not finding.holds]
     if worst := next((f for f in wrong if f.name not in OPTIONAL and f is not engine), None):
         return False, f"| {name} | no | | {cell(f'{worst.name}: {worst.note or worst.value}')} |"
     lacks = {

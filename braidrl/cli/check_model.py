@@ -12,9 +12,8 @@ from transformers import AutoConfig
 
 from braidrl.engines.vllm_proof import vllm_finding
 from braidrl.errors import UserError, first_line
-from braidrl.training.acceptance import MEASURES, OPTIONAL, accept, layout_findings
-from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, packed_findings, quietly
-from braidrl.training.decoders.proven import best_plan, proof_device
+from braidrl.training.acceptance import OPTIONAL, all_findings, layout_findings
+from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, proof_device, quietly
 from braidrl.training.loading import check_model, read_model_config
 
 WIDTH = 52
@@ -30,9 +29,7 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
     try:
         with quietly():
             twin = Twin(config, device=proof_device())
-            plan, decoding = best_plan(twin)
-            findings = [*packed_findings(twin, twin.model(plan)), decoding]
-            findings += [accept(name, twin, plan) for name in MEASURES]
+            plan, findings = all_findings(twin)
     except Refusal as refusal:
         say(f"REFUSED {model}, {config.model_type}: {refusal}")
         return False

@@ -21,20 +21,21 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import LoraConfig, parse_config
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError, WorkerError, first_line
+from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
 from braidrl.training.decoders.proof import (
     BOUND,
-    FAILURES,
     Finding,
     Twin,
+    best_plan,
     distance,
     packed_log_probs,
+    proof_device,
     quietly,
+    remembered,
 )
-from braidrl.training.decoders.proven import proof_device, remembered
 from braidrl.training.loading import read_buffers, rebuild_buffers
 from braidrl.training.lora import add_adapters, merged, plain_names
 from braidrl.training.memory.footprint import divide_tokens
@@ -42,6 +43,7 @@ from braidrl.training.objective import Objective
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import is_tied, split_layers
 from braidrl.training.roles.worker import RoleWorker
+from braidrl.weights.checkpoint_files import ParameterReader
 from braidrl.weights.model_files import ModelFiles
 
 EXACT = 1e-5
@@ -182,10 +184,7 @@ def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         if not rebuild_buffers(skeleton):
             return 0.0, EXACT  # such a model is always loaded in full
         read_buffers(skeleton, files)
-        for name, parameter in list(skeleton.named_parameters()):
-            owner, _, own = name.rpartition(".")
-            setattr(skeleton.get_submodule(owner), own, nn.Parameter(files[name].to(parameter.dtype)))
-        skeleton.tie_weights()
+        ParameterReader(Path(folder), skeleton, files=files)(skeleton)
     use_plan(skeleton, plan)
     skeleton.to(twin.device).eval()
     return distance(packed_log_probs(skeleton, twin.rows), packed_log_probs(model, twin.rows)), EXACT
@@ -201,9 +200,10 @@ def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         optimizer.step()
 
     through, first = twin.model(plan), twin.model(plan)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (through, first)]
-    for model, optimizer in zip((through, through, first), (optimizers[0], *optimizers), strict=True):
-        step(model, optimizer)
+    twice, once = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (through, first))
+    step(through, twice)
+    step(through, twice)
+    step(first, once)
     with tempfile.TemporaryDirectory() as folder:
         first.save_pretrained(folder)
         second: Any = AutoModelForCausalLM.from_pretrained(
@@ -211,7 +211,7 @@ def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         )
     use_plan(second.to(twin.device), plan)
     again = torch.optim.AdamW(second.parameters(), lr=1e-3)
-    again.load_state_dict(optimizers[1].state_dict())
+    again.load_state_dict(once.state_dict())
     step(second, again)
     return distance([p.detach() for p in second.parameters()], [p.detach() for p in through.parameters()]), EXACT
 
@@ -235,22 +235,24 @@ OPTIONAL = {*AXES.values(), HALF, ADAPTERS}
 
 
 def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
-    """Measure one property; an error counts as a failed property."""
-    try:
-        value, bound = MEASURES[name](twin, plan)
-    except FAILURES as error:
-        return Finding(name, float("inf"), BOUND, first_line(error))
-    return Finding(name, value, bound)
+    """Measure one property."""
+    return Finding.of(name, MEASURES[name], twin, plan)
+
+
+def all_findings(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
+    """Return the plan of a twin, and its findings: those of the proof, the last of which is of decoding, then all of MEASURES."""
+    plan, findings = best_plan(twin)
+    return plan, [*findings, *(accept(name, twin, plan) for name in MEASURES)]
 
 
 def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, remedy: str) -> None:
     """Raise UserError, with the remedy, if a property of a model does not hold; each configuration is measured once on a machine."""
+
+    def measured() -> dict[str, Any]:
+        return asdict(accept(name, Twin(config, device=proof_device()), plan))
+
     with quietly(), torch.enable_grad():
-        finding = Finding(
-            **remembered(
-                config, name.replace(" ", "-"), lambda: asdict(accept(name, Twin(config, device=proof_device()), plan))
-            )
-        )
+        finding = Finding(**remembered(config, name.replace(" ", "-"), measured))
     if not finding.holds:
         why = finding.note or f"it differs by {finding.value:.1g}"
         raise UserError(f"{remedy}: for the model in {folder} it is not proven that {name}: {why}")
@@ -266,24 +268,20 @@ LIMIT_S = 60.0
 
 def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
     """Run two ranks on this machine for each layout, and compare them with one process."""
-    found = []
+
+    def difference(layout: dict[str, Any]) -> tuple[float, float]:
+        if plan.by_rows and layout != {"data": 2}:
+            raise ValueError("its attention is its own")
+        both = run_ranks(f"{__name__}:figures", {**task, "layout": layout}, RANKS, LIMIT_S)
+        pairs = [(both["log_probs"][n], row) for n, row in alone["log_probs"].items()]
+        each = [abs(a - b) for one, row in pairs for a, b in zip(one, row, strict=True)]
+        return max(*each, abs(both["norm"] - alone["norm"]) / alone["norm"]), BOUND
+
     with tempfile.TemporaryDirectory() as folder:
         twin.model(plan).save_pretrained(folder)
         task = {"folder": folder, "layout": {}, "rows": [row.tolist() for row in twin.rows]}
         alone = figures(None, task)
-        for name, layout in LAYOUTS.items():
-            if plan.by_rows and name != "data 2":
-                found.append(Finding(f"{name} equals one process", float("inf"), BOUND, "its attention is its own"))
-                continue
-            try:
-                both = run_ranks(f"{__name__}:figures", {**task, "layout": layout}, RANKS, LIMIT_S)
-                pairs = [(both["log_probs"][n], row) for n, row in alone["log_probs"].items()]
-                each = [abs(a - b) for one, row in pairs for a, b in zip(one, row, strict=True)]
-                value = max(*each, abs(both["norm"] - alone["norm"]) / alone["norm"])
-                found.append(Finding(f"{name} equals one process", value, BOUND))
-            except (UserError, WorkerError) as error:
-                found.append(Finding(f"{name} equals one process", float("inf"), BOUND, first_line(error)))
-    return found
+        return [Finding.of(f"{name} equals one process", difference, layout) for name, layout in LAYOUTS.items()]
 
 
 @quietly()

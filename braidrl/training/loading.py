@@ -23,7 +23,7 @@ from braidrl.errors import UserError, shown
 from braidrl.native.linear import use_fast_products
 from braidrl.parsing import read_json
 from braidrl.training.decoders.body import ForwardPlan, still, use_plan
-from braidrl.training.decoders.proven import proven_plan
+from braidrl.training.decoders.proof import proven_plan
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
 from braidrl.weights.model_files import ModelFiles
 

@@ -28,14 +28,13 @@ from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun, train
 from braidrl.runtimes.streaming.weights import beside_computing
-from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
+from braidrl.training.acceptance import OPTIONAL, all_findings
 from braidrl.training.compute import cuda_layers as layers
 from braidrl.training.compute import log_probs
 from braidrl.training.compute.cuda_layers import LayerKernels, rms_norm, rotary, silu_gate
 from braidrl.training.compute.log_probs import ChunkKernels, chunk_gradient, chunk_statistics
 from braidrl.training.decoders.body import PACKED
 from braidrl.training.decoders.proof import Twin
-from braidrl.training.decoders.proven import best_plan
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.file import WeightWriter
@@ -278,7 +277,6 @@ def test_the_device_is_torchs_own_fake_one() -> None:
 def test_the_proof_of_a_decoder_runs_on_the_device(twin: CudaTwin) -> None:
     """Kernels of linear attention compute only there, so the proof must not leave a tensor on the CPU."""
     proven = Twin(AutoConfig.for_model("qwen3"), device="cuda")
-    plan, decoding = best_plan(proven)
-    assert decoding.holds and plan == PACKED
-    for measure in MEASURES:
-        assert accept(measure, proven, plan).holds or measure in OPTIONAL, measure
+    plan, findings = all_findings(proven)
+    assert plan == PACKED
+    assert [finding for finding in findings if not finding.holds and finding.name not in OPTIONAL] == []

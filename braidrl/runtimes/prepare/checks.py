@@ -34,7 +34,7 @@ from braidrl.sandbox.hosts import check_walls
 from braidrl.sandbox.walls import POLICIES, walls_missing
 from braidrl.training.acceptance import AXES, FILES, HALF, check_accepted
 from braidrl.training.backends import BACKENDS, supported
-from braidrl.training.decoders.proven import proven_plan
+from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.loading import read_model_config, read_object
 from braidrl.training.lora import import_optional
 from braidrl.training.memory.footprint import model_shape

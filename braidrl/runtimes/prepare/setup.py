@@ -33,7 +33,7 @@ from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
-from braidrl.training.decoders.proven import proven_plan
+from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer, read_model_config
 from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings_of
 

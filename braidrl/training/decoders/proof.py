@@ -6,37 +6,36 @@ config ──shrink──▶ twin ──packed, mixers by rows, or all by rows�
 Plans are found by experiment. The twin first runs fully packed. If a module's output differs from that of single rows although its
 inputs agree, the module mixes tokens outside attention: its class then runs over rows of equal length, and the comparison is repeated.
 If no set of mixers works, the whole decoder runs over rows of equal length with transformers' own attention. If results still differ,
-the model is refused, with the name of the module.
-
-Shapes: B rows, N tokens in total.
+the model is refused, with the name of the module. A machine keeps what it has proven, by configuration, transformers version and code.
 """
 
 import contextlib
 import copy
+import hashlib
+import importlib.util
 import io
+import json
 import logging
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-from braidrl.errors import first_line
+from braidrl.errors import UserError, first_line
+from braidrl.native.building import cache_folder
+from braidrl.training.compute import attention
 from braidrl.training.compute.attention import PackedSequences, parameters_of
 from braidrl.training.compute.slots import PrefillSequences, SlotCache, SlotStep
-from braidrl.training.decoders.body import (
-    PACKED,
-    ForwardPlan,
-    decoder_of,
-    run_body,
-    set_training,
-    still,
-    use_plan,
-)
+from braidrl.training.decoders.body import PACKED, ForwardPlan, decoder_of, run_body, set_training, still, use_plan
 from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of, predicted_log_probs
 from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, tiny_model
@@ -49,12 +48,18 @@ GRADIENT_BOUND = 2e-3
 """Greatest norm of all gradients' difference, relative to the norm of the gradients."""
 FOUND = 3
 """Most mixer classes of a plan."""
-
-
 SLOTS = 16
 """Slots of the engine in the proof of decoding."""
 PROMPTS = (2, 9, 8, 1, 1, 9, 5, 1)
 """Prompt tokens of each of the twin's rows."""
+FAILURES = (Exception,)
+"""Errors of transformers' models under unexpected calls: any type; the model is then refused in one line."""
+UNNAMED = (
+    "_name_or_path", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "num_labels", "id2label", "label2id",
+)  # fmt: skip
+"""Settings that do not affect a model's structure."""
+KNOWN: dict[str, dict[str, Any]] = {}
+"""What `remembered` has read or measured in this process."""
 
 
 class Refusal(Exception):
@@ -69,6 +74,14 @@ class Finding:
     value: float
     bound: float
     note: str = ""
+
+    @staticmethod
+    def of(name: str, measure: Callable[..., tuple[float, float]], *given: Any) -> "Finding":
+        """Call `measure`, which returns a value and its bound; an error counts as a property that does not hold."""
+        try:
+            return Finding(name, *measure(*given))
+        except FAILURES as error:
+            return Finding(name, float("inf"), BOUND, first_line(error))
 
     @property
     def holds(self) -> bool:
@@ -144,17 +157,13 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
     total = torch.cat([g.flatten() for g in gradients.values()]).norm()
     differing = sum((own[n] - g if n in own else g).square().sum() for n, g in gradients.items())
     with torch.no_grad():
-        order = list(range(len(twin.rows)))[::-1]
-        turned = packed_log_probs(model, [twin.rows[n] for n in order])
+        turned = packed_log_probs(model, twin.rows[::-1])[::-1]
         short = packed_log_probs(model, [twin.rows[1][:9], twin.rows[0]])
+    gradient = float(torch.as_tensor(differing).sqrt() / total)
     return [
         Finding("packed rows equal rows alone: log-probs", distance(packed, alone), BOUND),
-        Finding(
-            "packed rows equal rows alone: gradients", float(torch.as_tensor(differing).sqrt() / total), GRADIENT_BOUND
-        ),
-        Finding(
-            "order of rows changes nothing", distance([turned[order.index(n)] for n in range(len(order))], alone), BOUND
-        ),
+        Finding("packed rows equal rows alone: gradients", gradient, GRADIENT_BOUND),
+        Finding("order of rows changes nothing", distance(turned, alone), BOUND),
         Finding("a token sees only tokens before it", distance([short[0]], [packed[1][:8]]), BOUND),
     ]
 
@@ -174,8 +183,8 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
         whole, part = (twin.own(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, row[:9]))
     if float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > BOUND:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
-    # The innermost leaking module is the first candidate for one more mixer, then its parents.
-    reasons, plans = list[str](), [PACKED]
+    # The innermost leaking module is the first candidate for one more mixer, then its parents; rows alone are the last resort.
+    reasons, plans = list[str](), [ForwardPlan(by_rows=True), PACKED]
     while plans:
         plan = plans.pop()
         try:
@@ -184,27 +193,31 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
         except FAILURES as error:
             reasons.append(first_line(error))
             continue
-        wrong = [finding for finding in findings if not finding.holds]
-        if not wrong:
+        wrong = next((finding for finding in findings if not finding.holds), None)
+        if wrong is None:
             return plan, findings
+        differs = f"{wrong.name}: differs by {wrong.value:.1g}"
+        if plan.by_rows:
+            reasons[0] += f"; by rows: {differs}"
+            continue
         leaking = leaking_modules(twin, model)
-        name = leaking[0] if leaking else type(decoder_of(model)).__name__
-        reasons.append(f"{name} mixes tokens: {wrong[0].name}: differs by {wrong[0].value:.1g}")
+        reasons.append(f"{leaking[0] if leaking else type(decoder_of(model)).__name__} mixes tokens: {differs}")
         if len(plan.mixers) < FOUND:
             more = [name for name in leaking if name not in plan.mixers]
             plans += [ForwardPlan((*plan.mixers, name)) for name in reversed(more)]
+    raise Refusal(reasons[0])
+
+
+def best_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
+    """Return the first plan that trains correctly, preferring one that also decodes, with its findings; the last is of decoding."""
+    plan, findings = find_plan(twin)
+    decoding = decoding_finding(twin, plan)
     rows = ForwardPlan(by_rows=True)
-    try:
-        findings = packed_findings(twin, twin.model(rows))
-    except FAILURES as error:
-        raise Refusal(reasons[0] if reasons else first_line(error)) from error
-    if wrong := [finding for finding in findings if not finding.holds]:
-        raise Refusal(f"{reasons[0]}; by rows: {wrong[0].name}: differs by {wrong[0].value:.1g}")
-    return rows, findings
-
-
-FAILURES = (Exception,)
-"""Errors of transformers' models under unexpected calls: any type; the model is then refused in one line."""
+    if not decoding.holds and not plan.by_rows and (other := decoding_finding(twin, rows)).holds:
+        others = packed_findings(twin, twin.model(rows))
+        if all(finding.holds for finding in others):
+            return rows, [*others, other]
+    return plan, [*findings, decoding]
 
 
 @torch.no_grad()
@@ -271,21 +284,14 @@ def _calls(model: Any, rows: Sequence[Tensor], packed: bool) -> list[tuple[str, 
     return [(parts[0][0], *(torch.cat(each) for each in list(zip(*parts, strict=True))[1:])) for parts in calls]
 
 
-@torch.no_grad()
 def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
     """Decode the twin's rows token by token, and compare with single rows under transformers."""
-    name = "embedded engine equals trainer: prefill and decode"
-    try:
-        found = decoded(twin, plan)
-    except FAILURES as error:
-        return Finding(name, float("inf"), BOUND, first_line(error))
-    return Finding(
-        name, distance(found, [row[prompt - 1 :] for row, prompt in zip(twin.alone[0], PROMPTS, strict=True)]), BOUND
-    )
+    return Finding.of("embedded engine equals trainer: prefill and decode", decoding_distance, twin, plan)
 
 
-def decoded(twin: Twin, plan: ForwardPlan) -> list[Tensor]:
-    """Return the log-probs of each row's response, decoded one token per step.
+@torch.no_grad()
+def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Return the greatest difference of the log-probs of responses, decoded one token per step, and its bound.
 
     Rows decode from slots, between which they also move, or by rows with the model's own cache.
     """
@@ -322,7 +328,63 @@ def decoded(twin: Twin, plan: ForwardPlan) -> list[Tensor]:
         for number, (row, place) in enumerate(zip(rows, places, strict=True)):
             if place + 1 < len(row):
                 found[number].append(logits[number + first, row[place + 1]])
-    return [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in found]
+    ours = [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in found]
+    return distance(ours, [row[prompt - 1 :] for row, prompt in zip(twin.alone[0], PROMPTS, strict=True)]), BOUND
+
+
+def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> ForwardPlan:
+    """Return the proven forward plan of a configuration, measured once on this machine; messages name its `folder`.
+
+    Raises UserError if no plan is proven correct, and with `decodes` if the embedded engine does not compute the trainer's log-probs.
+    """
+
+    def measured() -> dict[str, Any]:
+        try:
+            with quietly(), torch.enable_grad():  # a checkpoint may be loaded under no_grad
+                plan, (*_, decoding) = best_plan(Twin(config, device=proof_device()))
+        except Refusal as refusal:
+            return {"refused": str(refusal)}
+        except FAILURES as error:
+            return {"refused": f"a tiny model of its structure cannot be loaded: {first_line(error)}"}
+        why = "" if decoding.holds else decoding.note or f"log-probs differ by {decoding.value:.1g}"
+        return {"mixers": plan.mixers, "by_rows": plan.by_rows, "decoding": why}
+
+    found = remembered(config, "decoder", measured)
+    if "refused" in found:
+        raise UserError(f"model: {folder}, {config.model_type}, is not proven to train correctly: {found['refused']}")
+    if decodes and (why := found["decoding"]):
+        raise UserError(f"model: {folder}, {config.model_type}, is not proven to decode in the embedded engine: {why}")
+    return ForwardPlan(tuple(found["mixers"]), found["by_rows"])
+
+
+def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what this machine has measured of a configuration, or measure it and keep it."""
+    settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
+    # A proof also depends on transformers and on the code that proves.
+    folder = Path(__file__).parent
+    files = sorted([*folder.glob("*.py"), folder.with_name("acceptance.py"), Path(attention.__file__)])
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    text = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code + proof_device()
+    key = f"{about}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    if key not in KNOWN:
+        path = cache_folder() / f"{key}.json"
+        try:
+            known = json.loads(path.read_text())
+        except (OSError, ValueError):
+            known = measure()
+            # Written atomically: several processes may prove a model at once.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent)
+            with os.fdopen(handle, "w") as file:
+                json.dump(known, file)
+            os.replace(name, path)
+        KNOWN[key] = known
+    return KNOWN[key]
+
+
+def proof_device() -> str:
+    """Return CUDA where transformers would use kernels that compute only there, else the CPU."""
+    return "cuda" if torch.cuda.is_available() and importlib.util.find_spec("fla") else "cpu"
 
 
 @contextlib.contextmanager

@@ -27,8 +27,7 @@ from braidrl.training.compute.attention import ATTENTION, AttentionContext, Pack
 from braidrl.training.compute.log_probs import CHUNK_BYTES
 from braidrl.training.compute.slots import PrefillSequences
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body, use_plan
-from braidrl.training.decoders.proof import FAILURES
-from braidrl.training.decoders.proven import proven_plan
+from braidrl.training.decoders.proof import FAILURES, proven_plan
 from braidrl.training.decoders.shrink import HEADS, KEY_HEADS, LAYERS, WIDTHS
 from braidrl.training.loading import read_model_config
 from braidrl.training.lora import BYTES_PER_WEIGHT, NAME, add_adapters

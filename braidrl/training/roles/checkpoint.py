@@ -8,12 +8,15 @@
 Both forms of optimizer state can be read in any layout.
 """
 
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,32 +25,33 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoTokenizer, GenerationConfig
 
 from braidrl.cluster.process_groups import background_group
-from braidrl.errors import UserError
-from braidrl.training.lora import (
-    ADAPTER,
-    PREFIX,
-    adapters_of,
-    merged,
-    peft_config,
-    plain_names,
-)
+from braidrl.cluster.ranks import tell
+from braidrl.errors import UserError, first_line
+from braidrl.training.lora import ADAPTER, PREFIX, adapters_of, merged, peft_config, plain_names
 from braidrl.training.optimizer import MASTER_BYTES, UNDIVIDED, MasterOptimizer, all_finite
-from braidrl.training.roles.model import RoleModel, save_weights, side_files
 from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
 
+if TYPE_CHECKING:
+    from braidrl.training.roles.worker import RoleWorker
+
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+)  # fmt: skip
 Write = Callable[[], object]
 """Writes one file or folder of a checkpoint."""
 
 
-def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
+def saving_tasks(worker: "RoleWorker", folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
     """Return the calls that write model, tokenizer and optimizer into a new folder, in order.
 
     Every rank of a sharded model calls this; otherwise one rank of the role does.
@@ -91,7 +95,7 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
     return parts
 
 
-def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
+def write_model(worker: "RoleWorker", folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
     """Write the model's Hugging Face directory, and the adapters beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     if worker.lora:
@@ -106,6 +110,50 @@ def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], ada
         (folder / name).write_bytes(content)
 
 
+def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a model's Hugging Face directory without its generation settings, which transformers may refuse to write."""
+    generation = model.generation_config if model.can_generate() else None
+    if generation is not None:
+        model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        if generation is not None:
+            model.generation_config = generation
+
+
+def side_files(model: Any, path: Path) -> dict[str, bytes]:
+    """Return the files of a Hugging Face directory besides its weights, by name.
+
+    A file that transformers refuses to write is copied unchanged from the model's folder, with a warning.
+    """
+    generation: Any = model.generation_config if model.can_generate() else None
+    with TemporaryDirectory(prefix="braid-side-files-") as name:
+        folder = Path(name)
+        save_weights(model, folder, {})
+        for weights in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+            weights.unlink()
+        (folder / GENERATION).unlink(missing_ok=True)
+        parts: dict[str, Callable[[], object]] = {
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder)
+        }
+        if generation is not None:
+            parts[GENERATION] = lambda: generation.save_pretrained(folder)
+        for part, write in parts.items():
+            try:
+                write()
+            except Exception as error:
+                tell(
+                    f"{path}: its {part} cannot be written as transformers would ({first_line(error)}); it is copied as it is"
+                )
+                for file in (GENERATION,) if part == GENERATION else TOKENIZER_FILES:
+                    for found in path.glob(file):
+                        shutil.copy(found, folder)
+        return {
+            str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+        }
+
+
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
 
@@ -116,7 +164,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
 
 
-def full_state_dict(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
+def full_state_dict(worker: "RoleWorker", wanted: bool = True) -> dict[str, Tensor]:
     """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their names.
 
     All ranks of a sharded model call this at the same time. Gathered tensors go to host memory, so that a device holds one full tensor
@@ -134,7 +182,7 @@ def full_state_dict(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]
 
 
 @torch.no_grad()
-def load_worker(worker: RoleModel, folder: Path) -> None:
+def load_worker(worker: "RoleWorker", folder: Path) -> None:
     """Load a saved worker's weights and optimizer state in place. Raises UserError for damaged files or another model's."""
     worker.ranks.reshard(worker.model)
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
