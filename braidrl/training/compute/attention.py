@@ -348,30 +348,35 @@ def attend_equal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep
             attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=heads != groups,
         )  # fmt: skip
         return output.transpose(1, 2).flatten(0, 1)
-    # Two matrix products in at least float32: the blocked kernel's backward is slow on short sequences.
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    # query heads that share a key head are more queries to it
-    queries = query.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(dtype)
-    keys, values = (states.transpose(1, 2).to(dtype) for states in (key, value))
+    # Two matrix products: the blocked kernel's backward is slow on short sequences. Query heads that share a key head are more queries.
+    queries = query.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
-    hidden = torch.zeros(length, length, dtype=dtype, device=query.device).masked_fill_(~seen, float("-inf"))
-    products = torch.matmul(queries * scores.scaling, keys.transpose(-1, -2))
-    sinks = None if scores.sinks is None else scores.sinks.view(1, groups, -1, 1)
+    sinks = scores.sinks
     if sinks is not None:
-        sinks = sinks.expand(sequences, -1, -1, length).flatten(2)[..., None]
-    weights = attention_weights(products, scores, hidden.repeat(heads // groups, 1), sinks)
-    output = torch.matmul(weights, values).unflatten(2, (-1, length))
-    return output.permute(0, 3, 1, 2, 4).reshape(sequences * length, heads, -1).to(query.dtype)
+        sinks = sinks.view(1, groups, -1, 1).expand(sequences, -1, -1, length).flatten(2)[..., None]
+    hidden = additive(seen, torch.promote_types(query.dtype, torch.float32)).repeat(heads // groups, 1)
+    output = attend_plainly(queries, key.transpose(1, 2), value.transpose(1, 2), scores, hidden, sinks)
+    return output.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).reshape(sequences * length, heads, -1)
 
 
-def attention_weights(products: Tensor, rule: Scores, mask: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the weights of scaled products (..., K) along keys: their soft cap, plus an additive mask, under softmax.
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask to add to scores: 0 where a query sees a key, -inf elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
-    Sinks (..., 1) take a part of the weight.
+
+def attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, rule: Scores, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Attend with queries (..., Q, D) to keys (..., K, D) by plain operations in at least float32; returns (..., Q, E).
+
+    Supports what fused kernels do not: soft caps, and sinks (..., Q, 1), which take a part of the weight. `mask` is additive.
     """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    products = torch.matmul(query.to(dtype) * rule.scaling, key.to(dtype).transpose(-1, -2))
     if rule.softcap is not None:
         products = rule.softcap * torch.tanh(products / rule.softcap)
-    products = products + mask
+    products = products.add_(mask)
     if sinks is None:
-        return products.softmax(-1)
-    return torch.cat([products, sinks.to(products.dtype)], -1).softmax(-1)[..., :-1]
+        return torch.matmul(products.softmax(-1), value.to(dtype)).to(query.dtype)
+    weights = torch.cat([products, sinks.to(dtype)], -1).softmax(-1)[..., :-1]
+    return torch.matmul(weights, value.to(dtype)).to(query.dtype)

@@ -32,8 +32,9 @@ from braidrl.training.compute.attention import (
     Forward,
     PackedSequences,
     Scores,
+    additive,
     attend_equal,
-    attention_weights,
+    attend_plainly,
 )
 
 Predict = Callable[..., dict[str, Tensor]]
@@ -82,6 +83,7 @@ class Packed:
     row_ends (B,): position of each row's last token
     hidden (1, N, D): the previous pipeline rank's output; None on the first
     families: the rows that share prompts; None if each row has its own
+    context: the attention context where these are one rank's tokens of the sequences
     """
 
     input_ids: Tensor
@@ -93,9 +95,12 @@ class Packed:
     row_ends: Tensor
     hidden: Tensor | None = field(default=None, kw_only=True)
     families: tuple[Family, ...] | None = field(default=None, kw_only=True)
+    context: AttentionContext | None = field(default=None, kw_only=True)
 
     def attention(self) -> AttentionContext:
         """Return the attention context of these tokens."""
+        if self.context is not None:
+            return self.context
         if self.families is not None:
             return SharedPrompts(self.families, self.input_ids.device)
         return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
@@ -250,17 +255,14 @@ class SharedPrompts(AttentionContext):
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """Attend with (R, H, D) queries to (P + R, K, D) keys and values under a mask; returns (R, H, D)."""
     if scores.softcap is not None or scores.sinks is not None:
-        # Plain operations, in at least float32.
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        queries = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3).to(dtype)
-        keys, values = (states.transpose(0, 1)[:, None].to(dtype) for states in (key, value))
-        products = torch.matmul(queries * scores.scaling, keys.transpose(-1, -2))
-        hidden = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+        queries = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)
+        keys, values = (states.transpose(0, 1)[:, None] for states in (key, value))
         sinks = scores.sinks
         if sinks is not None:
             sinks = sinks.view(key.shape[1], -1, 1, 1).expand(-1, -1, len(query), 1)
-        weights = attention_weights(products, scores, hidden, sinks)
-        return torch.matmul(weights, values).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
+        hidden = additive(mask, torch.promote_types(query.dtype, torch.float32))
+        output = attend_plainly(queries, keys, values, scores, hidden, sinks)
+        return output.permute(2, 0, 1, 3).flatten(1, 2)
     output = scaled_dot_product_attention(
         query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
         attn_mask=mask, scale=scores.scaling, enable_gqa=query.shape[1] != key.shape[1],

@@ -25,7 +25,8 @@ from braidrl.training.compute.attention import (
     Forward,
     PackedSequences,
     Scores,
-    attention_weights,
+    additive,
+    attend_plainly,
     parameters_of,
 )
 
@@ -140,10 +141,8 @@ class SlotStep(AttentionContext):
         for store, states in zip(stored, (key, value), strict=True):
             store.view(-1, store.shape[-1]).index_copy_(0, self._written[groups], states.reshape(-1, store.shape[-1]))
         if (rule := (scores.window, scores.chunk)) not in self._masks:
-            # Additive (B, 1, 1, L): 0 for visible keys, -inf elsewhere.
-            hidden = ~scores.visible(self._positions[:, None], torch.arange(self._read, device=device))
-            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=device)
-            self._masks[rule] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+            seen = scores.visible(self._positions[:, None], torch.arange(self._read, device=device))
+            self._masks[rule] = additive(seen, query.dtype)[:, None, None]  # (B, 1, 1, L)
         keys, values = (store[:batch, :, : self._read] for store in stored)
         # query heads that share a key head form a batch of queries to it, so that each key is read once
         grouped = query.reshape(batch, groups, -1, width)
@@ -152,17 +151,11 @@ class SlotStep(AttentionContext):
             output = scaled_dot_product_attention(
                 grouped, keys, values, attn_mask=self._masks[rule], scale=scores.scaling
             )
-        elif plain:
-            # for few queries per head two plain matrix products beat the blocked kernel on a CPU
-            products = torch.matmul(grouped * scores.scaling, keys.transpose(-1, -2)).add_(self._masks[rule])
-            output = torch.matmul(products.softmax(-1), values)
         else:
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            products = torch.matmul(grouped.to(dtype) * scores.scaling, keys.transpose(-1, -2).to(dtype))
+            # on a CPU, two plain matrix products beat the blocked kernel for few queries per head
             sinks = scores.sinks
             sinks = None if sinks is None else sinks.view(1, groups, -1, 1).expand(batch, -1, -1, 1)
-            weights = attention_weights(products, scores, self._masks[rule], sinks)
-            output = torch.matmul(weights, values.to(dtype)).to(query.dtype)
+            output = attend_plainly(grouped, keys, values, scores, self._masks[rule], sinks)
         return output.reshape(batch, 1, heads, -1)
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -28,31 +28,38 @@ HEADS = (
     "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
 )  # fmt: skip
 HEAD_WIDTHS = (
-    "head_dim", "d_head", "dim_head", "d_kv", "attention_head_size", "kv_channels", "hidden_size_per_head",
+    "head_dim", "d_head", "dim_head", "d_kv", "attention_head_size", "kv_channels", "hidden_size_per_head", "linear_head_dim",
+    "index_head_dim", "indexer_head_dim",
 )  # fmt: skip
 OTHER_WIDTHS = ("qk_", "v_", "index", "linear", "mamba", "attention_head")
-"""Beginnings of head widths that other rules shrink."""
+"""Beginnings of head widths that do not keep their ratio to `head_dim`."""
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "moe_num_active_experts",
 )  # fmt: skip
-WINDOWS = re.compile(
-    r"^(sliding_window|sliding_window_size|attention_window_size|attention_chunk_size|window_size|local_attention)$"
-)
-CHUNKS = re.compile(r"^(chunk_size|mamba_chunk_size|block_size|index_block_size|floor_scale)$")
 WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
 """Names of widths, which keep their ratio to the model's width."""
 KEPT = re.compile(r"(max_position|n_positions|n_ctx|^vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
-
-
-MOST = {
-    "index_topk": 4, "index_topk_blocks": 4, "indexer_budget": 4, "indexer_compress_ratio": 2, "o_groups": 2,
-    # fewer heads would give many keys a score of 0, and the choice among equals is arbitrary
-    "index_n_heads": 16, "num_embeddings": 64, "num_position_embeddings": 64,
+PERIODS = re.compile(r"(period|interval|_pattern|_every_n_layers|_step)$")
+"""Names of numbers of layers after which kinds repeat."""
+EXACT = {
+    "mamba_d_state": 8, "state_size": 8, "ssm_state_size": 8, "time_step_rank": 8, "mamba_dt_rank": 8, "rotary_dim": 8,
+    "linear_num_heads": 2, "zero_expert_num": 4,
 }  # fmt: skip
-"""Upper limits of further settings."""
+"""Settings with the same small value in every model."""
+MOST = {
+    "sliding_window": WINDOW, "sliding_window_size": WINDOW, "attention_window_size": WINDOW, "attention_chunk_size": WINDOW,
+    "window_size": WINDOW, "local_attention": WINDOW, "chunk_size": 8, "mamba_chunk_size": 8, "block_size": 8,
+    "index_block_size": 8, "floor_scale": 8, "n_groups": 2, "mamba_n_groups": 2, "mamba_ngroups": 2, "encoder_layers": 2,
+    "num_encoder_layers": 2, "num_global_layers": 2, "depth": 2, "num_layers_per_stack": 2, "first_k_dense_replace": 1,
+    "num_dense_layers": 1, "moe_layer_start_index": 1, "index_topk": 4, "index_topk_blocks": 4, "indexer_budget": 4,
+    "indexer_compress_ratio": 2, "o_groups": 2, "num_embeddings": 64, "num_position_embeddings": 64,
+    # fewer heads would give many keys a score of 0, and the choice among equals is arbitrary
+    "index_n_heads": 16,
+}  # fmt: skip
+"""Upper limits of settings."""
 
 
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
@@ -82,7 +89,7 @@ def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
 def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
     """Return the settings that are specific to a model type, made small."""
     common = PreTrainedConfig().to_dict()
-    settings = {
+    given = {
         name: value
         for name, value in settings.items()
         if not (name in LEFT_OUT or name.startswith("_") or (name in common and value == common[name]))
@@ -91,28 +98,24 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
         name: _shrunk(value, head_width)
         if isinstance(value, dict) and name.endswith("config") and not name.startswith("per_")
         else value
-        for name, value in settings.items()
+        for name, value in given.items()
     }
     sizes = _Sizes.of(found, head_width)
-    for name, value in list(found.items()):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            continue
-        if KEPT.search(name):
-            continue
-        if "vocab" in name and name != "vocab_size_base":
-            found[name] = VOCABULARY if name == "vocab_size" else min(value, VOCABULARY)
-        elif name.endswith(("token_id", "token_index")):
-            found[name] = min(value, VOCABULARY - 1)
-        elif WINDOWS.match(name):
-            found[name] = min(value, WINDOW)
-        elif CHUNKS.match(name):
-            found[name] = min(value, 8)
-        elif WIDE.search(name) or name in WIDTHS:
-            found[name] = sizes.width(value)
+    for name, value in given.items():
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            found[name] = sizes.small_value(name, value)
+        elif re.search(r"soft_?cap", name) and isinstance(value, float) and value > 0:
+            found[name] = 1.0  # as small as the tiny model's scores, so that the cap takes effect
+        elif name == "head_dim" and value is None:
+            found[name] = head_width
+        elif name == "num_attention_heads_per_layer" and isinstance(value, list):
+            found[name] = [sizes.heads] * len(value)
+        elif name == "compress_rates" and value:
+            found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
     if isinstance(found.get("eos_token_id"), list):
         found["eos_token_id"] = 1
-    for rule in (_attention, _recurrence, _experts, _layers, _positions, _others):
-        rule(found, settings, sizes)
+    for rule in (_attention, _recurrence, _experts, _layers, _positions):
+        rule(found, given, sizes)
     return found
 
 
@@ -124,6 +127,8 @@ class _Sizes(NamedTuple):
     heads: int
     keys: int
     head_width: int
+    base: int
+    """The original width of a head, or `head_width` if it is not set."""
 
     @staticmethod
     def of(settings: dict[str, Any], head_width: int) -> "_Sizes":
@@ -134,7 +139,34 @@ class _Sizes(NamedTuple):
         many = few * max(1, min(heads // keys, 4))
         if not any(name in settings for name in KEY_HEADS):
             many = few = min(heads, 4)  # CodeGen interleaves its heads in four parts
-        return _Sizes(width, max(many * head_width, 32), many, few, head_width)
+        base = settings.get("head_dim") or head_width
+        return _Sizes(width, max(many * head_width, 32), many, few, head_width, base)
+
+    def small_value(self, name: str, value: int) -> int:
+        """Return the small value of a setting that is a whole number."""
+        is_kept = KEPT.search(name)
+        if "vocab" in name and not is_kept:
+            return VOCABULARY if name == "vocab_size" else min(value, VOCABULARY)
+        if name.endswith(("token_id", "token_index")) and not is_kept:
+            return min(value, VOCABULARY - 1)
+        if name in EXACT or name in MOST:
+            return EXACT[name] if name in EXACT else min(value, MOST[name])
+        if name in HEADS or name.endswith("num_attention_heads"):
+            return self.heads
+        if name in KEY_HEADS or name.endswith(("num_key_value_heads", "num_global_key_value_heads")):
+            return self.keys if name in KEY_HEADS else min(value, self.keys)
+        if name in HEAD_WIDTHS:
+            return self.head_width
+        if name in ("lru_width", "hidden_size_global"):
+            return self.small
+        if name == "dim_model_base":
+            return max(8, self.small * value // self.original)
+        if is_kept or not (WIDE.search(name) or name in WIDTHS):
+            return value
+        if name.endswith("head_dim") and not name.startswith(OTHER_WIDTHS):
+            # head widths of other layers keep their ratio
+            return max(8, self.head_width * self.width(value) // self.base)
+        return self.width(value)
 
     def width(self, value: int) -> int:
         """Return a width with about the same ratio to the model's width, rounded up to a multiple of 8."""
@@ -145,35 +177,7 @@ class _Sizes(NamedTuple):
         return max(8, min(4 * self.small, -(-value * self.small // self.original // 8) * 8))
 
 
-def _set(found: dict[str, Any], names: tuple[str, ...], value: int) -> None:
-    for name in names:
-        if isinstance(found.get(name), int):
-            found[name] = value
-
-
 def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    _set(found, HEADS, sizes.heads)
-    _set(found, KEY_HEADS, sizes.keys)
-    for name in given:
-        value: Any = found[name]
-        if name == "head_dim" and value is None:
-            found[name] = sizes.head_width
-        if name == "num_attention_heads_per_layer" and isinstance(value, list):
-            found[name] = [sizes.heads] * len(value)
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
-        if name in HEAD_WIDTHS:
-            found[name] = sizes.head_width
-        elif name.endswith("num_attention_heads") and name not in HEADS:
-            found[name] = sizes.heads
-        elif name.endswith(("num_key_value_heads", "num_global_key_value_heads")) and name not in KEY_HEADS:
-            found[name] = min(value, sizes.keys)
-        elif name.endswith("head_dim") and not name.startswith(OTHER_WIDTHS):
-            # head widths of other layers keep their ratio
-            base = given.get("head_dim") or sizes.head_width
-            found[name] = max(8, sizes.head_width * value // base)
-        elif name == "rotary_dim":
-            found[name] = 8
     if isinstance(given.get("attention_hidden_size"), int):
         ratio = max(1, given["attention_hidden_size"] // sizes.original)
         found["attention_hidden_size"] = ratio * sizes.small
@@ -192,10 +196,6 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
 
 
 def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    _set(found, ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_dt_rank"), 8)
-    for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
-        if name in given:
-            found[name] = min(given[name], 2)
     inner = int(given.get("mamba_expand", given.get("expand", 2)) * sizes.small)
     for heads, width in (
         ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", "mamba_headdim"),
@@ -213,10 +213,6 @@ def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> 
         found |= {"linear_num_key_heads": min(keys, 2), "linear_num_value_heads": min(keys, 2) * max(1, values // keys)}
         width = max(8, sizes.head_width * given["linear_value_head_dim"] // given["linear_key_head_dim"])
         found |= {"linear_key_head_dim": sizes.head_width, "linear_value_head_dim": width}
-    if isinstance(given.get("linear_num_heads"), int):
-        found |= {"linear_num_heads": 2, "linear_head_dim": sizes.head_width}
-    if isinstance(given.get("lru_width"), int):
-        found["lru_width"] = sizes.small
 
 
 def _experts(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
@@ -224,9 +220,10 @@ def _experts(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> Non
         return
     total = next((given[n] for n in EXPERTS if isinstance(given.get(n), int)), 0)
     few = 16 if total > 4096 else min(total, 8)
-    _set(found, EXPERTS, few)
     for name in EXPERTS:
-        if name in given and given[name] is None and not given.get("first_k_dense_replace"):
+        if isinstance(given.get(name), int):
+            found[name] = few
+        elif name in given and given[name] is None and not given.get("first_k_dense_replace"):
             found[name] = few = 4
     for name in CHOSEN:
         if name in given and given[name] is None:
@@ -236,7 +233,6 @@ def _experts(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> Non
     if isinstance(given.get("n_group"), int) and given["n_group"] > 1:
         groups = min(given["n_group"], 4)
         found |= {"n_group": groups, "topk_group": max(1, given["topk_group"] * groups // given["n_group"])}
-    _set(found, ("zero_expert_num",), 4)
 
 
 def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
@@ -252,12 +248,11 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
     for key, value in kinds.items():
         found[key] = [value[number] for number in kept]
     if isinstance(given.get("per_layer_config"), dict):
-        base = given.get("head_dim") or sizes.head_width
         found["per_layer_config"] = {
             kept.index(int(number)): {
-                name: max(8, sizes.head_width * v // base) if name == "head_dim" else found.get(name, v) for name, v in settings.items()
+                name: max(8, sizes.head_width * v // sizes.base) if name == "head_dim" else found.get(name, v) for name, v in own.items()
             }
-            for number, settings in given["per_layer_config"].items() if int(number) in kept
+            for number, own in given["per_layer_config"].items() if int(number) in kept
         }  # fmt: skip
     if isinstance(given.get("hybrid_layer_ids"), list):
         found["hybrid_layer_ids"] = [kept.index(n) for n in given["hybrid_layer_ids"] if n in kept]
@@ -269,16 +264,10 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
             is_list = isinstance(value, list) and value and all(isinstance(v, int) and v < total for v in value)
             if is_list and "layer" in key:
                 found[key] = sorted({len(kept) - 1 if v else 0 for v in value[:2]})
-    for key in ("encoder_layers", "num_encoder_layers", "num_global_layers", "depth", "num_layers_per_stack"):
-        if isinstance(given.get(key), int):
-            found[key] = min(given[key], 2)
-    for key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
-        if isinstance(given.get(key), int) and given[key] > 1:
-            found[key] = 1
     if isinstance(given.get("moe_layer_end_index"), int):
         found["moe_layer_end_index"] = len(kept) - 1
-    if isinstance(given.get("num_kv_shared_layers"), int) and given["num_kv_shared_layers"]:
-        found["num_kv_shared_layers"] = sum(n >= total - given["num_kv_shared_layers"] for n in kept)
+    if shared := given.get("num_kv_shared_layers"):
+        found["num_kv_shared_layers"] = sum(number >= total - shared for number in kept)
     if isinstance(given.get("max_window_layers"), int):
         found["max_window_layers"] = min(given["max_window_layers"], len(kept) - 1)
 
@@ -295,11 +284,10 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any])
         # Zamba's hybrid layers share weights, which needs two of them
         hybrids = [number for number, kind in enumerate(given["layers_block_type"]) if kind == "hybrid"]
         kept = sorted({*range(hybrids[0] + 2), *hybrids[:2]})
-    periods = re.compile(r"(period|interval|_pattern|_every_n_layers|_step)$")
-    period = max([1, *(value for name, value in given.items() if periods.search(name) and isinstance(value, int))])
+    period = max([1, *(value for name, value in given.items() if PERIODS.search(name) and isinstance(value, int))])
     if not kinds or (period > 1 and len(kept) < 2):
         kept = list(range(min(total, max(2, min(period, MOST_LAYERS)))))
-    while len(kept) < min(2, total):
+    if len(kept) < min(2, total):
         kept = sorted({*kept, next(n for n in range(total) if n not in kept)})
     return kept
 
@@ -326,20 +314,3 @@ def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
             found[key] = shortened(given[key])
     if isinstance(given.get("max_position_embeddings"), int) and not given.get("rope_parameters"):
         found["max_position_embeddings"] = min(given["max_position_embeddings"], 512)
-
-
-def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    for name, value in given.items():
-        if re.search(r"soft_?cap", name) and isinstance(value, int | float) and value > 0:
-            # as small as the tiny model's scores, so that the cap takes effect
-            found[name] = 1.0
-        elif name in MOST:
-            found[name] = min(value, MOST[name])
-        elif name == "compress_rates" and value:
-            found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
-        elif name in ("index_head_dim", "indexer_head_dim"):
-            found[name] = sizes.head_width
-        elif name == "hidden_size_global":
-            found[name] = sizes.small
-    if isinstance(given.get("dim_model_base"), int):
-        found["dim_model_base"] = max(8, sizes.small * given["dim_model_base"] // sizes.original)

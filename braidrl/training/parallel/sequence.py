@@ -10,7 +10,7 @@ gradient is the sum over ranks.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,6 @@ from braidrl.training.compute.attention import (
     token_dimension,
 )
 from braidrl.training.compute.packed import Packed, Predict
-
-
-class TokenMoves(NamedTuple):
-    """The exchange by which a rank gets all tokens of some sequences, for mixers."""
-
-    sequences: PackedSequences
-    """This rank's sequences; one filler token if it has none."""
-    order: Tensor
-    """The local tokens (n,), sorted by receiver."""
-    places: Tensor
-    """The place of each local token in that order."""
-    sent: list[int]
-    """Tokens for each rank."""
-    arriving: list[int]
-    """Tokens from each rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +51,7 @@ class UlyssesAttention(AttentionContext):
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer over all tokens of this rank's sequences, with an all-to-all before and after it."""
-        own, order, places, sent, arriving = self._moves
+        own, order, places, sent, arriving = self._exchange
         received = sum(arriving)
 
         def arrived(leaf: Any) -> Any:
@@ -90,8 +75,12 @@ class UlyssesAttention(AttentionContext):
         return tree_map(returned, found)
 
     @cached_property
-    def _moves(self) -> TokenMoves:
-        """Assign each sequence to the rank with the fewest tokens so far, longest sequences first."""
+    def _exchange(self) -> tuple[PackedSequences, Tensor, Tensor, list[int], list[int]]:
+        """Plan the all-to-all that gives a rank all tokens of some sequences: each goes to the rank with the fewest tokens, longest first.
+
+        Returns this rank's sequences, with one filler token if it has none; the local tokens (n,) sorted by receiver; the place of each
+        local token in that order; the numbers of tokens for each rank and from each rank.
+        """
         assert isinstance(self.sequences, PackedSequences), "models with mixers do not share prompts"
         lengths, device, rank = self.sequences.lengths, self.sequences.offsets.device, self.group.rank()
         held, assigned = [0] * self.group.size(), [0] * len(lengths)
@@ -101,20 +90,10 @@ class UlyssesAttention(AttentionContext):
         mine = [length for length, owner in zip(lengths, assigned, strict=True) if owner == rank]
         owner = torch.tensor(assigned).repeat_interleave(torch.tensor(lengths)).view(len(held), -1)
         order = owner[rank].argsort(stable=True)
-        return TokenMoves(
+        return (
             PackedSequences.of(mine or [1], device, self.sequences.keep_scores), order.to(device),
             order.argsort().to(device), owner[rank].bincount(minlength=len(held)).tolist(), (owner == rank).sum(1).tolist(),
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LocalPacked(Packed):
-    """One rank's tokens of a packed micro-batch; `sequence_lengths` covers all ranks."""
-
-    group: dist.ProcessGroup
-
-    def attention(self) -> UlyssesAttention:
-        return UlyssesAttention(super().attention(), self.group)
 
 
 def predict_own_tokens(
@@ -131,12 +110,14 @@ def predict_own_tokens(
     # `hidden` is already local.
     count = len(packed.input_ids) // group.size()
     first = group.rank() * count
-    here = (packed.predictors >= first) & (packed.predictors < first + count)
-    ends = packed.row_ends[(packed.row_ends >= first) & (packed.row_ends < first + count)]
     own = slice(first, first + count)
-    local = LocalPacked(
-        packed.input_ids[own], packed.position_ids[own], packed.sequence_lengths, packed.predictors[here] - first,
-        packed.targets[here], packed.offsets, ends - first, group, hidden=packed.hidden,
+    here, ends = (
+        places[(places >= first) & (places < first + count)] for places in (packed.predictors, packed.row_ends)
+    )
+    local = replace(
+        packed, input_ids=packed.input_ids[own], position_ids=packed.position_ids[own], predictors=here - first,
+        targets=packed.targets[(packed.predictors >= first) & (packed.predictors < first + count)], row_ends=ends - first,
+        context=UlyssesAttention(packed.attention(), group),
     )  # fmt: skip
     found = predict(local, *objective)
     for name, values in found.items() if join else ():
