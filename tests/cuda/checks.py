@@ -242,12 +242,12 @@ def test_a_recorded_step_cannot_wait(twin: CudaTwin) -> None:
 def test_a_constant_of_float64_is_found(
     folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = log_probs.scaled_logits
+    plain = log_probs.Vocabulary.scaled
 
-    def scaled(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype, cap: float | None) -> Tensor:
-        return plain(hidden, weight, temperature, dtype, cap) * torch.ones(1, dtype=torch.float64, device=hidden.device)
+    def scaled(self: log_probs.Vocabulary, logits: Tensor, temperature: float) -> Tensor:
+        return plain(self, logits, temperature) * torch.ones(1, dtype=torch.float64, device=logits.device)
 
-    monkeypatch.setattr(log_probs, "scaled_logits", scaled)
+    monkeypatch.setattr(log_probs.Vocabulary, "scaled", scaled)
     with pytest.raises(RuntimeError, match="dtype"):
         run(folder, tmp_path, "sft", rollout__samples_per_prompt=1)
     with pytest.raises(AssertionError, match=r"become float64.*log_probs\.py"):

@@ -7,8 +7,8 @@ backward: logits are recomputed, overwritten by their gradient, and folded into 
 N action tokens, D model width, V vocabulary. With a sharded vocabulary, V is this rank's shard, and global quantities (the sum of
 exponentials, the target's logit, the entropy) are reduced over the ranks.
 
-Fused kernels read the logits of a chunk without copying them: made by torch.compile on CUDA, compiled C on a CPU. Without kernels,
-separate operations compute the same.
+Fused kernels read the logits of a chunk without copying them: made by torch.compile on CUDA, compiled C on a CPU. Where there are none,
+`Vocabulary` computes the same by separate operations.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,11 @@ from torch.utils._triton import has_triton
 from braidrl.native.kernels import gradient, has_kernels, statistics
 from braidrl.native.linear import add_weight_gradient, product, zero_gradient
 
-Statistics = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
-
 
 class ChunkKernels(NamedTuple):
-    """The kernels of log-probs."""
+    """Fused kernels for `chunk_statistics` and `chunk_gradient`."""
 
-    statistics: Statistics
+    statistics: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[..., Tensor]
 
 
@@ -99,17 +97,17 @@ def linear_log_probs(
     Returns:
         Log-probs and entropy in nats, (N,) float32 each, or float64 for float64 weights.
     """
-    vocabulary = Vocabulary()
+    vocabulary = Vocabulary(cap=cap)
     if isinstance(weight, DTensor):
         _, (start, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        vocabulary, weight = Vocabulary(start, weight.device_mesh.get_group()), weight.to_local()
+        vocabulary, weight = Vocabulary(start, weight.device_mesh.get_group(), cap), weight.to_local()
     kernels = chunk_kernels(weight, compiled and vocabulary.group is None and cap is None)
     if chunk_elements is None:
         held = weight.dtype if kernels else torch.promote_types(weight.dtype, torch.float32)
         chunk_elements = CHUNK_BYTES // held.itemsize
     parts = chunks(len(hidden), len(weight), chunk_elements)
     log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, targets, temperature, with_entropy_grad, parts, vocabulary, kernels, cap
+        hidden, weight, targets, temperature, with_entropy_grad, parts, kernels or vocabulary, vocabulary.group
     )
     return log_probs, entropy if with_entropy_grad else entropy.detach()
 
@@ -118,34 +116,16 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool,
-        parts: list[slice], vocabulary: "Vocabulary", kernels: ChunkKernels | None, cap: float | None,
+        parts: list[slice], kernels: "ChunkKernels | Vocabulary", group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        log_probs = hidden.new_empty(len(hidden), dtype=dtype)
-        entropy = hidden.new_empty(len(hidden), dtype=dtype)
-        log_sums = hidden.new_empty(len(hidden), dtype=dtype)
-        ctx.kernels = kernels
+        log_probs, log_sums, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         for part in parts:
-            if kernels is not None:
-                found = kernels.statistics(product(hidden[part], weight), targets[part], temperature)
-                log_probs[part], log_sums[part], entropy[part] = found
-                continue
-            logits = scaled_logits(hidden[part], weight, temperature, dtype, cap)
-            log_sum = logits.logsumexp(-1)
-            if vocabulary.group is not None:
-                shards = [torch.empty_like(log_sum) for _ in range(vocabulary.group.size())]
-                dist.all_gather(shards, log_sum, group=vocabulary.group)
-                log_sum = torch.stack(shards).logsumexp(0)
-            log_sums[part] = log_sum
-            columns, here = vocabulary.columns(targets[part], logits)
-            at_target = logits.gather(-1, columns[:, None]).squeeze(-1)
-            log_probs[part] = (at_target if here is None else vocabulary.sum(at_target * here)) - log_sums[part]
-            logits.sub_(log_sums[part, None])
-            entropy[part] = vocabulary.sum(-(logits.exp() * logits).sum(-1))
-        ctx.vocabulary = vocabulary
+            found = kernels.statistics(product(hidden[part], weight), targets[part], temperature)
+            log_probs[part], log_sums[part], entropy[part] = found
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
-        ctx.temperature, ctx.with_entropy_grad, ctx.dtype, ctx.parts = temperature, with_entropy_grad, dtype, parts
-        ctx.cap = cap
+        ctx.temperature, ctx.with_entropy_grad, ctx.dtype = temperature, with_entropy_grad, dtype
+        ctx.parts, ctx.kernels, ctx.group = parts, kernels, group
         return log_probs, entropy
 
     @staticmethod
@@ -154,48 +134,76 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = zero_gradient(weight, ctx.dtype) if ctx.needs_input_grad[1] else None
         for part in ctx.parts:
-            grad_entropy = grads[1][part] if ctx.with_entropy_grad else None
-            if ctx.kernels is not None:
-                grad = ctx.kernels.gradient(
-                    product(hidden[part], weight), targets[part], ctx.temperature, log_sums[part], entropy[part],
-                    grads[0][part], grad_entropy,
-                )  # fmt: skip
-            else:
-                logits = scaled_logits(hidden[part], weight, ctx.temperature, ctx.dtype, ctx.cap)
-                slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square_()
-                logits.sub_(log_sums[part, None])
-                columns, here = ctx.vocabulary.columns(targets[part], logits)
-                at_target = grads[0][part] if here is None else grads[0][part] * here
-                # The gradient with respect to scaled logits, as in `chunk_gradient`, written over the log-softmax.
-                if grad_entropy is None:
-                    grad = logits.exp_().mul_(-grads[0][part, None])
-                else:
-                    probs = logits.exp()
-                    factor = logits.add_(entropy[part, None]).mul_(-grad_entropy[:, None])
-                    grad = factor.sub_(grads[0][part, None]).mul_(probs)
-                grad = grad.scatter_add_(-1, columns[:, None], at_target[:, None])
-                grad = grad if slope is None else grad.mul_(slope)
-                grad = grad.div_(ctx.temperature).to(weight.dtype)
+            grad = ctx.kernels.gradient(
+                product(hidden[part], weight), targets[part], ctx.temperature, log_sums[part], entropy[part],
+                grads[0][part], grads[1][part] if ctx.with_entropy_grad else None,
+            )  # fmt: skip
             grad_hidden[part] = product(grad, weight.T)
             if grad_weight is not None:
                 add_weight_gradient(grad_weight, grad, hidden[part])
-        grad_hidden = ctx.vocabulary.sum(grad_hidden)
+        if ctx.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.group)
         whole = None if grad_weight is None else grad_weight.to(weight.dtype).contiguous()
-        return grad_hidden, whole, *[None] * 7
+        return grad_hidden, whole, *[None] * 6
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's shard of the vocabulary, from entry `start`; the whole vocabulary without a group."""
+    """Log-probs by separate operations in at least float32, over this rank's shard of the vocabulary, from entry `start`.
+
+    Without a group, the shard is the whole vocabulary.
+    """
 
     start: int = 0
     group: dist.ProcessGroup | None = None
+    cap: float | None = None
+    """Soft cap of logits over temperature."""
 
-    def sum(self, part: Tensor) -> Tensor:
-        """All-reduce a tensor in place and return it."""
+    def statistics(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `chunk_statistics` does, over the vocabulary of all ranks."""
+        logits = self.scaled(logits, temperature)
+        log_sum = logits.logsumexp(-1)
         if self.group is not None:
-            dist.all_reduce(part, group=self.group)
-        return part
+            shards = [torch.empty_like(log_sum) for _ in range(self.group.size())]
+            dist.all_gather(shards, log_sum, group=self.group)
+            log_sum = torch.stack(shards).logsumexp(0)
+        columns, here = self.columns(targets, logits)
+        at_target = logits.gather(-1, columns[:, None]).squeeze(-1)
+        if self.group is not None:
+            at_target = at_target * here
+            dist.all_reduce(at_target, group=self.group)
+        logits.sub_(log_sum[:, None])
+        entropy = -(logits.exp() * logits).sum(-1)
+        if self.group is not None:
+            dist.all_reduce(entropy, group=self.group)
+        return at_target - log_sum, log_sum, entropy
+
+    def gradient(
+        self, logits: Tensor, targets: Tensor, temperature: float, log_sum: Tensor, entropy: Tensor, grad_log_prob: Tensor,
+        grad_entropy: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Return what `chunk_gradient` does, for this rank's logits."""
+        dtype, logits = logits.dtype, self.scaled(logits, temperature)
+        slope = None if self.cap is None else 1 - (logits / self.cap).square_()
+        logits.sub_(log_sum[:, None])
+        columns, here = self.columns(targets, logits)
+        at_target = grad_log_prob if here is None else grad_log_prob * here
+        # Written over the log-softmax.
+        if grad_entropy is None:
+            grad = logits.exp_().mul_(-grad_log_prob[:, None])
+        else:
+            probs = logits.exp()
+            factor = logits.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+            grad = factor.sub_(grad_log_prob[:, None]).mul_(probs)
+        grad = grad.scatter_add_(-1, columns[:, None], at_target[:, None])
+        grad = grad if slope is None else grad.mul_(slope)
+        return grad.div_(temperature).to(dtype)
+
+    def scaled(self, logits: Tensor, temperature: float) -> Tensor:
+        """Return logits over temperature in at least float32, with the soft cap; may write over the given ones."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if temperature == 1.0 else logits.div_(temperature)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def columns(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local ones, None if all are local."""
@@ -204,15 +212,6 @@ class Vocabulary:
         columns = targets - self.start
         here = (columns >= 0) & (columns < logits.shape[1])
         return columns.where(here, 0), here
-
-
-def scaled_logits(
-    hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype, cap: float | None = None
-) -> Tensor:
-    """Return logits over temperature in `dtype`, (C, V), with an optional soft cap; a new tensor."""
-    logits = product(hidden, weight).to(dtype)
-    logits = logits if temperature == 1.0 else logits.div_(temperature)
-    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def chunks(tokens: int, vocabulary: int, elements: int) -> list[slice]:
