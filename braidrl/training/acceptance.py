@@ -36,7 +36,7 @@ from braidrl.training.decoders.proof import (
     quietly,
     remembered,
 )
-from braidrl.training.loading import read_buffers, rebuild_buffers
+from braidrl.training.loading import read_buffers, skeleton
 from braidrl.training.lora import add_adapters, merged, plain_names
 from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.objective import Objective
@@ -176,18 +176,14 @@ def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     model = twin.model(plan)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        with torch.device("meta"):
-            skeleton: Any = AutoModelForCausalLM.from_config(
-                copy.deepcopy(twin.config), attn_implementation=plan.attention
-            )
-        files = ModelFiles(Path(folder), skeleton)
-        if not rebuild_buffers(skeleton):
+        parts, is_whole = skeleton(AutoModelForCausalLM, Path(folder), copy.deepcopy(twin.config), plan, torch.float32)
+        if not is_whole:
             return 0.0, EXACT  # such a model is always loaded in full
-        read_buffers(skeleton, files)
-        ParameterReader(Path(folder), skeleton, files=files)(skeleton)
-    use_plan(skeleton, plan)
-    skeleton.to(twin.device).eval()
-    return distance(packed_log_probs(skeleton, twin.rows), packed_log_probs(model, twin.rows)), EXACT
+        files = ModelFiles(Path(folder), parts)
+        read_buffers(parts, files)
+        ParameterReader(Path(folder), parts, files=files)(parts)
+    use_plan(parts.to(twin.device).eval(), plan)
+    return distance(packed_log_probs(parts, twin.rows), packed_log_probs(model, twin.rows)), EXACT
 
 
 def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:

@@ -51,9 +51,7 @@ def load_decoder(
     With `on_meta`, parameters stay on the meta device for `ParameterReader`, if the model can be built without weights. Raises UserError
     if the folder is missing or incomplete, or its model is not supported.
     """
-    folder = _model_folder(path, with_weights=True)
-    config = read_model_config(folder)
-    model, _ = _load(AutoModelForCausalLM, folder, config, proven_plan(config, folder), dtype, on_meta)
+    model, _ = _load(AutoModelForCausalLM, path, dtype, on_meta)
     return model if next(model.parameters()).is_meta else model.to(device)
 
 
@@ -65,15 +63,11 @@ def load_scorer(
     With `fresh_head` a missing head is zero-initialised, so that every value and score starts at 0. Without it a missing head raises
     UserError.
     """
-    folder = _model_folder(path, with_weights=True)
-    check_scorer(folder, fresh_head)
-    config = read_model_config(folder)
-    plan = proven_plan(config, folder)
-    config.num_labels = 1
-    model, has_head = _load(AutoModelForSequenceClassification, folder, config, plan, dtype, on_meta, optional=HEAD)
+    check_scorer(path, fresh_head)
+    model, has_head = _load(AutoModelForSequenceClassification, path, dtype, on_meta, optional=HEAD)
     if not hasattr(model, "score"):
         raise UserError(
-            f"model: {type(model).__name__} in {folder} has no linear `score` head, so it cannot be a critic or reward model"
+            f"model: {type(model).__name__} in {path} has no linear `score` head, so it cannot be a critic or reward model"
         )
     if not has_head:
         torch.nn.init.zeros_(model.score.weight)
@@ -89,50 +83,52 @@ def has_score_head(path: str | Path) -> bool:
 
 def check_scorer(path: str | Path, fresh_head: bool, key: str = "model") -> None:
     """Raise UserError, with `key`, if a folder cannot provide a model with a scalar head; reads no weights."""
-    folder = _model_folder(path)
-    config = read_model_config(folder)
-    if has_score_head(folder):
+    config = read_model_config(path)
+    if has_score_head(path):
         if config.num_labels != 1:
             raise UserError(
-                f"{key}: {folder} classifies into {config.num_labels} labels; a critic or reward model has one (num_labels: 1)"
+                f"{key}: {path} classifies into {config.num_labels} labels; a critic or reward model has one (num_labels: 1)"
             )
     elif not fresh_head:
         raise UserError(
-            f"{key}: {folder} has no trained score head; train one by the recipe reward_model, and give its directory as {key}; "
+            f"{key}: {path} has no trained score head; train one by the recipe reward_model, and give its directory as {key}; "
             "with algorithm.reward=verify the recipe ppo needs none"
         )
 
 
 def check_model(path: str | Path) -> None:
     """Raise UserError if a model's architecture is not supported, or a weight file is damaged or truncated; loads no weights."""
-    folder = _model_folder(path)
-    config = read_model_config(folder)
+    folder, config = Path(path).expanduser(), read_model_config(path)
     without_quantisation(config, folder)
     proven_plan(config, folder)
     WeightFiles(folder)
 
 
 def _load(
-    auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype, on_meta: bool, optional: str = ""
+    auto: Any, path: str | Path, dtype: torch.dtype, on_meta: bool, optional: str = ""
 ) -> tuple[PreTrainedModel, bool]:
     """Return the model, prepared for its plan, and whether the files hold its `optional` weight. Raises UserError if others are missing."""
-    quantised = without_quantisation(config, folder)
+    folder = _model_folder(path, with_weights=True)
+    config = read_model_config(folder)
+    plan, quantised = proven_plan(config, folder), without_quantisation(config, folder)
+    if optional == HEAD:
+        config.num_labels = 1
     model: Any = None
     missing = set[str]()
     if on_meta or quantised:
-        model, whole = _skeleton(auto, folder, config, plan, dtype)
+        model, whole = skeleton(auto, folder, config, plan, dtype)
         files = ModelFiles(folder, model)
         missing = {name for name, _ in model.named_parameters()} - set(files)
         if quantised and not whole:
             raise UserError(
                 f"model: {folder} is quantised, and {type(model).__name__} has to be loaded in full; save it without"
             )
-        if whole and (missing <= {HEAD} or quantised):
+        if not whole or (missing - {HEAD} and not quantised):
+            model = None
+        else:
             read_buffers(model, files)
             if not on_meta and missing <= {HEAD}:
                 ParameterReader(folder, model, files=files)(model)
-        else:
-            model = None
     if model is None:
         # Silence transformers' table of missing weights: those that matter are reported in one line.
         verbosity = transformers_logging.get_verbosity()
@@ -155,7 +151,7 @@ def _load(
     return model, not missing
 
 
-def _skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype) -> tuple[Any, bool]:
+def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype) -> tuple[Any, bool]:
     """Return a model with parameters on the meta device, and whether all buffers without a file could be rebuilt."""
     try:
         with torch.device("meta"):

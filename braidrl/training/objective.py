@@ -14,7 +14,7 @@ All tensors are flat over the A action tokens of a micro-batch;
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,16 +47,11 @@ class Likelihood:
         tokens: Ragged = rows["ptx_tokens"]
         first = torch.zeros(len(tokens.values), dtype=torch.bool)
         first[tokens.offsets[:-1][tokens.lengths > 0]] = True
-        identity: dict[str, Any] = {name: rows[name] for name in IDENTITY}
-        texts = Rows(
-            identity
-            | {
-                "tokens": tokens,
-                "action_mask": tokens.with_values(~first),
-                "sequence_lengths": Ragged(tokens.lengths, torch.arange(len(tokens) + 1)),
-                "action_tokens": (tokens.lengths - 1).clamp(min=0),
-            }
-        )
+        columns: dict[str, Any] = {name: rows[name] for name in IDENTITY}
+        columns["tokens"], columns["action_mask"] = tokens, tokens.with_values(~first)
+        columns["sequence_lengths"] = Ragged(tokens.lengths, torch.arange(len(tokens) + 1))
+        columns["action_tokens"] = (tokens.lengths - 1).clamp(min=0)
+        texts = Rows(columns)
         return texts.take(texts["action_tokens"] > 0)
 
     def sums(
@@ -139,42 +134,41 @@ class Objective:
         if "scores" in predicted:
             offsets = torch.arange(len(offsets), device=offsets.device)
         device = next(iter(predicted.values())).device
-        look = Lookup(self, rows, offsets, predicted, device)
-        per_token, metrics = self.loss.function(*look.arguments(self.loss), **self.settings)
+        look = Lookup(self, rows, offsets, predicted)
+        per_token, metrics = self.loss.function(*look.arguments(self.loss, device), **self.settings)
         if self.whole_groups:
             # Metrics of a pair count once per row, not once per token.
             metrics = {name: Ragged(value, offsets.to(device)).row_means() for name, value in metrics.items()}
-        metrics = {**self._monitors(look), **metrics}
+        if "log_probs" in predicted:
+            metrics = {**self._drift(look, device), **metrics}
         if self.correction is not None:
             settings = {name: value for name, value in self.correction.items() if name != "name"}
             entry = entry_of(registry.corrections, self.correction["name"])
-            weights, more = entry.function(*look.arguments(entry), **settings)
+            weights, more = entry.function(*look.arguments(entry, device), **settings)
             per_token, metrics = per_token * weights, {**metrics, **more}
         if self.kl is not None:
             entry = entry_of(registry.divergences, self.kl["name"])
-            divergence = entry.function(*look.arguments(entry))
+            divergence = entry.function(*look.arguments(entry, device))
             per_token = per_token + self.kl["coef"] * divergence
             metrics["kl_loss"] = divergence.detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
         # Computed on the host, which knows the token counts, to avoid device synchronisation.
-        on_host = replace(look, device=offsets.device).arguments(self.aggregation)
+        on_host = look.arguments(self.aggregation, offsets.device)
         weights = self.aggregation.function(*on_host, **self.aggregation_settings)
         return {self.denominator: (per_token * weights.to(device, per_token.dtype)).sum()}, metrics
 
-    def _monitors(self, look: "Lookup") -> dict[str, Tensor]:
+    def _drift(self, look: "Lookup", device: torch.device) -> dict[str, Tensor]:
         """Return metrics per token (A,) of a policy's drift from the old, the rollout and the reference policy."""
-        if "log_probs" not in look.predicted:
-            return {}
         current = look.predicted["log_probs"].detach()
         found = {"entropy": look.predicted["entropy"].detach(), "log_prob_mean": current}
-        old = look.find("old_log_probs")
+        old, rollout, reference = (
+            look.find(name, device) for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs")
+        )
         if old is not None:
             found["kl_old"] = old - current
-            rollout = look.find("rollout_log_probs")
             if rollout is not None and self.old != "rollout":
                 found["rollout_log_prob_gap"] = (old - rollout).abs()
-        reference = look.find("ref_log_probs")
         if reference is not None:
             found |= {f"kl_reference_{name}": estimate(name, current, reference) for name in ("k1", "k2", "k3")}
         return found
@@ -188,29 +182,27 @@ class Lookup:
     rows: Rows
     offsets: Tensor
     predicted: Mapping[str, Tensor]
-    device: torch.device
-    """The device of the arguments."""
 
-    def arguments(self, entry: Entry) -> list[Tensor | None]:
+    def arguments(self, entry: Entry, device: torch.device) -> list[Tensor | None]:
         """Return the arguments in the order of the function's parameters. Raises KeyError if a required one is missing."""
         found: list[Tensor | None] = []
         for parameter in (*entry.reads, *entry.optional):
             column = columns_in_training(self.objective.role, entry, (parameter,)).get(parameter, parameter)
-            found.append(self.find(column))
+            found.append(self.find(column, device))
             if found[-1] is None and parameter in entry.reads:
                 raise KeyError(f"{entry.name} needs {column!r}, which the rows do not have")
         return found
 
-    def find(self, name: str) -> Tensor | None:
+    def find(self, name: str, device: torch.device) -> Tensor | None:
         if name == "offsets":
-            return self.offsets.to(self.device)
+            return self.offsets.to(device)
         if name in self.predicted:
-            return self.predicted[name].to(self.device)
+            return self.predicted[name].to(device)
         if name == "old_log_probs" and self.objective.old == "self" and "log_probs" in self.predicted:
             return self.predicted["log_probs"].detach()
         if name == "old_log_probs" and self.objective.old == "rollout":
             name = "rollout_log_probs"
-        return column_values(self.rows, name, self.offsets, self.device)
+        return column_values(self.rows, name, self.offsets, device)
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
@@ -266,12 +258,9 @@ def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor
 
     `offsets` (B + 1,) int64 are the starts of each row's action tokens.
     """
-    count, found = int(offsets[-1]), []
-    columns = [name for name, column in rows.items() if isinstance(column, Tensor | Ragged)]
-    known = {
-        **predicted,
-        **{name: column_values(rows, name, offsets, offsets.device) for name in (*columns, "advantages")},
-    }
+    count, found, known = int(offsets[-1]), list[str](), dict[str, Tensor | None](predicted)
+    for name in (*(name for name, column in rows.items() if isinstance(column, Tensor | Ragged)), "advantages"):
+        known[name] = column_values(rows, name, offsets, offsets.device)
     for name, values in known.items():
         if values is None or not values.is_floating_point() or len(values) != count:
             continue

@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,11 +171,7 @@ def keep_rates(rates: DeviceRates) -> DeviceRates:
         operations = {name: max(rate, earlier.operations.get(name, 0.0)) for name, rate in rates.operations.items()}
         rates = DeviceRates(operations, max(rates.bandwidth, earlier.bandwidth))
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {
-        "machine": [usable_cores(), *processor().values()],
-        "operations": dict(rates.operations),
-        "bandwidth": rates.bandwidth,
-    }
+    known = {"machine": [usable_cores(), *processor().values()], **asdict(rates)}
     with whole_file(path) as unfinished:
         unfinished.write_text(json.dumps(known, indent=1))
     return rates

@@ -13,7 +13,7 @@ Shapes: N tokens packed, S sequences of equal length L, H query heads, K key/val
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -36,6 +36,15 @@ COMPILED = "compiled_attention"
 """Attribute that marks attention modules which may use the compiled kernel."""
 SHORT = 256
 """Longest sequence (tokens) whose attention scores are kept for the backward pass on a CPU without the compiled kernel."""
+HEADS_RANK = "heads_rank"
+"""Attribute of an attention layer whose heads are sharded: the rank whose heads it has, for parameters of all heads."""
+UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
+"""Arguments that change the scores and that Braid does not support."""
+MULTIPLE = 64
+"""Lengths up to a multiple of this are one batch in a mixer: linear attention computes chunks of 64 tokens anyway."""
+# torch 2.11 supports fewer key heads than query heads by default; later versions need a flag.
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +67,6 @@ class Scores:
         if self.window is not None:
             seen = seen & (query - key < self.window)
         return seen if self.chunk is None else seen & (query // self.chunk == key // self.chunk)
-
-
-Forward = Callable[..., Any]
 
 
 class AttentionContext(ABC):
@@ -127,19 +133,7 @@ def braid_attention(
     return sequences.attend(module, query, key, value, scores), None
 
 
-HEADS_RANK = "heads_rank"
-"""Attribute of an attention layer whose heads are sharded: the rank whose heads it has, for parameters of all heads."""
-UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
-"""Arguments that change the scores and that Braid does not support."""
-
-
 AttentionInterface.register(ATTENTION, braid_attention)
-
-
-MULTIPLE = 64
-"""Lengths up to a multiple of this are one batch in a mixer: linear attention computes chunks of 64 tokens anyway."""
-# torch 2.11 supports fewer key heads than query heads by default; later versions need a flag.
-GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,14 +180,8 @@ class PackedSequences(AttentionContext):
                 return compiled[None]
         # Once per length, over the batch of sequences of that length.
         batches = self.in_batches(1)
-        sizes = [count * length for count, length in batches.shapes]
-        # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
-        parts = zip(*(batches.gathered(flat).split(sizes) for flat in (query, key, value)), strict=True)
-        outputs = []
-        for shape, states in zip(batches.shapes, parts, strict=True):
-            q, k, v = (state.unflatten(0, shape) for state in states)
-            outputs.append(attend_equal(q, k, v, scores, self.keep_scores))
-        return batches.packed(outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+        states = zip(*(batches.split(flat) for flat in (query, key, value)), strict=True)
+        return batches.join([attend_equal(q, k, v, scores, self.keep_scores) for q, k, v in states])[None]
 
     def mix(
         self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any],
@@ -204,32 +192,25 @@ class PackedSequences(AttentionContext):
         Tensors (1, N, ...) among its arguments hold the tokens of all sequences. `more` returns further named arguments for the sequences
         of a batch, given their numbers. Sequences whose lengths round up to one multiple of `multiple` are one batch.
         """
-        total, batches = sum(self.lengths), self.in_batches(multiple)
-        buckets = batches.shapes
-        sizes = [count * length for count, length in buckets]
+        total, batches, columns = sum(self.lengths), self.in_batches(multiple), list[list[Any]]()
         leaves, form = tree_flatten((given, named))
-        parts: list[list[Any]] = [[] for _ in buckets]
         for leaf in leaves:
             place = token_dimension(leaf, total)
-            rows = [leaf] * len(buckets)
-            if place is not None:
-                flat = batches.gathered(leaf.squeeze(place - 1).movedim(place - 1, 0))
-                rows = [
-                    part.unflatten(0, shape).movedim((0, 1), (place - 1, place))
-                    for part, shape in zip(flat.split(sizes), buckets, strict=True)
-                ]
-            for part, row in zip(parts, rows, strict=True):
-                part.append(row)
+            if place is None:
+                columns.append([leaf] * len(batches.shapes))
+                continue
+            parts = batches.split(leaf.squeeze(place - 1).movedim(place - 1, 0))
+            columns.append([part.movedim((0, 1), (place - 1, place)) for part in parts])
         found = []
-        for part, shape, numbers in zip(parts, buckets, batches.numbers, strict=True):
+        for shape, numbers, *part in zip(batches.shapes, batches.numbers, *columns, strict=True):
             own, kwargs = tree_unflatten(part, form)
             with attending(EqualRows(shape, self.keep_scores)):
                 found.append(tree_flatten(forward(*own, **kwargs, **(more(numbers) if more else {}))))
         outputs = []
         for values in zip(*(leaves for leaves, _ in found), strict=True):
-            hold_tokens = all(isinstance(v, Tensor) and v.shape[:2] == b for v, b in zip(values, buckets, strict=True))
-            joined = torch.cat([value.flatten(0, 1) for value in values]) if hold_tokens else None
-            outputs.append(None if joined is None else batches.packed(joined)[None])
+            places = zip(values, batches.shapes, strict=True)
+            holds_tokens = all(isinstance(value, Tensor) and value.shape[:2] == shape for value, shape in places)
+            outputs.append(batches.join([value.flatten(0, 1) for value in values])[None] if holds_tokens else None)
         return tree_unflatten(outputs, found[0][1])
 
     def in_batches(self, multiple: int) -> "RowBatches":
@@ -270,13 +251,17 @@ class RowBatches:
     order: tuple[Tensor, Tensor] | None
     """The token at each place, and the place of each token; None if tokens are packed like this."""
 
-    def gathered(self, flat: Tensor) -> Tensor:
-        """Arrange packed tokens (N, ...) as batches."""
-        return flat if self.order is None else GatheredRows.apply(flat, *self.order)
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Arrange packed tokens (N, ...) as batches (S, L, ...)."""
+        ordered = flat if self.order is None else GatheredRows.apply(flat, *self.order)
+        # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
+        parts = ordered.split([count * length for count, length in self.shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def packed(self, batches: Tensor) -> Tensor:
-        """Invert `gathered`."""
-        return batches if self.order is None else _Packed.apply(batches, self.order[1])
+    def join(self, batches: Sequence[Tensor]) -> Tensor:
+        """Invert `split`, given batches (S * L, ...)."""
+        joined = batches[0] if len(batches) == 1 else torch.cat(list(batches))
+        return joined if self.order is None else _Packed.apply(joined, self.order[1])
 
 
 class GatheredRows(torch.autograd.Function):

@@ -11,7 +11,7 @@ pipeline rank is counted: the first or the last, which hold the vocabulary.
 import contextlib
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,23 +56,18 @@ class ModelSizes(NamedTuple):
 
     @staticmethod
     def of(config: Any) -> "ModelSizes":
-        """Return the sizes of a transformers configuration."""
+        """Return the sizes of a transformers configuration; model types name them differently."""
         text = config.get_text_config()
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        heads, width = setting(text, HEADS), setting(text, WIDTHS)
-        head_width = int(own_setting(text, "head_dim") or width // heads)
+
+        def first(names: Sequence[str], default: int = 1) -> int:
+            values = (own_setting(text, name) for name in names)
+            return next((value for value in values if isinstance(value, int) and value > 0), default)
+
+        heads, width = first(HEADS), first(WIDTHS)
         return ModelSizes(
-            setting(text, LAYERS), width, text.vocab_size, heads, setting(text, KEY_HEADS, heads), head_width, tied,
+            first(LAYERS), width, text.vocab_size, heads, first(KEY_HEADS, heads),
+            int(own_setting(text, "head_dim") or width // heads), bool(getattr(config, "tie_word_embeddings", False)),
         )  # fmt: skip
-
-
-def setting(config: Any, names: Sequence[str], default: int = 1) -> int:
-    """Return the first positive integer among settings of these names, as model types name sizes differently."""
-    for name in names:
-        value = own_setting(config, name)
-        if isinstance(value, int) and value > 0:
-            return value
-    return default
 
 
 def own_setting(config: Any, name: str) -> Any:
@@ -136,7 +131,7 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
         four_bit = few if lora and lora.base_dtype else 0
         every, one = (sum(parameter.numel() for parameter in module.parameters()) for module in (model, layer))
         MEASURED[key] = Shape(type(model).__name__, config, every, one, dtype, trained, copied, four_bit)
-    return replace(MEASURED[key], config=config)
+    return MEASURED[key]
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
