@@ -169,7 +169,7 @@ class Vocabulary:
             log_sum = torch.stack(shards).logsumexp(0)
         columns, here = self.columns(targets, logits)
         at_target = logits.gather(-1, columns[:, None]).squeeze(-1)
-        if self.group is not None:
+        if here is not None:
             at_target = at_target * here
             dist.all_reduce(at_target, group=self.group)
         logits.sub_(log_sum[:, None])
