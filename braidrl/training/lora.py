@@ -89,11 +89,7 @@ def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False)
 
 def adapter_config(lora: LoraConfig) -> str:
     """Return the text of peft's `adapter_config.json`."""
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
-        "target_modules": list(lora.targets), "bias": "none",
-    }  # fmt: skip
-    return json.dumps(config)
+    return json.dumps(peft_config(lora).to_dict(), default=sorted)
 
 
 def is_adapter(name: str) -> bool:

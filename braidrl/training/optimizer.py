@@ -247,14 +247,17 @@ class MasterOptimizer:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore `state()` and drop collected gradients. Raises KeyError or RuntimeError if it belongs to another model."""
         self.steps, self.sums = int(tensors["steps"]), {}
+        saved: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            number, _, name = key.partition(".")
+            saved.setdefault(number, {})[name] = tensor
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
-            if f"{i}.master" in tensors:
-                master.copy_(tensors[f"{i}.master"])
+            own = saved.get(str(i), {})
+            if (kept := own.pop("master", None)) is not None:
+                master.copy_(kept)
             elif parameter.dtype != master.dtype:
                 # Saved where the weights were their own masters; `read_masters` reads these in full.
                 master.copy_(local_shard(parameter))
-            own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{i}.")}
-            own.pop("master", None)
             self.optimizer.state.pop(master, None)
             if own:
                 self.optimizer.state[master] = {n: tensor.to(master.device, copy=True) for n, tensor in own.items()}

@@ -227,7 +227,7 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
     The classes of its parent modules follow, up to the decoder's layer.
     """
     set_training(model, False)
-    packed, alone = (_calls(model, twin.rows, packed=together) for together in (True, False))
+    packed, alone = _calls(model, [twin.rows]), _calls(model, [[row] for row in twin.rows])
     for (name, given, theirs), (other, also, ours) in zip(alone, packed, strict=False):
         if name != other or theirs.shape != ours.shape or given.shape != also.shape:
             continue
@@ -239,49 +239,41 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
         )
         if output_differs and not inputs_differ:
             around = [name.rsplit(".", up)[0] for up in range(name.count(".") + 1)]
-            inner = [
-                n for n in around if re.search(r"\.\d+\.", n) and not isinstance(model.get_submodule(n), nn.ModuleList)
-            ]
-            return list(dict.fromkeys(type(model.get_submodule(n)).__name__ for n in inner))
+            modules = [model.get_submodule(each) for each in around if re.search(r"\.\d+\.", each)]
+            return list(dict.fromkeys(type(each).__name__ for each in modules if not isinstance(each, nn.ModuleList)))
     return []
 
 
-def _calls(model: Any, rows: Sequence[Tensor], packed: bool) -> list[tuple[str, Tensor, Tensor]]:
-    """Return (name, inputs, output) of each module call over all tokens, in the order in which calls return."""
-    decoder = decoder_of(model)
-    found: list[list[tuple[str, Tensor, Tensor]]] = []
+def _calls(model: Any, batches: Sequence[Sequence[Tensor]]) -> list[tuple[str, Tensor, Tensor]]:
+    """Run batches of packed rows; return (name, inputs, output) of each module call, joined over batches, in the order of their ends."""
     names = {module: name for name, module in model.named_modules()}
-    inputs: dict[nn.Module, list[Tensor]] = {}
+    found: list[list[tuple[str, Tensor, Tensor]]] = []
 
-    def of_tokens(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dim() >= 3 and value.shape[:2] == (1, tokens)
-
-    def begin(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        states = [v[0].reshape(tokens, -1).float() for v in (*given, *named.values()) if of_tokens(v)]
-        inputs.setdefault(module, []).append(torch.cat(states, -1) if states else torch.empty(tokens, 0))
-
-    def end(module: nn.Module, _: Any, output: Any) -> None:
+    def keep(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
-        given = inputs[module].pop()
-        if of_tokens(first):
-            found[-1].append((names[module], given, first[0].detach().clone()))
+        values = (first, *given, *named.values())
+        hold = [isinstance(v, Tensor) and v.dim() >= 3 and v.shape[:2] == (1, tokens) for v in values]
+        if hold[0]:
+            states = [v[0].reshape(tokens, -1).float() for v, holds in zip(values[1:], hold[1:], strict=True) if holds]
+            inputs = torch.cat(states, -1) if states else torch.empty(tokens, 0)
+            found[-1].append((names[module], inputs, first[0].detach().clone()))
 
-    hooks: list[Any] = []
-    for module in decoder.modules():
-        hooks += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
+    hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in decoder_of(model).modules()]
     try:
-        for part in [list(rows)] if packed else [[row] for row in rows]:
-            sequences = PackedSequences.of([len(row) for row in part], part[0].device)
+        for rows in batches:
+            sequences = PackedSequences.of([len(row) for row in rows], rows[0].device)
             tokens = sum(sequences.lengths)
             found.append([])
-            run_body(model, torch.cat(part)[None], sequences.position_ids(), sequences)
+            run_body(model, torch.cat(list(rows))[None], sequences.position_ids(), sequences)
     finally:
         for hook in hooks:
             hook.remove()
-    calls = [
-        parts for parts in zip(*found, strict=False) if len({(n, i.shape[1:], o.shape[1:]) for n, i, o in parts}) == 1
-    ]
-    return [(parts[0][0], *(torch.cat(each) for each in list(zip(*parts, strict=True))[1:])) for parts in calls]
+    joined = []
+    for parts in zip(*found, strict=False):
+        if len({(name, inputs.shape[1:], output.shape[1:]) for name, inputs, output in parts}) == 1:
+            _, inputs, outputs = zip(*parts, strict=True)
+            joined.append((parts[0][0], torch.cat(inputs), torch.cat(outputs)))
+    return joined
 
 
 def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:

@@ -113,7 +113,8 @@ class RoleWorker(ShardedBackend):
         """The process group for writing a checkpoint during training."""
         if train:
             names, parameters = zip(*self.model.named_parameters(), strict=True)
-            numbers = [list(self.shapes).index(name) for name in names]
+            places = {name: number for number, name in enumerate(self.shapes)}
+            numbers = [places[name] for name in names]
             self.optimizer = MasterOptimizer(parameters, config.trainer, own.learning_rate, self.ranks, numbers)
             offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
             if not self.lora:  # adapted layers have other names
