@@ -180,7 +180,7 @@ class MasterOptimizer:
             filled = [torch.zeros_like(m) if part is None else part for part, m in zip(some, self.masters, strict=True)]
             self.ranks.all_reduce_gradients(filled, self.parameters)
             sums[name] = list(filled)
-        self.sums = {}
+        self.sums, self.collecting = {}, []
         if not counted:
             return None
         for i, master in enumerate(self.masters):
@@ -246,7 +246,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore `state()` and drop collected gradients. Raises KeyError or RuntimeError if it belongs to another model."""
-        self.steps, self.sums = int(tensors["steps"]), {}
+        self.steps, self.sums, self.collecting = int(tensors["steps"]), {}, []
         saved: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             number, _, name = key.partition(".")

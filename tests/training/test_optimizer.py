@@ -55,6 +55,18 @@ def test_each_sum_is_divided_by_its_count_for_any_accumulation() -> None:
     assert p.grad is None, "no sum is left for the next step"
 
 
+def test_gradient_sums_are_freed_by_the_step_that_uses_them() -> None:
+    p = parameter(1.0, 2.0)
+    optimizer = make(p)
+    backward(optimizer, {"tokens": p.sum()})
+    (held,) = optimizer.sums["tokens"]
+    assert held is not None
+    storage = ref(held)
+    del held
+    optimizer.step({"tokens": 1.0}, 1)
+    assert storage() is None
+
+
 def test_zero_count_skips_its_sum_and_all_zero_counts_skip_the_update() -> None:
     p = parameter(1.0)
     optimizer = make(p)
