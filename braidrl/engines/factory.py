@@ -40,7 +40,8 @@ from braidrl.training.loading import load_decoder, read_model_config
 from braidrl.training.lora import adapter_config
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import DTYPES, settings_of, slots_of
-from braidrl.training.roles.worker import RoleWorker, copy_within, torch_worker
+from braidrl.training.roles.copies import copy_within
+from braidrl.training.roles.worker import RoleWorker, torch_worker
 from braidrl.weights.collective import CollectivePublisher, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_folder, stored_in_memory
 from braidrl.weights.generation_layout import GenerationLayout

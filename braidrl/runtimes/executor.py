@@ -32,8 +32,9 @@ from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import inference_layouts, own_tokenizer
-from braidrl.training.roles.checkpoint import Write, saving_tasks
-from braidrl.training.roles.worker import RoleCopy, make_worker, torch_worker
+from braidrl.training.roles.checkpoint import Write
+from braidrl.training.roles.copies import RoleCopy
+from braidrl.training.roles.worker import make_worker, torch_worker
 
 Totals = Mapping[str, Tensor]
 PREDICTED = {"score": "scores", "values": "values"}  # others call `log_probs`
@@ -238,7 +239,7 @@ class StageExecutor:
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
                 if copy:
-                    calls += saving_tasks(torch_worker(worker), folder / worker.role, write, copy=True)
+                    calls += torch_worker(worker).saving_tasks(folder / worker.role, write, copy=True)
                 else:
                     worker.export(folder / worker.role, write)
         return calls

@@ -12,7 +12,7 @@ WAITS = {
     "observe/metrics.py:Sums.add_per_token": "once for each micro-batch: all of its metrics",
     "training/optimizer.py:MasterOptimizer.step": "once an optimizer step: the norm of its gradient",
     "training/roles/checkpoint.py:copied": "a checkpoint is copied to host memory",
-    "training/roles/checkpoint.py:full_state_dict": "merged weights go to host memory",
+    "training/roles/worker.py:RoleWorker.full_state_dict": "merged weights go to host memory",
     "algorithms/advantages.py:Groups.__init__": "pairs are found anew in each micro-batch",
     "algorithms/row_losses.py:pair_loss": "pairs are checked in each micro-batch",
 }

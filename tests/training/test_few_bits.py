@@ -15,7 +15,6 @@ from braidrl.training.lora import FourBitLinear
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.optimizer import MasterOptimizer
 from braidrl.training.optimizer_contract import train
-from braidrl.training.roles.checkpoint import full_state_dict
 from braidrl.training.roles.worker import RoleWorker
 from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
 from tests.training.parallel.laid_out import config_of
@@ -51,7 +50,7 @@ def test_quantized_role_matches_counted_memory_and_exports_base_and_adapters(wor
     assert counted == pytest.approx(held, rel=0.01)
     plain = model_shape(workshop.model, torch.float32, lora=lora.model_copy(update={"base_dtype": None}))
     assert counted < 0.6 * resident_bytes(plain, trained=True)["weights"]
-    exported = full_state_dict(worker)
+    exported = worker.full_state_dict()
     layer: Any = worker.model.base_model.layers[0].mlp.up_proj
     torch.testing.assert_close(exported["model.layers.0.mlp.up_proj.weight"], layer.base_layer.weight)
     assert not any(name.endswith(("codes", "scales")) for name in exported)

@@ -20,8 +20,8 @@ from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.lora import ADAPTER, adapter_config
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.objective import Objective, denominators
-from braidrl.training.roles.checkpoint import full_state_dict
-from braidrl.training.roles.worker import RoleCopy, RoleWorker
+from braidrl.training.roles.copies import RoleCopy
+from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.collective import Incoming, WeightOffer
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.transfer import LayoutCopy
@@ -174,7 +174,7 @@ def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path
     worker = started(adapted(tiny_models["qwen2"]))
     reference = RoleWorker("reference", config_of(str(tiny_models["qwen2"])), train=False)
     RoleCopy(reference, worker).move(0.0)
-    for name, tensor in full_state_dict(worker).items():
+    for name, tensor in worker.full_state_dict().items():
         assert torch.equal(reference.model.state_dict()[name], tensor), name
 
 
@@ -203,7 +203,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
             base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=trained.dtype)
             read = PeftModel.from_pretrained(base, file.folder).merge_and_unload().state_dict()
         moved = writer.transfer.traffic.stayed
-    wanted, found = full_state_dict(trained), full_state_dict(other) if way != "for vLLM" else read
+    wanted, found = trained.full_state_dict(), other.full_state_dict() if way != "for vLLM" else read
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-12 if way == "for vLLM" else 0, rtol=0)
     adapters = sum(p.nbytes for p in trained.model.parameters() if p.requires_grad)

@@ -13,7 +13,6 @@ from braidrl.cluster.world import World
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import EngineSpec
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.roles.checkpoint import full_state_dict
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
@@ -65,7 +64,7 @@ def transition(
     with torch.no_grad():
         for parameter in worker.model.parameters():
             local_shard(parameter).mul_(1.5)
-    wanted = {name: tensor.clone() for name, tensor in full_state_dict(worker).items()}
+    wanted = {name: tensor.clone() for name, tensor in worker.full_state_dict().items()}
     before = {name: part.local.clone() for name, part in worker.weights().items()}
     volume = weights.enter()
     assert volume is not None and weights.enter() is None

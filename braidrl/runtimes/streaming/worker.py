@@ -38,7 +38,8 @@ from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer
 from braidrl.runtimes.streaming.weights import VersionWriter, source_of
 from braidrl.training.backends import ShardedBackend
-from braidrl.training.roles.worker import copied_parts, torch_worker
+from braidrl.training.roles.copies import copied_parts
+from braidrl.training.roles.worker import torch_worker
 
 SOON_S = 0.2
 """Longest wait of a leader for work while other ranks wait for it."""

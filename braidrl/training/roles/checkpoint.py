@@ -11,12 +11,10 @@ Both forms of optimizer state can be read in any layout.
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,19 +25,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer, GenerationConfig
 
-from braidrl.cluster.process_groups import background_group
 from braidrl.cluster.ranks import tell
 from braidrl.errors import UserError, first_line
-from braidrl.training.lora import ADAPTER, PREFIX, adapters_of, merged, peft_config, plain_names
-from braidrl.training.optimizer import MASTER_BYTES, UNDIVIDED, MasterOptimizer, all_finite
-from braidrl.weights.boxes import pattern_of
-from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
-from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
-from braidrl.weights.model_files import ModelFiles
-from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
-
-if TYPE_CHECKING:
-    from braidrl.training.roles.worker import RoleWorker
+from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer
+from braidrl.weights.checkpoint_files import TensorReader
+from braidrl.weights.shards import as_dtensor, local_shard, shard_of
 
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
@@ -49,65 +39,6 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 Write = Callable[[], object]
 """Writes one file or folder of a checkpoint."""
-
-
-def saving_tasks(worker: "RoleWorker", folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
-    """Return the calls that write model, tokenizer and optimizer into a new folder, in order.
-
-    Every rank of a sharded model calls this; otherwise one rank of the role does.
-
-    Args:
-        worker: The role's worker on this rank.
-        folder: The directory to make.
-        write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
-        copy: Copy the tensors to host memory first, so that a thread can write while training continues.
-
-    Raises:
-        UserError: A tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
-    """
-    kept = copied if copy else dict[str, Tensor]
-    weights, adapters = full_state_dict(worker, wanted=write), dict[str, Tensor]()
-    if worker.lora:
-        for names, tensor in worker.ranks.full_tensors(adapters_of(dict(worker.model.named_parameters())), full_tensor):
-            adapters |= dict.fromkeys(names, tensor)
-    tensors = {**weights, **adapters, **(worker.optimizer.state() if worker.optimizer else {})}
-    if not all_finite(local_shard(tensor) for tensor in tensors.values()):
-        first = next(name for name, tensor in tensors.items() if not all_finite([local_shard(tensor)]))
-        raise UserError(
-            f"{worker.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with a lower "
-            "trainer.learning_rate or with trainer.max_grad_norm"
-        )
-    parts: list[Write] = []
-    if write:
-        parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
-    if worker.optimizer is not None and worker.ranks.is_sharded:
-        state, place = divided_state(worker.optimizer), folder / PARTS
-        if copy:
-            # Threads of several roles communicate concurrently: each role needs its own process group.
-            worker.background = worker.background or background_group()
-            started = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
-            assert isinstance(started, Future)
-            parts.append(started.result)
-        else:
-            parts.append(partial(dcp.save, state, checkpoint_id=place))
-    elif worker.optimizer is not None and write:
-        parts.append(partial(write_tensors, kept(worker.optimizer.state()), folder / OPTIMIZER))
-    return parts
-
-
-def write_model(worker: "RoleWorker", folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
-    """Write the model's Hugging Face directory, and the adapters beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if worker.lora:
-        (folder / ADAPTER).mkdir(exist_ok=True)
-        peft_config(worker.lora, worker.path, PREFIX + HEAD in adapters).save_pretrained(folder / ADAPTER)
-        write_tensors(adapters, folder / ADAPTER / ADAPTER_WEIGHTS)
-    save_weights(worker.model, folder, weights)
-    if worker.side_files is None:
-        worker.side_files = side_files(worker.model, worker.path)
-    for name, content in worker.side_files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -162,65 +93,6 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to host memory; tied tensors stay tied."""
     found: dict[int, Tensor] = {}
     return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
-
-
-def full_state_dict(worker: "RoleWorker", wanted: bool = True) -> dict[str, Tensor]:
-    """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their names.
-
-    All ranks of a sharded model call this at the same time. Gathered tensors go to host memory, so that a device holds one full tensor
-    at a time. Ranks without `wanted` get an empty dict.
-    """
-    worker.ranks.reshard(worker.model)
-    named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
-    # Whether the module's parameters are the role's full weights.
-    is_full = worker.lora is None and not worker.ranks.is_sharded
-    found: dict[str, Tensor] = {}
-    for names, tensor in worker.ranks.full_tensors(named, merged):
-        if wanted:
-            found |= dict.fromkeys(names, tensor if is_full else tensor.cpu())
-    return found
-
-
-@torch.no_grad()
-def load_worker(worker: "RoleWorker", folder: Path) -> None:
-    """Load a saved worker's weights and optimizer state in place. Raises UserError for damaged files or another model's."""
-    worker.ranks.reshard(worker.model)
-    if (folder / ADAPTER).is_dir() != bool(worker.lora):
-        how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
-        raise UserError(
-            f"{folder} was trained {how} trainer.lora or roles.{worker.role}.lora; {now} to go on from there"
-        )
-    # This rank's trained state, its global shapes over all ranks, and its saved counterpart.
-    saved: Mapping[str, Tensor]
-    kept, shapes = dict(worker.model.named_parameters()), worker.shapes
-    if worker.lora:
-        kept, shapes = adapters_of(kept), adapters_of(shapes)
-        saved = load_file(folder / ADAPTER / ADAPTER_WEIGHTS)
-    elif not worker.ranks.is_sharded:
-        saved = dict(worker.load_model(folder).named_parameters())
-    else:
-        # A pipeline rank lacks the buffers of other ranks' layers: match buffer names by pattern.
-        files = ModelFiles(folder, worker.model)
-        buffers = {pattern_of(name) for name, _ in worker.model.named_buffers()}
-        saved = files.without({name for name in files if pattern_of(name) in buffers})
-    try:
-        if shapes != shapes_in(saved):
-            raise LookupError("the parameters have other names or shapes")
-        # Read before anything is overwritten: the file may be damaged.
-        state = optimizer_state(worker.optimizer, len(worker.shapes), folder) if worker.optimizer is not None else {}
-    except LookupError as error:
-        raise UserError(
-            f"{folder} holds another model than {worker.path}; resume with the configuration it was made with"
-        ) from error
-    for name, parameter in kept.items():
-        local_shard(parameter).copy_(shard_of(saved[name], parameter))
-    if worker.optimizer is not None:
-        worker.optimizer.load_state(state)
-        if worker.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
-            names = {name: name for name, _ in worker.model.named_parameters()}
-            masters: Mapping[str, Tensor] = saved if worker.lora else ModelFiles(folder, worker.model)
-            names |= {own: name for name, own in adapters_of(names).items()} if worker.lora else {}
-            worker.optimizer.read_masters(list(names.values()), masters)
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:

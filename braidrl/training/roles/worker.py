@@ -8,27 +8,25 @@ tokens       p  p  p  a1 a2 a3
 log_probs             l1 l2 l3       of each action, by an actor or a reference
 values             v1 v2 v3          of the state before each action, by a critic, at the predicting position
 score                     s          of the row, by a reward model, at its last token
-
-Weights are copied to infer in another layout, or to a role that follows another one (target network, EMA), which then has
-own = decay · own + (1 - decay) · source:
-
-training layout   step ─ step ──────────── step ─
-                              ╲ moves             ╲          block by block, if the weights have changed when the copy is used
-another layout                 infer ─ infer       infer
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.devices import choose_device
+from braidrl.cluster.process_groups import background_group
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
@@ -43,19 +41,29 @@ from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_eno
 from braidrl.training.decoders.body import PACKED, checkpoint_activations, plan_of_model, run_body, set_training
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.loading import load_decoder, load_scorer
-from braidrl.training.lora import FourBitLinear, adapters_of, add_adapters, is_adapter, plain_names
+from braidrl.training.lora import (
+    ADAPTER,
+    PREFIX,
+    FourBitLinear,
+    adapters_of,
+    add_adapters,
+    is_adapter,
+    merged,
+    peft_config,
+    plain_names,
+)
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
-from braidrl.training.optimizer import MasterOptimizer
+from braidrl.training.optimizer import MASTER_BYTES, MasterOptimizer, all_finite
 from braidrl.training.parallel.layouts import DataParallel, apply_layout
 from braidrl.training.parallel.pipeline import HIDDEN
 from braidrl.training.role_settings import merges_adapters, settings_of
-from braidrl.training.roles.checkpoint import full_state_dict, load_worker, saving_tasks, side_files
-from braidrl.weights.checkpoint_files import ParameterReader
+from braidrl.training.roles import checkpoint
+from braidrl.weights.boxes import pattern_of
+from braidrl.weights.checkpoint_files import HEAD, ParameterReader, shapes_in
+from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.model_files import ModelFiles
-from braidrl.weights.publisher import TransferVolume
-from braidrl.weights.shards import Parts, WeightPart, shapes_of, storages, weight_parts
-from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy
+from braidrl.weights.shards import WeightPart, full_tensor, local_shard, shapes_of, shard_of, storages, weight_parts
 
 FAST_LAYERS = {"cpu": compile_layers, "cuda": use_kernels}
 """Functions that switch a model to faster kernels, by device type."""
@@ -122,7 +130,7 @@ class RoleWorker(ShardedBackend):
             if own.activation_checkpointing:
                 checkpoint_activations(self.model)
             if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
-                self.side_files = side_files(self.model, self.path)
+                self.side_files = checkpoint.side_files(self.model, self.path)
         self.offloadable = offloadable
 
     def _local_parameters(self) -> list[Tensor]:
@@ -252,9 +260,24 @@ class RoleWorker(ShardedBackend):
         """Return the model, with its adapters, if an engine of this process may share it, else None."""
         return None if self.ranks.is_sharded or merges_adapters(self.lora, self.config) else self.model
 
+    def full_state_dict(self, wanted: bool = True) -> dict[str, Tensor]:
+        """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their names.
+
+        All ranks of a sharded model call this at the same time. Gathered tensors go to host memory, so that a device holds one full
+        tensor at a time. Ranks without `wanted` get an empty dict.
+        """
+        self.ranks.reshard(self.model)
+        named = plain_names(self.model, self.model.state_dict(keep_vars=True))
+        # Whether the module's parameters are the role's full weights.
+        is_full = self.lora is None and not self.ranks.is_sharded
+        found: dict[str, Tensor] = {}
+        for names, tensor in self.ranks.full_tensors(named, merged):
+            if wanted:
+                found |= dict.fromkeys(names, tensor if is_full else tensor.cpu())
+        return found
+
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield every full tensor of the model, adapters merged; all ranks of a sharded model call this at the same time."""
-        return full_state_dict(self).items()
+        return self.full_state_dict().items()
 
     def weights(self, adapters_alone: bool = False) -> Mapping[str, WeightPart]:
         """Return the local shards by name, adapters merged on demand; with `adapters_alone`, only trained parameters by peft's names."""
@@ -268,14 +291,109 @@ class RoleWorker(ShardedBackend):
             return sum(storage.nbytes() for storage in storages(self.model.parameters()))
         return self.optimizer.bytes_in_use if self.optimizer is not None else 0
 
+    def export(self, folder: Path, write: bool = True) -> None:
+        for part in self.saving_tasks(folder, write):
+            part()
+
+    def saving_tasks(self, folder: Path, write: bool = True, copy: bool = False) -> list[checkpoint.Write]:
+        """Return the calls that write model, tokenizer and optimizer into a new folder, in order.
+
+        Every rank of a sharded model calls this; otherwise one rank of the role does.
+
+        Args:
+            folder: The directory to make.
+            write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
+            copy: Copy the tensors to host memory first, so that a thread can write while training continues.
+
+        Raises:
+            UserError: A tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
+        """
+        kept = checkpoint.copied if copy else dict[str, Tensor]
+        weights, adapters = self.full_state_dict(wanted=write), dict[str, Tensor]()
+        if self.lora:
+            for names, tensor in self.ranks.full_tensors(adapters_of(dict(self.model.named_parameters())), full_tensor):
+                adapters |= dict.fromkeys(names, tensor)
+        state = self.optimizer.state() if self.optimizer else {}
+        tensors = {**weights, **adapters, **state}
+        if not all_finite(local_shard(tensor) for tensor in tensors.values()):
+            first = next(name for name, tensor in tensors.items() if not all_finite([local_shard(tensor)]))
+            raise UserError(
+                f"{self.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with a lower "
+                "trainer.learning_rate or with trainer.max_grad_norm"
+            )
+        parts: list[checkpoint.Write] = []
+        if write:
+            parts.append(partial(self._write_model, folder, kept(weights), kept(adapters)))
+        if self.optimizer is not None and self.ranks.is_sharded:
+            shards, place = checkpoint.divided_state(self.optimizer), folder / checkpoint.PARTS
+            if copy:
+                # Threads of several roles communicate concurrently: each role needs its own process group.
+                self.background = self.background or background_group()
+                started = dcp.async_save(shards, checkpoint_id=place, process_group=self.background)
+                assert isinstance(started, Future)
+                parts.append(started.result)
+            else:
+                parts.append(partial(dcp.save, shards, checkpoint_id=place))
+        elif state and write:
+            parts.append(partial(checkpoint.write_tensors, kept(state), folder / checkpoint.OPTIMIZER))
+        return parts
+
+    def _write_model(self, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
+        """Write the model's Hugging Face directory, and the adapters beside it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.lora:
+            place = folder / ADAPTER
+            place.mkdir(exist_ok=True)
+            peft_config(self.lora, self.path, PREFIX + HEAD in adapters).save_pretrained(place)
+            checkpoint.write_tensors(adapters, place / ADAPTER_WEIGHTS)
+        checkpoint.save_weights(self.model, folder, weights)
+        if self.side_files is None:
+            self.side_files = checkpoint.side_files(self.model, self.path)
+        for name, content in self.side_files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+    @torch.no_grad()
     def load(self, folder: Path) -> None:
-        load_worker(self, folder)
+        self.ranks.reshard(self.model)
+        if (folder / ADAPTER).is_dir() != bool(self.lora):
+            how, now = ("without", "remove it") if self.lora else ("with", "set it as it was")
+            raise UserError(
+                f"{folder} was trained {how} trainer.lora or roles.{self.role}.lora; {now} to go on from there"
+            )
+        # This rank's trained state, its global shapes over all ranks, and its saved counterpart.
+        saved: Mapping[str, Tensor]
+        kept, shapes = dict(self.model.named_parameters()), self.shapes
+        if self.lora:
+            kept, shapes = adapters_of(kept), adapters_of(shapes)
+            saved = load_file(folder / ADAPTER / ADAPTER_WEIGHTS)
+        elif not self.ranks.is_sharded:
+            saved = dict(self.load_model(folder).named_parameters())
+        else:
+            # A pipeline rank lacks the buffers of other ranks' layers: match buffer names by pattern.
+            files = ModelFiles(folder, self.model)
+            buffers = {pattern_of(name) for name, _ in self.model.named_buffers()}
+            saved = files.without({name for name in files if pattern_of(name) in buffers})
+        try:
+            if shapes != shapes_in(saved):
+                raise LookupError("the parameters have other names or shapes")
+            # Read before anything is overwritten: the file may be damaged.
+            state = checkpoint.optimizer_state(self.optimizer, len(self.shapes), folder) if self.optimizer else {}
+        except LookupError as error:
+            raise UserError(
+                f"{folder} holds another model than {self.path}; resume with the configuration it was made with"
+            ) from error
+        for name, parameter in kept.items():
+            local_shard(parameter).copy_(shard_of(saved[name], parameter))
+        if self.optimizer is not None:
+            self.optimizer.load_state(state)
+            if self.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
+                names = {name: name for name, _ in self.model.named_parameters()}
+                masters: Mapping[str, Tensor] = saved if self.lora else ModelFiles(folder, self.model)
+                names |= {own: name for name, own in adapters_of(names).items()} if self.lora else {}
+                self.optimizer.read_masters(list(names.values()), masters)
         self.weight_updates += 1
         self._nonfinite.clear()
-
-    def export(self, folder: Path, write: bool = True) -> None:
-        for part in saving_tasks(self, folder, write):
-            part()
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         assert self.optimizer is not None, f"{self.role} is not trained"
@@ -310,51 +428,3 @@ def torch_worker(worker: TrainingBackend) -> RoleWorker:
     """Return the worker as a `RoleWorker`; only the built-in backend supports offloading, sharded generation and copies."""
     assert isinstance(worker, RoleWorker), f"check_backends lets {worker.role} have no other here"
     return worker
-
-
-def copy_within(worker: ShardedBackend, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
-    """Plan a copy of a worker's weights on its own ranks; `divided`: the second model is sharded."""
-    # If each rank holds both models in full, no communication is needed.
-    meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
-    return LayoutCopy(worker.weights, target, meet, limit_bytes)
-
-
-class RoleCopy:
-    """A worker without an optimizer that takes another worker's weights on the same ranks; their layouts may differ."""
-
-    def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
-        """Plan the transfer. Raises UserError if shapes differ or the worker has an optimizer."""
-        check_copies(worker, source.role, source.base_shapes)
-        self.worker, self.source = worker, source
-        self.copy = copy_within(source, worker.weights, worker.ranks.is_sharded)
-        self._weight_updates = source.weight_updates
-
-    def refresh(self) -> TransferVolume | None:
-        """Copy the source's weights if they have changed, else return None; all ranks call this at the same time."""
-        if self._weight_updates == self.source.weight_updates:
-            return None
-        self._weight_updates = self.source.weight_updates
-        return self.copy.refresh()
-
-    def move(self, decay: float) -> None:
-        """Set weights to decay · own + (1 - decay) · source; all ranks call this at the same time."""
-        self.worker.weight_updates += 1
-        self.copy.refresh(keep=decay)
-
-
-def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
-    """Return the worker's parts as targets of an EMA copy: decay · own + (1 - decay) · the weights of the role `source`.
-
-    Raises UserError if the worker has an optimizer.
-    """
-    check_copies(worker, source, worker.base_shapes)
-    worker.weight_updates += 1
-    return {name: replace(part, kept=decay) for name, part in worker.weights().items()}
-
-
-def check_copies(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:
-    """Raise UserError if the worker is trained by a loss, or its weights have other shapes."""
-    if worker.optimizer is not None:
-        raise UserError(f"{worker.role} is trained by a loss: it cannot take weights from {source} too")
-    if worker.base_shapes != shapes:
-        raise UserError(f"{worker.role} cannot take weights from {source}: {worker.path} is another model")

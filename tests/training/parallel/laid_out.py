@@ -26,8 +26,9 @@ from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.objective import Objective, denominators, with_group_tokens
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.roles.checkpoint import divided_state, full_state_dict
-from braidrl.training.roles.worker import RoleCopy, RoleWorker, copy_within
+from braidrl.training.roles.checkpoint import divided_state
+from braidrl.training.roles.copies import RoleCopy, copy_within
+from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights import file as weight_file
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.shards import full_tensor, local_shard, weight_parts
@@ -93,7 +94,7 @@ def one_step(worker: RoleWorker, mine: torch.Tensor, iteration: int = 1, prompt:
     assert norm is not None and worker.optimizer is not None
     found["norm"] = torch.tensor(norm, dtype=torch.float64)
     found |= {f"state {name}": full_tensor(t) for name, t in divided_state(worker.optimizer).items()}
-    return found | {f"weight {name}": tensor.clone() for name, tensor in full_state_dict(worker).items()}
+    return found | {f"weight {name}": tensor.clone() for name, tensor in worker.full_state_dict().items()}
 
 
 @cache
@@ -205,10 +206,10 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
         RoleWorker("reference", config_of(path, layout), False, DataParallel(world.group, world))
         for path, layout in zip((model, other), layouts, strict=True)
     )
-    own, others = full_state_dict(first), full_state_dict(second)
+    own, others = first.full_state_dict(), second.full_state_dict()
     wanted = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
     RoleCopy(first, second).move(0.25)
-    found = full_state_dict(first)
+    found = first.full_state_dict()
     return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
 
 
@@ -240,7 +241,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
             copy.refresh()
         problems = [
             f"{name} differs"
-            for name, tensor in full_state_dict(other).items()
+            for name, tensor in other.full_state_dict().items()
             if not equal(tensor, wanted[name], lora)
         ]
         problems += traffic_problems(copy.transfer, limit)
@@ -265,7 +266,7 @@ def written(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> li
     again = dict(in_folder.tensors())
     problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
     problems += traffic_problems(writer.transfer, LIMIT_BYTES)
-    problems += [f"{name} is kept by a rank that does not write it" for name in full_state_dict(worker, wanted=False)]
+    problems += [f"{name} is kept by a rank that does not write it" for name in worker.full_state_dict(wanted=False)]
     if not read.keys() == again.keys() == in_folder.shapes().keys() == wanted.keys() or writer.transfer.traffic.sent:
         problems.append(
             f"the file has {sorted(read)}, and {writer.transfer.traffic.sent} bytes were sent for it on one machine"

@@ -1,0 +1,69 @@
+"""Copies of a role's weights: to infer in another layout, and to roles that follow another one (target network, EMA).
+
+training layout   step ─ step ──────────── step ─
+                              ╲ moves             ╲          block by block, if the weights have changed when the copy is used
+another layout                 infer ─ infer       infer
+
+A role that follows another one has own = decay · own + (1 - decay) · source.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from braidrl.errors import UserError
+from braidrl.training.backends import ShardedBackend
+from braidrl.training.parallel.layouts import DataParallel
+from braidrl.training.roles.worker import RoleWorker
+from braidrl.weights.publisher import TransferVolume
+from braidrl.weights.shards import Parts, WeightPart
+from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy
+
+
+def copy_within(worker: ShardedBackend, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
+    """Plan a copy of a worker's weights on its own ranks; `divided`: the second model is sharded."""
+    # If each rank holds both models in full, no communication is needed.
+    meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
+    return LayoutCopy(worker.weights, target, meet, limit_bytes)
+
+
+class RoleCopy:
+    """A worker without an optimizer that takes another worker's weights on the same ranks; their layouts may differ."""
+
+    def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
+        """Plan the transfer. Raises UserError if shapes differ or the worker has an optimizer."""
+        check_copies(worker, source.role, source.base_shapes)
+        self.worker, self.source = worker, source
+        self.copy = copy_within(source, worker.weights, worker.ranks.is_sharded)
+        self._weight_updates = source.weight_updates
+
+    def refresh(self) -> TransferVolume | None:
+        """Copy the source's weights if they have changed, else return None; all ranks call this at the same time."""
+        if self._weight_updates == self.source.weight_updates:
+            return None
+        self._weight_updates = self.source.weight_updates
+        return self.copy.refresh()
+
+    def move(self, decay: float) -> None:
+        """Set weights to decay · own + (1 - decay) · source; all ranks call this at the same time."""
+        self.worker.weight_updates += 1
+        self.copy.refresh(keep=decay)
+
+
+def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
+    """Return the worker's parts as targets of an EMA copy: decay · own + (1 - decay) · the weights of the role `source`.
+
+    Raises UserError if the worker has an optimizer.
+    """
+    check_copies(worker, source, worker.base_shapes)
+    worker.weight_updates += 1
+    return {name: replace(part, kept=decay) for name, part in worker.weights().items()}
+
+
+def check_copies(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise UserError if the worker is trained by a loss, or its weights have other shapes."""
+    if worker.optimizer is not None:
+        raise UserError(f"{worker.role} is trained by a loss: it cannot take weights from {source} too")
+    if worker.base_shapes != shapes:
+        raise UserError(f"{worker.role} cannot take weights from {source}: {worker.path} is another model")
