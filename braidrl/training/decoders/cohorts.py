@@ -75,8 +75,8 @@ class Cohorts:
             kept = [place for place, slot in enumerate(cohort.slots) if slot not in gone]
             if 0 < len(kept) < len(cohort.slots):
                 rows = torch.tensor(kept + kept[:1] * (-len(kept) % ROWS), device=self._model.device)
-                padded = len(cohort.slots) + -len(cohort.slots) % ROWS
-                cohort.cache = _selected(cohort.cache, rows, padded, {})
+                if cohort.cache is not None:
+                    cohort.cache.reorder_cache(rows)
             cohort.slots = [cohort.slots[place] for place in kept]
         self._cohorts = [cohort for cohort in self._cohorts if cohort.slots]
 
@@ -96,23 +96,3 @@ class Cohorts:
         cohort.cache = getattr(output, name)
         last: Tensor = output.last_hidden_state[: len(ids), -1]
         return last
-
-
-def _selected(value: Any, rows: Tensor, before: int, seen: dict[int, Any]) -> Any:
-    """Select rows of a cache of `before` rows, in all tensors that it contains at any depth."""
-    if isinstance(value, Tensor):
-        return value.index_select(0, rows) if value.dim() and value.shape[0] == before else value
-    if id(value) in seen:
-        return value
-    seen[id(value)] = value
-    if isinstance(value, dict):
-        value.update({key: _selected(each, rows, before, seen) for key, each in value.items()})
-    elif isinstance(value, list):
-        value[:] = [_selected(each, rows, before, seen) for each in value]
-    elif isinstance(value, tuple):
-        return tuple(_selected(each, rows, before, seen) for each in value)
-    elif hasattr(value, "__dict__") and type(value).__module__.startswith("transformers."):
-        vars(value).update(
-            {key: _selected(each, rows, before, seen) for key, each in vars(value).items() if key != "config"}
-        )
-    return value
