@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from braidrl.training.compute.attention import (
@@ -122,16 +123,13 @@ def predict_own_tokens(
     found = predict(local, *objective)
     for name, values in found.items() if join else ():
         # Ranks have different numbers of predictions.
-        length = torch.tensor([len(values)], device=values.device)
-        lengths = [torch.empty_like(length) for _ in range(group.size())]
-        dist.all_gather(lengths, length, group=group)
-        counts = [int(each) for each in lengths]
-        padded = values.new_zeros(max(counts))
-        padded[: len(values)] = values.detach()
-        parts = [torch.empty_like(padded) for _ in counts]
-        if len(padded):
+        places = packed.row_ends if name == "scores" else packed.predictors
+        counts = (places // count).bincount(minlength=group.size()).tolist()
+        parts = [values.new_empty(max(counts)) for _ in counts]
+        if max(counts):
+            padded = pad(values.detach(), (0, max(counts) - len(values)))
             dist.all_gather(parts, padded, group=group)
-        parts = [part[:count] for part, count in zip(parts, counts, strict=True)]
+        parts = [part[:number] for part, number in zip(parts, counts, strict=True)]
         parts[group.rank()] = values  # with its gradient
         found[name] = torch.cat(parts)
     return found
