@@ -32,7 +32,6 @@ from transformers.utils import logging as transformers_logging
 
 from braidrl.errors import UserError, first_line
 from braidrl.native.building import cache_folder
-from braidrl.training.compute import attention
 from braidrl.training.compute.attention import PackedSequences, parameters_of
 from braidrl.training.compute.slots import PrefillSequences, SlotCache, SlotStep
 from braidrl.training.decoders.body import PACKED, ForwardPlan, decoder_of, run_body, set_training, still, use_plan
@@ -352,9 +351,8 @@ def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> Forwa
 def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what this machine has measured of a configuration, or measure it and keep it."""
     settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
-    # A proof also depends on transformers and on the code that proves.
-    folder = Path(__file__).parent
-    files = sorted([*folder.glob("*.py"), folder.with_name("acceptance.py"), Path(attention.__file__)])
+    # A proof also depends on transformers and on all code that trains and decodes.
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     text = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code + proof_device()
     key = f"{about}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"

@@ -235,7 +235,8 @@ class DataParallel(Ranks):
                 if isinstance(parameter, DTensor):
                     axes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
                     shards = math.prod(size for size, placement in axes if not placement.is_replicate())
-                squares += gradient.double().square().sum().cpu() * shards / held
+                squares = squares.to(gradient.device) + gradient.double().square().sum() * shards / held
+        squares = squares.cpu()
         with self.meeting("the norm of gradients"):
             dist.all_reduce(squares, group=self.group)
         return squares.sqrt()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 from braidrl.training import acceptance
 from braidrl.training.acceptance import AXES, MEASURES, accept
 from braidrl.training.compute import slots
+from braidrl.training.decoders import proof
 from braidrl.training.decoders.body import PACKED, ForwardPlan
 from braidrl.training.decoders.head import HEAD, Head
 from braidrl.training.decoders.proof import (
@@ -23,6 +25,7 @@ from braidrl.training.decoders.proof import (
     leaking_modules,
     packed_findings,
     quietly,
+    remembered,
 )
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import full_tensor
@@ -156,6 +159,25 @@ def test_proof_finds_state_that_does_not_move_with_its_row(monkeypatch: pytest.M
     plain = slots.SlotCache.move
     monkeypatch.setattr(slots.SlotCache, "move", move)
     assert wrong_lines(twin_of("qwen3_5_text"), PLANS["qwen3_5_text"]) == [DECODING]
+
+
+def test_proof_is_measured_again_after_a_change_of_the_code_that_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(proof, "KNOWN", {})
+    measured: list[str] = []
+
+    def measure() -> dict[str, Any]:
+        measured.append("again")
+        return {}
+
+    config, read = config_of("qwen3"), Path.read_bytes
+    for _ in range(2):
+        remembered(config, "decoder", measure)
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + b"#" * (file.name == "slots.py"))
+    remembered(config, "decoder", measure)
+    assert len(measured) == 2
 
 
 def test_check_finds_adapters_that_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
