@@ -137,14 +137,23 @@ def as_integer(text: str) -> int | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{...} of a text, with nested braces; None if there is none."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[begin:place].strip()
-    return None
+    """Return the content of the last complete `\\boxed{...}` of a text; None if there is none."""
+    found = [content for content, start, _ in boxed_parts(text) if text.startswith("{", start + len("\\boxed"))]
+    return found[-1].strip() if found else None
+
+
+BOX = re.compile(r"\\boxed\s*(\{|[^\s{}])")
+
+
+def boxed_parts(text: str) -> list[tuple[str, int, int]]:
+    r"""Return the content, start and end of every complete `\boxed{...}` of a text, nested braces included, and of `\boxed 5`."""
+    found = []
+    for match in BOX.finditer(text):
+        depth, end = int(match[1] == "{"), match.end()
+        while depth and end < len(text):
+            # An escaped brace, such as a set's, closes nothing.
+            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
+            end += 1
+        if not depth:
+            found.append((text[match.end() : end - 1] if match[1] == "{" else match[1], match.start(), end))
+    return found

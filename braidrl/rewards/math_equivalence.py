@@ -6,9 +6,10 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from braidrl.data.conversions import boxed_parts
+
 # It warns that its time is not limited. The pool limits it, without signals, which user code may use.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
-BOX = re.compile(r"\\boxed\s*(\{|[^\s{}])")
 JOINED = re.compile(r"[\s$]*(,|;|\band\b|\bor\b|\\text\{\s*(and|or)\s*\})[\s$]*(and\b|or\b)?[\s$]*")
 """The text between boxes that form one answer."""
 
@@ -28,7 +29,7 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
         raise ValueError(f"the reference answer {text[:80]!r} cannot be read as mathematics")
     if boxed and "\\boxed" not in response:
         return False
-    boxes, given = boxes_of(response), [response]
+    boxes, given = boxed_parts(response), [response]
     if len(boxes) > 1:
         joined = 1
         while joined < len(boxes):
@@ -39,17 +40,3 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
         members = len(gold[0].args) if type(gold[0]).__name__ == "FiniteSet" else joined
         given = [" and ".join(f"\\boxed{{{box}}}" for box, _, _ in boxes[-count:]) for count in {joined, members}]
     return any(verify(gold, parse(one, parsing_timeout=None), timeout_seconds=None) for one in given)
-
-
-def boxes_of(text: str) -> list[tuple[str, int, int]]:
-    r"""Return the content, start and end of every complete `\boxed{...}` of a text, nested braces included, and of `\boxed 5`."""
-    found = []
-    for match in BOX.finditer(text):
-        depth, end = int(match[1] == "{"), match.end()
-        while depth and end < len(text):
-            # An escaped brace, such as a set's, closes nothing.
-            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
-            end += 1
-        if not depth:
-            found.append((text[match.end() : end - 1] if match[1] == "{" else match[1], match.start(), end))
-    return found

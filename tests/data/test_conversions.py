@@ -132,7 +132,14 @@ def test_pairs_of_one_score_are_left_out(write_jsonl: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "boxed"), [(r"\boxed{a{b}c} d", "a{b}c"), (r"\boxed{1} \boxed{2}", "2"), (r"\boxed{1", None), ("1", None)]
+    ("text", "boxed"),
+    [
+        (r"\boxed{a{b}c} d", "a{b}c"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed 12", None),
+        (r"\boxed{1", None),
+        ("1", None),
+    ],
 )
 def test_the_last_box_is_read_with_the_braces_in_it(text: str, boxed: str | None) -> None:
     assert last_boxed(text) == boxed
