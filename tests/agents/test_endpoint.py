@@ -212,6 +212,43 @@ def test_agents_that_fail_or_take_too_long_end_their_own_rows() -> None:
     assert trajectory_columns(played, LIMITS)["action_tokens"].tolist()[3] == 0  # type: ignore[union-attr]
 
 
+def test_a_cancelled_agent_aborts_its_turn_and_closes_its_session() -> None:
+    tokenizer, uid = make_chat_tokenizer("chatml"), (0, 0, 0)
+
+    class Endless(Script):
+        """An engine whose turns end only when they are aborted."""
+
+        aborted = asyncio.Event()
+
+        async def submit(self, request: Request) -> Response:
+            answer = await super().submit(request)
+            await self.aborted.wait()
+            return answer
+
+        async def abort(self, uid: Any) -> None:
+            self.aborted.set()
+
+    async def agent(url: str, example: dict[str, Any]) -> float:
+        await post(url, USER)
+        return 1.0
+
+    async def run() -> None:
+        engine: Any = Endless(tokenizer, ["b"])
+        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(), 60) as endpoint:
+            playing = asyncio.ensure_future(
+                AgentPlayer(endpoint, agent, limits=LIMITS).play(make_rows(tokenizer, ["a"]))
+            )
+            while not engine.turns:
+                await asyncio.sleep(0.01)
+            playing.cancel()
+            await asyncio.wait((playing,), timeout=10)
+            assert playing.cancelled() and engine.aborted.is_set()
+            with pytest.raises(KeyError):
+                await endpoint.close(uid)
+
+    asyncio.run(run())
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = make_chat_tokenizer(None)
     with pytest.raises(UserError, match="has no chat template"):
