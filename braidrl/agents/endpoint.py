@@ -234,7 +234,7 @@ class Endpoint:
         try:
             if (http.content_length or 0) > self._body_bytes:
                 raise web.HTTPRequestEntityTooLarge(self._body_bytes, http.content_length or 0)
-            async with asyncio.timeout(BODY_S):
+            async with asyncio.timeout(BODY_S) as limit:
                 async for part in http.content.iter_any():
                     raw += part
                     self._held_bytes += len(part)
@@ -247,6 +247,8 @@ class Endpoint:
             with self._connections.busy(http.protocol):
                 return await self._answer(http, session, bytes(raw))
         except TimeoutError:
+            if not limit.expired():
+                raise
             return failed(408, f"the request's body did not arrive within {BODY_S:g} s")
         except ConnectionError as error:
             return failed(503, str(error))
