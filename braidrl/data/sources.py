@@ -92,6 +92,9 @@ class Reading:
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
         self._is_arrow = source.path.is_dir() or source.path.suffix == ".parquet"
         """Whether records come from Arrow batches, where each nested record has the keys of all records, as nulls."""
+        templated = {getattr(source, key).partition(".")[0] for key in TEMPLATED} | {COMPLETION, *CONVERSATIONS}
+        self._without_nulls = templated if self._is_arrow else set[str]()
+        """Fields from which nulls are removed: those for templates. Verifiers get their fields unchanged."""
         defaults = {key: field.default for key, field in SourceConfig.model_fields.items()}
         # A resolved configuration sets every field, so `model_fields_set` would not tell.
         self._named = {key for key, default in defaults.items() if getattr(source, key) != default}
@@ -144,20 +147,19 @@ class Reading:
             raise UserError(
                 f"{conversion} returned {kind_of(converted)}; return a dict, or a text that says why the record is left out"
             )
-        values = {whole_text(str(name)): as_json(value) for name, value in converted.items()}
-        without = [name for name, value in values.items() if value is NO_FORM]
-        self.without_form += [name for name in without if name not in self.without_form]
-        values = {name: value for name, value in values.items() if value is not NO_FORM}
-        if self._is_arrow:
-            # Nulls are removed only from fields for templates: verifiers get their fields unchanged.
-            fields = {getattr(self.source, key).partition(".")[0] for key in TEMPLATED} | {COMPLETION, *CONVERSATIONS}
-            values = {name: without_nulls(value) if name in fields else value for name, value in values.items()}
+        values: Record = {}
+        for key, raw in converted.items():
+            name, value = whole_text(str(key)), as_json(raw)
+            if value is not NO_FORM:
+                values[name] = without_nulls(value) if name in self._without_nulls else value
+            elif name not in self.without_form:
+                self.without_form.append(name)
         example = self._example(values, line)
         if self.source.unique or self.source.convert in UNIQUE:
-            key = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
-            if key in self._seen:
+            digest = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
+            if digest in self._seen:
                 raise LeftOut("the prompt was there before")
-            self._seen.add(key)
+            self._seen.add(digest)
         return example
 
     def _example(self, record: Record, line: int) -> Example:
