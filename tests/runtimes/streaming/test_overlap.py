@@ -95,12 +95,12 @@ def held_begin(self):
     if begun.is_set():
         return write
     begun.set()
-    before = {name: part.values().clone() for name, part in self.parts().items()}
+    before = {name: part.merged().local.clone() for name, part in self.parts().items()}
 
     def held_write():
         assert trained.wait(LIMIT_S), "training waits for the copy"
         assert due.wait(LIMIT_S), "no step is due before the copy has ended"
-        assert all(torch.equal(part.values(), before[name]) for name, part in self.parts().items()), "a step came in"
+        assert all(torch.equal(part.merged().local, before[name]) for name, part in self.parts().items()), "a step came in"
         Path(__file__).with_name(f"{os.getpid()}.held").touch()
         return write()
 
