@@ -116,22 +116,22 @@ class WeightPart:
 
     names: list[str]
     tensor: Tensor | AdaptedTensor
-    slices: Slices | None = None
-    """The slice of the global tensor that a plain (non-DTensor) tensor holds."""
+    sliced: tuple[torch.Size, Box] | None = None
+    """The global shape, and the block that a plain (non-DTensor) tensor holds; None for all of it."""
     kept: float = 0.0
     """The weight of the old values when a block is put (EMA decay)."""
 
     @cached_property
     def box(self) -> Box:
         """The local block of the global tensor."""
-        if self.slices is not None:
-            return self.slices.boxes[self.names[0]]
+        if self.sliced is not None:
+            return self.sliced[1]
         return box_of(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.box
 
     @property
     def shape(self) -> torch.Size:
         """The global shape."""
-        return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
+        return self.tensor.shape if self.sliced is None else self.sliced[0]
 
     @property
     def local(self) -> Tensor:
@@ -151,8 +151,7 @@ class WeightPart:
     def merged(self) -> "WeightPart":
         """Return this part as a plain tensor with its adapter merged; all ranks of a sharded tensor call this at the same time."""
         local = local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
-        first = self.names[0]
-        return WeightPart(self.names, local, Slices({first: self.shape}, {first: self.box}))
+        return WeightPart(self.names, local, (self.shape, self.box))
 
     @torch.no_grad()
     def put(self, block: Tensor, box: Box) -> None:
@@ -178,7 +177,11 @@ def weight_parts(
         slices: The shapes and blocks of a sharded model of plain tensors.
     """
     named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
-    return {names[0]: WeightPart(names, tensor, slices) for names, tensor in by_tensor(named)}
+    parts = {}
+    for names, tensor in by_tensor(named):
+        sliced = None if slices is None else (slices.shapes[names[0]], slices.boxes[names[0]])
+        parts[names[0]] = WeightPart(names, tensor, sliced)
+    return parts
 
 
 def full_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightPart]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Ranks, World
-from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.boxes import Box
 from braidrl.weights.publisher import TRANSPORTS
 from braidrl.weights.reshard_plan import gather_shard_index
 from braidrl.weights.shards import WeightPart
@@ -73,7 +73,7 @@ def reshard(world: World, task: dict[str, Any]) -> str:
     rows, columns = Box((half * 32, 0), (32, 48)), Box((0, half * 24), (64, 24))
 
     def part(box: Box, values: torch.Tensor) -> dict[str, WeightPart]:
-        return {"weight": WeightPart(["weight"], box.of(values).clone(), Slices({"weight": shape}, {"weight": box}))}
+        return {"weight": WeightPart(["weight"], box.of(values).clone(), (shape, box))}
 
     is_sender, problem, before = world.rank < 2, "", None
     own = {} if is_sender else part(columns, torch.zeros(shape))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from braidrl.cluster.world import Ranks, World
 from braidrl.weights import collective
-from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, OfferedWeights, TransferNotice, WeightOffer
 from braidrl.weights.shards import WeightPart, full_parts
 
@@ -36,7 +36,7 @@ def part_of(name: str, tensor: Tensor, axis: int, rank: int, ranks: int, dtype: 
     if tensor.dim() > 1:
         size = tensor.shape[axis] // ranks
         box = box.along(axis, rank * size, (rank + 1) * size)
-    return WeightPart([name], box.of(tensor).to(dtype).clone(), Slices({name: tensor.shape}, {name: box}))
+    return WeightPart([name], box.of(tensor).to(dtype).clone(), (tensor.shape, box))
 
 
 def take_part(world: World, task: dict[str, Any]) -> list[dict[str, Any]]:

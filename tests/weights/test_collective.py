@@ -19,7 +19,7 @@ from torch import Tensor
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Ranks
 from braidrl.weights import collective, transfer
-from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, TransferError, WeightOffer
 from braidrl.weights.shards import WeightPart, full_parts
 from tests.weights import shared_stream
@@ -57,8 +57,11 @@ def test_two_workers_receive_full_tensors_and_another_its_slices(
 ) -> None:
     monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False, None))
     source, found = kept(offer), [dict[str, Tensor](), dict[str, Tensor]()]
-    slices = Slices(SHAPES, {name: upper(name) for name in TENSORS})
-    own = {n: WeightPart([n], torch.zeros_like(upper(n).of(t)), slices) for n, t in TENSORS.items() if n != "output"}
+    own = {
+        n: WeightPart([n], torch.zeros_like(upper(n).of(t)), (t.shape, upper(n)))
+        for n, t in TENSORS.items()
+        if n != "output"
+    }
     own["embedding"].names.append("output")
     with source.asked(3) as notice:
         threads = [
@@ -95,10 +98,9 @@ def test_changed_values_alone_are_sent_to_a_worker_with_the_version_before(
     third = {**second, "weight": torch.randn(64, 32).bfloat16()}
     sources = [kept(offer, version, own) for version, own in enumerate((first, second, third))]
     box = Box.whole((64, 32)).along(1, 4, 20)
-    slices = Slices({"weight": torch.Size([64, 32])}, {"weight": box})
     own = {
         **full_parts((n, torch.zeros_like(t)) for n, t in first.items()),
-        "weight": WeightPart(["weight"], torch.zeros(64, 16), slices),
+        "weight": WeightPart(["weight"], torch.zeros(64, 16), (torch.Size([64, 32]), box)),
     }
     sent = []
     for source, held, tensors in (

@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
-from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
 from braidrl.weights.model_files import HubNames, model_in, shapes_in_folder
@@ -159,7 +159,7 @@ def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dty
         box = None if name is None else block_of(source, whole[name])
         if name is None or box is None or name in parts:
             raise WeightsNotLive(f"vLLM puts {name or 'a computed tensor'} together of several pieces")
-        parts[name] = WeightPart([name], place, Slices({name: whole[name]}, {name: box}))
+        parts[name] = WeightPart([name], place, (whole[name], box))
     filled = {part.local.untyped_storage()._cdata for part in parts.values()}
     for name, parameter in model.named_parameters():
         if parameter.untyped_storage()._cdata not in filled:

@@ -25,7 +25,7 @@ from braidrl.runtimes.streaming.weights import (
     remove_weights,
     source_of,
 )
-from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, OfferedWeights
 from braidrl.weights.file import WeightFile, WeightWriter
 from braidrl.weights.in_place import EngineWeights
@@ -104,8 +104,7 @@ def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
     for name, part in weight_parts(of).items():
         box = upper(part)
         box = box if own else box.along(0, box.sizes[0], part.shape[0])
-        slices = Slices({name: part.shape}, {name: box})
-        found[name] = replace(part, tensor=box.of(part.local), slices=slices)
+        found[name] = replace(part, tensor=box.of(part.local), sliced=(part.shape, box))
     return found
 
 
