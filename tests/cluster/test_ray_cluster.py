@@ -9,6 +9,8 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -184,7 +186,14 @@ def test_killed_worker_ends_run_without_leaving_process_or_port(workshop: Worksh
 
 
 @pytest.mark.soak
-def test_pools_pin_nodes_and_kinds_and_ranks_are_in_node_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_pin_nodes_and_kinds_and_ranks_are_in_node_order() -> None:
+    # The tests of this process share another cluster.
+    with ProcessPoolExecutor(1, get_context("spawn")) as own:
+        own.submit(reserve_pinned_pools).result(STARTED)
+
+
+def reserve_pinned_pools() -> None:
+    """Reserve pools with kinds and nodes on a cluster of four nodes."""
     import ray
     from ray.cluster_utils import Cluster
 
