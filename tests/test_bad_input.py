@@ -72,6 +72,8 @@ CONFIGURATION = {
     "flow=gpro": r"no recipe is called 'gpro'. Did you mean 'grpo'[?]",
     "flow=ppo": r"^roles.reward.model: .* has no trained score head; .* with algorithm.reward=verify the recipe ppo needs none$",
     "data=sums.jsonl": r"^data is a section with keys such as train, eval, held_out, got 'sums.jsonl'$",
+    "data.eval=sums.jsonl": r"^data.eval has values by name; write data.eval.NAME=..., got 'sums.jsonl'$",
+    "name=a/b": r"^name: a name has neither slashes nor control characters, .*, got 'a/b'$",
     "trainer=": r"^trainer is empty; write its keys below it, or remove it$",
     "algorithm.clip_hihg=0.3": r"recipe grpo: no parameter is called 'clip_hihg'. Did you mean 'clip_high'?",
     "algorithm.clip_low=3": r"recipe grpo: clip_low: Input should be less than .*1, got 3",
