@@ -330,6 +330,19 @@ def test_what_cannot_change_in_a_resumed_run_is_refused(workshop: Workshop, refu
     assert (run / "config.yaml").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "arguments", [("flow", "grpo", "--svg"), ("import-config", "verl.yaml"), ("plan", "run.yaml", "--trace")]
+)
+def test_a_file_that_cannot_be_written_is_named(
+    workshop: Workshop, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(workshop.folder)
+    workshop.config_file()
+    Path("verl.yaml").write_text("actor_rollout_ref.model.path: m\n")
+    found = refusal(*arguments, "none/file.json")
+    assert found.startswith("none/") and found.endswith(": No such file or directory; give another path"), found
+
+
 def test_export_overwrites_nothing(workshop: Workshop, command: Braid, refusal: Refusal) -> None:
     run = workshop.run(trainer={"steps": 1})
     folder = workshop.folder / "exported"
