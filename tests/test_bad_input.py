@@ -219,6 +219,18 @@ def test_an_output_that_cannot_be_written_is_named(workshop: Workshop, refusal: 
     )
 
 
+def test_a_home_that_cannot_be_written_is_named(
+    workshop: Workshop, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = workshop.folder / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setattr("braidrl.training.decoders.proof.KNOWN", {})
+    found = refusal("train", workshop.config_file())
+    assert found.startswith(f"{file}/braidrl, where compiled kernels"), found
+    assert found.endswith("cannot be made (Not a directory); set XDG_CACHE_HOME to a folder of yours"), found
+
+
 def test_a_model_folder_without_a_tokenizer_is_named(workshop: Workshop, refusal: Refusal) -> None:
     bare = workshop.folder / "bare"
     shutil.copytree(workshop.model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
