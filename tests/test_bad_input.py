@@ -72,6 +72,8 @@ CONFIGURATION = {
     "flow=gpro": r"no recipe is called 'gpro'. Did you mean 'grpo'[?]",
     "flow=ppo": r"^roles.reward.model: .* has no trained score head; .* with algorithm.reward=verify the recipe ppo needs none$",
     "data=sums.jsonl": r"^data is a section with keys such as train, eval, held_out, got 'sums.jsonl'$",
+    "data.eval=sums.jsonl": r"^data.eval has values by name; write data.eval.NAME=..., got 'sums.jsonl'$",
+    "name=a/b": r"^name: a name has neither slashes nor control characters, .*, got 'a/b'$",
     "trainer=": r"^trainer is empty; write its keys below it, or remove it$",
     "algorithm.clip_hihg=0.3": r"recipe grpo: no parameter is called 'clip_hihg'. Did you mean 'clip_high'?",
     "algorithm.clip_low=3": r"recipe grpo: clip_low: Input should be less than .*1, got 3",
@@ -217,6 +219,18 @@ def test_an_output_that_cannot_be_written_is_named(workshop: Workshop, refusal: 
     )
 
 
+def test_a_home_that_cannot_be_written_is_named(
+    workshop: Workshop, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = workshop.folder / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setattr("braidrl.training.decoders.proof.KNOWN", {})
+    found = refusal("train", workshop.config_file())
+    assert found.startswith(f"{file}/braidrl, where compiled kernels"), found
+    assert found.endswith("cannot be made (Not a directory); set XDG_CACHE_HOME to a folder of yours"), found
+
+
 def test_a_model_folder_without_a_tokenizer_is_named(workshop: Workshop, refusal: Refusal) -> None:
     bare = workshop.folder / "bare"
     shutil.copytree(workshop.model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
@@ -326,6 +340,19 @@ def test_what_cannot_change_in_a_resumed_run_is_refused(workshop: Workshop, refu
     ):
         assert message in refusal("train", "--resume", run, override)
     assert (run / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [("flow", "grpo", "--svg"), ("import-config", "verl.yaml"), ("plan", "run.yaml", "--trace")]
+)
+def test_a_file_that_cannot_be_written_is_named(
+    workshop: Workshop, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(workshop.folder)
+    workshop.config_file()
+    Path("verl.yaml").write_text("actor_rollout_ref.model.path: m\n")
+    found = refusal(*arguments, "none/file.json")
+    assert found.startswith("none/") and found.endswith(": No such file or directory; give another path"), found
 
 
 def test_export_overwrites_nothing(workshop: Workshop, command: Braid, refusal: Refusal) -> None:

@@ -147,7 +147,9 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """
     scheme, _, rest = name.partition(":")
     if name.startswith(AGENT):
-        return partial(import_function(rest), **settings)
+        agent = import_function(rest)
+        check_call(name, agent, "base_url", "example", **settings)
+        return partial(agent, **settings)
     if scheme in LIBRARIES:
         check_library(name)
         # Here, and by name: it imports this module.
@@ -160,11 +162,29 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
         return make(rest, **settings)
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
+        check_call(name, found, "texts", "example", **settings)
         return partial(FunctionEnvironment, found, settings)
     lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if lacking:
         raise UserError(f"{name} is no environment: it lacks {' and '.join(lacking)}")
+    check_call(name, found, **settings)
+    for method, given in (("reset", "example"), ("step", "text")):
+        if inspect.isfunction(inspect.getattr_static(found, method)):
+            check_call(f"{name}: {method}", getattr(found, method), "self", given)
     return partial(found, **settings)
+
+
+def check_call(name: str, function: Callable[..., Any], *given: str, **settings: Any) -> None:
+    """Raise UserError if a function does not take the arguments `given`, by name, and `rollout.environment.params`."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind(*given, **settings)
+    except TypeError as error:
+        call = ", ".join([*given, *(f"{key}=..." for key in settings)])
+        raise UserError(f"rollout.environment: {name}{signature} cannot be called with ({call}): {error}") from None
 
 
 def check_library(name: str) -> None:

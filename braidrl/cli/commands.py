@@ -27,6 +27,7 @@ LEAST = {
     resource.RLIMIT_NOFILE: (128, 1, "open files (ulimit -n)"),
 }
 """The least value, the unit and the name of each limit: below it libraries wait without end or fail without a word."""
+WRONG_PATH = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -35,7 +36,7 @@ Settings = Annotated[
         "keys override the first.",
     ),
 ]
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
+RunFolder = Annotated[Path, typer.Argument(file_okay=False, help="A run folder.")]
 
 
 def split(settings: list[str] | None) -> tuple[Path | None, list[str]]:
@@ -374,6 +375,8 @@ def main() -> None:
         # A worker's message has its own traceback.
         is_known = isinstance(error, UserError | WorkerError)
         said = str(error) if is_known else no_room(error) or limit_reached(error)
+        if not said and isinstance(error, WRONG_PATH) and error.filename:
+            said = f"{error.filename}: {error.strerror}; give another path"
         if not said or (debug and not isinstance(error, WorkerError)):
             raise
         for line in said.splitlines() if isinstance(error, Problems) else [said]:

@@ -165,12 +165,14 @@ def explain(error: ValidationError) -> list[str]:
         elif first["type"] == "model_type" and keys == first["loc"]:
             known = ", ".join(section_keys(keys)[:3])
             lines[keys] = f"{place} is a section with keys such as {known}, got {shown(first['input'])}"
+        elif first["type"] == "dict_type" and keys == first["loc"]:
+            lines[keys] = f"{place} has values by name; write {place}.NAME=..., got {shown(first['input'])}"
         else:
             # One fault for each member of a union.
             same = [one["msg"] for one in faults if keys != first["loc"] and one["loc"][: len(keys)] == keys]
             if first["type"] == "int_parsing_size":
                 same = ["Input should be an integer between -2^63 and 2^63 - 1"]
-            said = " or ".join(dict.fromkeys(same or [first["msg"]]))
+            said = " or ".join(dict.fromkeys(same or [first["msg"]])).removeprefix("Value error, ")
             lines[keys] = f"{place}: {said}, got {shown(first['input'])}"
     return list(lines.values())
 

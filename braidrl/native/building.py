@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from braidrl.errors import UserError
+
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 NATIVE = Path(__file__).parent
 HEADER = NATIVE / "numbers.h"
@@ -72,7 +74,6 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
             kept.unlink(missing_ok=True)
     if found is None:
         # Compile into a temporary file first, since several processes may compile at once.
-        cache_folder().mkdir(parents=True, exist_ok=True)
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             made = Path(folder) / f"{name}.so"
@@ -99,8 +100,16 @@ def library(name: str, dtype: torch.dtype) -> Any:
 
 
 def cache_folder() -> Path:
-    """Return this user's cache folder for this machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidrl"
+    """Return this user's cache folder for this machine; make it if it is missing. Raises UserError if that fails."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidrl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}, where compiled kernels and proofs of models are kept, cannot be made ({error.strerror}); "
+            "set XDG_CACHE_HOME to a folder of yours"
+        ) from error
+    return folder
 
 
 def processor() -> dict[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from braidrl.errors import UserError
-from braidrl.observe.metrics import Sums, append_line, open_lines, read_lines, whole_file
+from braidrl.observe.metrics import Sums, append_line, open_lines, read_lines
 
 BusyState = Literal["busy", "waiting"]
 WAITING_WORTH_S = 1e-3
@@ -259,8 +259,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
     """Write spans to a file that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
-    with whole_file(path) as unfinished:
-        unfinished.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+    path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
 
 
 def timeline(run: Path) -> Iterator[str]:

@@ -104,6 +104,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             resources.callback(self.backend.close)
             if saved:
                 self._restore(*saved)
+                if self.step >= config.trainer.steps > 0:
+                    done = f"{self.step} steps are done, and trainer.steps={config.trainer.steps}"
+                    self.progress.print(
+                        f"{done}: nothing is trained; write trainer.steps={self.step + 10} for ten more"
+                    )
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
             if not resume:
                 self._report(rehearsal=True)

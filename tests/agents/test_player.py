@@ -267,6 +267,27 @@ def test_an_observation_must_be_text_or_messages(said: Any) -> None:
         Observation(said)
 
 
+class WithoutExample:
+    def reset(self) -> str:
+        return ""
+
+    async def step(self, text: str) -> Observation:
+        return Observation(text)
+
+
+def test_an_environment_that_cannot_be_called_is_refused_before_the_run() -> None:
+    with pytest.raises(
+        UserError, match=r"WithoutExample: reset\(self\) -> .* cannot be called with \(self, example\): too many"
+    ):
+        environments(f"{HERE}:WithoutExample", {})
+    with pytest.raises(
+        UserError, match=r"cannot be called with \(begin=...\): got an unexpected keyword argument 'begin'"
+    ):
+        environments(f"{HERE}:WithoutExample", {"begin": 5})
+    with pytest.raises(UserError, match=r"WithoutExample.* cannot be called with \(base_url, example\): too many"):
+        environments(f"agent:{HERE}:WithoutExample", {})
+
+
 def test_an_unknown_environment_name_is_refused() -> None:
     with pytest.raises(UserError, match="Limits is no environment: it lacks reset and step"):
         environments("braidrl.agents.player:Limits", {})

@@ -217,6 +217,8 @@ def test_a_resumed_run_applies_and_keeps_overrides(workshop: Workshop, braid: An
     assert (kept.trainer.steps, kept.threads) == (2, 1)
     braid("train", "--resume", run, "trainer.steps=3")
     assert run_config(run).threads == 1 and read_metrics(run)[-1]["step"] == 3
+    _, said = braid("train", "--resume", run)
+    assert "3 steps are done, and trainer.steps=3: nothing is trained; write trainer.steps=13 for ten more" in said
 
 
 def test_overrides_of_a_resumed_run_must_be_configuration_keys() -> None:

@@ -363,7 +363,6 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
         except (OSError, ValueError):
             known = measure()
             # Written atomically: several processes may prove a model at once.
-            path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent)
             with os.fdopen(handle, "w") as file:
                 json.dump(known, file)
