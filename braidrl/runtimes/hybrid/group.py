@@ -23,7 +23,7 @@ from braidrl.flow import Stage
 from braidrl.flow.signatures import registration_of
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part
 from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, StageFailure, sign_of
-from braidrl.runtimes.hybrid.protocols import Mesh, RankCalls, TransferProtocol
+from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, settings_of
 
@@ -84,13 +84,8 @@ class WorkerGroup:
         """
         protocol: TransferProtocol = registration_of(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
-        return protocol.collect(self.mesh, calls, self.send_all(method, calls, reads, aside))
-
-    def send_all(
-        self, method: str, calls: RankCalls, reads: frozenset[str] | None = None, aside: bool = False
-    ) -> list[Future]:
-        """Call a method of each rank with its own arguments; ranks with None are not called. The rest is as for `call`."""
-        return [self.send(rank, method, call, reads, aside) for rank, call in enumerate(calls) if call is not None]
+        sent = [self.send(rank, method, call, reads, aside) for rank, call in enumerate(calls) if call is not None]
+        return protocol.collect(self.mesh, calls, sent)
 
     def send(
         self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False

@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from braidrl.cluster.devices import choose_device, has_bfloat16
-from braidrl.cluster.pools import GENERATE, Pool, place
+from braidrl.cluster.pools import GENERATE, Pool
 from braidrl.cluster.pools import NAMES as PLACEMENTS
 from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.config.layout import ParallelLayout
@@ -106,11 +106,8 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
         settings = model_settings(settings_of(role, config).model)
         check_heads(settings, layout.tensor)
         check_plan(settings_of(role, config).model, ParallelLayout(tensor=layout.tensor, pipeline=layout.pipeline), key)
-        if settings.get("num_hidden_layers", layout.pipeline) % layout.pipeline:
-            raise UserError(
-                f"rollout.pipeline={layout.pipeline} does not divide the model's {settings['num_hidden_layers']} layers; "
-                f"write a number that divides {settings['num_hidden_layers']}"
-            )
+        if (layers := settings.get("num_hidden_layers", layout.pipeline)) % layout.pipeline:
+            raise UserError(f"rollout.pipeline={layout.pipeline} does not divide {layers} layers; write a divisor")
 
 
 def check_spanning_engines(config: Config) -> None:
@@ -300,9 +297,8 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
             generation_layout(config).check(layout.resolve(pool.workers, chosen.key("layout")), pool.workers)
 
 
-def check_pools(config: Config, flow: Flow, roles: Sequence[str], generating: Sequence[str]) -> None:
-    """Raise UserError for a placement of hybrid's roles between which weights cannot go, or whose ranks do not fit a layout."""
-    pools = place(config.placement, roles, generating, config.workers)
+def check_pools(config: Config, flow: Flow, pools: Sequence[Pool]) -> None:
+    """Raise UserError for pools of a hybrid run between which weights cannot go, or whose ranks do not fit a layout."""
     for stage in flow.stages:
         source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
         if source is not None and any(stage.role in pool.roles and source not in pool.roles for pool in pools):
