@@ -79,7 +79,7 @@ def check_output(config: Config) -> None:
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(f"output: {config.output}: {place} is no folder that can be written; set another")
+        raise UserError(f"output: {config.output} cannot be written ({place}); set another `output`")
 
 
 def absolute(value: Any) -> Any:
