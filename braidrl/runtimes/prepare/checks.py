@@ -221,32 +221,22 @@ def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
 
 def without_effect(config: Config) -> list[str]:
     """Return a line for each process setting that this runtime ignores; the run continues without it."""
-    lines = []
-    if config.workers != 1 and config.runtime == "eager":
-        lines.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
-    if config.workers != 1 and config.runtime == "streaming":
-        lines.append(
-            f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers"
-        )
-    if config.streaming != StreamingConfig() and config.runtime != "streaming":
-        lines.append(f"streaming.* has no effect: runtime={config.runtime} does not stream")
-    if config.placement != PlacementConfig() and config.runtime != "hybrid":
-        lines.append(f"placement has no effect: only runtime=hybrid has pools, and this is runtime={config.runtime}")
-    if config.trainer.resident_gib is not None and config.runtime == "streaming":
-        lines.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
-    if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):
-        lines.append(
-            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
-            "and runtime=streaming workers"
-        )
+    runtime, trainer, launcher = config.runtime, config.trainer, config.cluster.launcher
+    ignored = {
+        f"workers={config.workers}": config.workers != 1 and runtime in ("eager", "streaming"),
+        "streaming.*": config.streaming != StreamingConfig() and runtime != "streaming",
+        "placement": config.placement != PlacementConfig() and runtime != "hybrid",
+        "trainer.resident_gib": trainer.resident_gib is not None and runtime == "streaming",
+        f"cluster.launcher={launcher}": launcher is not None and runtime in ("eager", "hybrid"),
+    }
+    lines = [f"{key} has no effect under runtime={runtime}" for key, is_ignored in ignored.items() if is_ignored]
     for key, sandbox, name in own_code(config):
         if sandbox.sandbox != "none" and (reason := walls_missing(POLICIES[sandbox.sandbox])):
             lines.append(
                 f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no walls here ({reason}): "
                 "its code could signal or read this run's processes and write its files"
             )
-    trainer = config.trainer
-    if trainer.max_staleness and config.runtime != "streaming" and trainer.surplus != "keep":
+    if trainer.max_staleness and runtime != "streaming" and trainer.surplus != "keep":
         lines.append(
             f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and trainer.surplus=keep do; "
             "all that it changes here is that old log-probs are recomputed and corrected"
