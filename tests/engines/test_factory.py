@@ -163,7 +163,7 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ),
         (
             {"rollout": {"engine": "vllm", "tensor": 2, "grouping": "interval"}},
-            "rollout.grouping=interval is for ranks",
+            "rollout.grouping is for ranks",
         ),
         (
             {"rollout": {"engine": "vllm", "tensor": 2, "vllm": {"tensor_parallel_size": 4}}},

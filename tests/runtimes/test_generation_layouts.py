@@ -103,7 +103,7 @@ def test_eight_ranks_train_generate_and_infer_in_three_layouts(workshop: Worksho
         ),
         ({"rollout": {"tensor": 2, "grouping": "gather"}}, "rollout.grouping=gather .* write shard=full"),
         ({"rollout": {"pipeline": 2, "engines": 1}}, "are for ranks that train and generate"),
-        ({"runtime": "eager", "rollout": {"pipeline": 2}}, "rollout.pipeline=2 divides engines"),
+        ({"runtime": "eager", "rollout": {"pipeline": 2}}, "rollout.pipeline=2 needs engine processes"),
         ({"rollout": {"grouping": "diagonal"}}, "rollout.grouping"),
     ],
 )  # fmt: skip
