@@ -135,10 +135,7 @@ class Session(AbstractContextManager["Session"]):
         if stage.kind in (Kind.GENERATE, Kind.INFER, Kind.TRAIN) and stage.role not in modelled:
             raise UserError(f"{stage.name}: {stage.role} has no model in flow {flow.name}; use {', '.join(modelled)}")
         if is_optimized(stage) and stage.role not in flow.trained_roles:
-            raise UserError(
-                f"{stage.role} has no optimizer: the flow {flow.name} does not train it; "
-                f"it trains {', '.join(flow.trained_roles) or 'nothing'}"
-            )
+            raise UserError(f"{stage.role} has no optimizer: the flow {flow.name} does not train it")
         if columns := list(rows):
             read_names(stage, dict.fromkeys(columns, "session"), ())
 
@@ -149,9 +146,7 @@ class Session(AbstractContextManager["Session"]):
     def call(self, role: str, method: str, *arguments: Any) -> Any:
         """Call a method of the class that `roles.ROLE.methods` names; return what its transfer protocol collects."""
         if self.config.runtime != "hybrid":
-            raise UserError(
-                f"{role}.{method} needs workers, and runtime={self.config.runtime} has none; write runtime=hybrid"
-            )
+            raise UserError(f"{role}.{method} is called on workers; write runtime=hybrid")
         return cast(Any, self.backend).call(role, method, arguments, self.iteration, self.sums)
 
     def publish(self) -> None:

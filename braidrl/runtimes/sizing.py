@@ -15,7 +15,7 @@ from math import floor
 import psutil
 
 from braidrl.cluster.devices import device_count, device_memory
-from braidrl.cluster.pools import Pool, place
+from braidrl.cluster.pools import Pool
 from braidrl.config import Config
 from braidrl.engines.factory import (
     generation_layout,
@@ -117,9 +117,8 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
                 found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
         return found
     workers = config.workers if config.runtime == "distributed" else 1
-    pools: tuple[Pool, ...] = (Pool(roles, workers, generating=prepared.generating),)
-    if config.runtime == "hybrid":
-        pools = place(config.placement, roles, prepared.generating, config.workers)
+    together = (Pool(roles, workers, generating=prepared.generating),)
+    pools = prepared.pools() if config.runtime == "hybrid" else together
     found = []
     for pool in pools:
         uses = [RoleUse(role, role in trained, role in pool.generating) for role in pool.models]
@@ -135,8 +134,7 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
         evaluation = prepared.evaluation if config.data.evaluation_sources else None
         return pools_of(worker_groups(config, prepared.flow, evaluation), config)
     if config.runtime == "hybrid":
-        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
-        return list(with_engines(pools, config))
+        return list(prepared.pools())
     name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
     return list(with_engines([Pool((name,), workers, generating=(name,))], config))
 

@@ -89,10 +89,7 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
     trainer, rollout = config.trainer, config.rollout
     GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
     if trainer.over_sampling > 1 and not flow.sampling_segment:
-        raise UserError(
-            f"trainer.over_sampling={trainer.over_sampling:g} begins groups in place of those that selection drops, and flow "
-            f"{flow.name} selects none; remove it"
-        )
+        raise UserError(f"trainer.over_sampling replaces dropped groups, and flow {flow.name} selects none; remove it")
     if rollout.tokens_per_iteration is None and rollout.repeated_tokens is not None:
         raise UserError("rollout.repeated_tokens ends suspended responses; write rollout.tokens_per_iteration too")
     if rollout.tokens_per_iteration is not None:
@@ -104,10 +101,7 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
                 "in an environment, which cannot pause; remove it"
             )
         if trainer.max_staleness < 1 or trainer.surplus != "keep":
-            raise UserError(
-                f"{given} resumes responses one version later, and keeps groups that end meanwhile; write trainer.max_staleness=1 "
-                "or more, and trainer.surplus=keep"
-            )
+            raise UserError(f"{given} resumes responses later; write trainer.max_staleness=1 and trainer.surplus=keep")
     if not planned and (lines := lacking(config)):
         raise UserError(lines[0])
     devices = device_count(config.device)

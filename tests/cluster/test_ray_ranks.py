@@ -57,7 +57,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, ray_cluster: None) -> None:
 @pytest.mark.parametrize(
     ("launcher", "environment", "message"),
     [
-        ("torchrun", {}, "cluster.launcher=torchrun, but no torchrun has started this command"),
+        ("torchrun", {}, "cluster.launcher=torchrun, but torchrun has not started this command"),
         ("ray", {"RANK": "0", "WORLD_SIZE": "2"}, "cluster.launcher=ray, but torchrun has started this command"),
     ],
 )

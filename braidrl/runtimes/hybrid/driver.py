@@ -52,7 +52,7 @@ from braidrl.runtimes.hybrid.group import (
     where_computed,
 )
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output, columns_read
-from braidrl.runtimes.hybrid.hybrid_worker import RunOrder, hybrid_pools
+from braidrl.runtimes.hybrid.hybrid_worker import RunOrder
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
@@ -185,7 +185,8 @@ class HybridBackend:
                 self._begin_deferred(table.writers(own.reads))
         calls = own.protocol.distribute(mesh, *arguments)
         sent = [None if call is None else (stage, iteration, key, *call) for call in calls]
-        futures = group.send_all("call_own", sent, columns_read(stage))
+        reads = columns_read(stage)
+        futures = [group.send(rank, "call_own", call, reads) for rank, call in enumerate(sent) if call is not None]
         if not own.writes:
             answers = self._answers(Output(stage, None, iteration, sums, group, futures))
             return own.protocol.collect(mesh, calls, [answer.result for answer in answers])
@@ -357,7 +358,7 @@ def start_hybrid_backend(
     for own in config.roles.values():
         if own.methods:
             import_function(own.methods)
-    pools = hybrid_pools(prepared, train)
+    pools = prepared.pools(train)
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)

@@ -23,7 +23,7 @@ from braidrl.flow import Stage
 from braidrl.flow.signatures import registration_of
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part
 from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, StageFailure, sign_of
-from braidrl.runtimes.hybrid.protocols import Mesh, RankCalls, TransferProtocol
+from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, settings_of
 
@@ -84,13 +84,8 @@ class WorkerGroup:
         """
         protocol: TransferProtocol = registration_of(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
-        return protocol.collect(self.mesh, calls, self.send_all(method, calls, reads, aside))
-
-    def send_all(
-        self, method: str, calls: RankCalls, reads: frozenset[str] | None = None, aside: bool = False
-    ) -> list[Future]:
-        """Call a method of each rank with its own arguments; ranks with None are not called. The rest is as for `call`."""
-        return [self.send(rank, method, call, reads, aside) for rank, call in enumerate(calls) if call is not None]
+        sent = [self.send(rank, method, call, reads, aside) for rank, call in enumerate(calls) if call is not None]
+        return protocol.collect(self.mesh, calls, sent)
 
     def send(
         self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False
@@ -195,10 +190,7 @@ class RunWorkers:
         order = ray.put(self.order)
         joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
         if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
-            raise UserError(
-                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
-                "dtype=bfloat16 in place of auto"
-            )
+            raise UserError("workers make other stages than the driver; write dtype=float32 or bfloat16, not auto")
         # The ranks of a pool form a process group if there are several or a model is sharded.
         formed, others = [], inference_layouts(config, self.prepared.flow)
         for group in fresh:
@@ -263,8 +255,7 @@ def check_devices_alike(role: str, trains: str, generates: str) -> None:
     """Raise UserError if a role trains on another kind of device than it generates on."""
     if trains != generates:
         raise UserError(
-            f"placement: {role} trains on {trains} and generates on {generates}, and its weights cannot go from one to the other; "
-            "write device=cpu, or give both pools devices of one kind"
+            f"placement: {role} trains on {trains} and generates on {generates}; give both pools devices of one kind, or write device=cpu"
         )
 
 

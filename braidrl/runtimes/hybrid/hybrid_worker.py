@@ -13,7 +13,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braidrl.cluster.pools import GENERATE, Pool, place
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.process_groups import (
     address_towards,
     connect_store,
@@ -38,7 +38,6 @@ from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.prompts import Readers
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
-from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
@@ -77,17 +76,6 @@ class RunOrder:
     """The run's folder, for files of workers."""
     family: str
     """Prefix of the names of the run's actors; their numbers follow it."""
-
-
-def hybrid_pools(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
-    """Return the pools of a run, or of its evaluation alone, with the engine processes that they start."""
-    config = prepared.config
-    pools = with_engines(place(config.placement, prepared.roles(), prepared.generating, config.workers), config)
-    if train:
-        return pools
-    roles = prepared.roles(train=False)
-    kept = [replace(pool, roles=tuple(r for r in pool.roles if r.removesuffix(GENERATE) in roles)) for pool in pools]
-    return tuple(pool for pool in kept if pool.roles)
 
 
 def sign_of(prepared: Prepared) -> int:
@@ -159,7 +147,7 @@ class HybridWorker:
         config = parse_config(order.settings)
         self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
-        places = [(pool, rank) for pool in hybrid_pools(self.prepared, order.train) for rank in range(pool.workers)]
+        places = [(pool, rank) for pool in self.prepared.pools(order.train) for rank in range(pool.workers)]
         self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
         self.number, (self.pool, self.rank) = number, places[number]
         set_up_torch(config)

@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from braidrl.cluster.devices import choose_device, has_bfloat16
-from braidrl.cluster.pools import GENERATE, Pool, place
+from braidrl.cluster.pools import GENERATE, Pool
 from braidrl.cluster.pools import NAMES as PLACEMENTS
 from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.config.layout import ParallelLayout
@@ -94,29 +94,23 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     if rollout.engine in ("vllm", "http"):
         if rollout.grouping:
             raise UserError(
-                f"rollout.grouping={rollout.grouping} is for ranks that train and generate, and rollout.engine={rollout.engine} "
-                "generates in processes of its own; remove it, or write rollout.engines=0 for vLLM on these ranks"
+                f"rollout.grouping is for ranks that train and generate, and rollout.engine={rollout.engine} has its own processes; "
+                "remove it, or write rollout.engines=0 for vLLM on these ranks"
             )
         check_attention_heads(config, key, generating)
         return
     if rollout.engine != "embedded":
         raise UserError(f"{key} shards the embedded engine, vLLM and servers, and rollout.engine is {rollout.engine}")
     if engine_processes(config) and (layout.pipeline > 1 or layout.grouping):
-        raise UserError(
-            "rollout.pipeline and rollout.grouping are for ranks that train and generate, and rollout.engines="
-            f"{engine_processes(config)} are processes of their own; remove one of them"
-        )
+        raise UserError("rollout.pipeline and grouping are for ranks that train and generate; remove rollout.engines")
     if not engine_processes(config):
         check_pooled_engines(config, key, generating, environments)
     for role in generating:
         settings = model_settings(settings_of(role, config).model)
         check_heads(settings, layout.tensor)
         check_plan(settings_of(role, config).model, ParallelLayout(tensor=layout.tensor, pipeline=layout.pipeline), key)
-        if settings.get("num_hidden_layers", layout.pipeline) % layout.pipeline:
-            raise UserError(
-                f"rollout.pipeline={layout.pipeline} does not divide the model's {settings['num_hidden_layers']} layers; "
-                f"write a number that divides {settings['num_hidden_layers']}"
-            )
+        if (layers := settings.get("num_hidden_layers", layout.pipeline)) % layout.pipeline:
+            raise UserError(f"rollout.pipeline={layout.pipeline} does not divide {layers} layers; write a divisor")
 
 
 def check_spanning_engines(config: Config) -> None:
@@ -125,15 +119,9 @@ def check_spanning_engines(config: Config) -> None:
     if nodes == 1:
         return
     if rollout.engine != "vllm" or config.runtime != "streaming":
-        raise UserError(
-            f"rollout.nodes={nodes} is for engines of vLLM under runtime=streaming, and this is rollout.engine={rollout.engine} under "
-            f"runtime={config.runtime}; remove it"
-        )
+        raise UserError(f"rollout.nodes={nodes} is for engines of vLLM under runtime=streaming; remove it")
     if ranks % nodes:
-        raise UserError(
-            f"rollout.nodes={nodes} does not divide the {ranks} ranks of an engine (rollout.tensor times rollout.pipeline); "
-            f"write a number that divides {ranks}"
-        )
+        raise UserError(f"rollout.nodes={nodes} does not divide an engine's {ranks} ranks; write a divisor of {ranks}")
     if rollout.weights == "file":
         raise UserError(f"rollout.weights=file stays on one machine, and rollout.nodes={nodes}; write collective")
 
@@ -143,27 +131,17 @@ def check_hosted_vllm(config: Config, generating: Iterable[str], environments: b
     rollout = config.rollout
     if rollout.python is not None:
         raise UserError(
-            "rollout.engines=0: vLLM on the ranks that train runs in Braid's own interpreter, and rollout.python names another one; "
-            "start `braid` from the environment that has vLLM and remove rollout.python, or leave rollout.engines out"
+            "rollout.engines=0 runs vLLM in Braid's own interpreter, and rollout.python names another; start `braid` from the environment "
+            "that has vLLM and remove rollout.python, or leave rollout.engines out"
         )
     if config.trainer.resident_gib is not None:
-        raise UserError(
-            "trainer.resident_gib does not move vLLM on the ranks that train (rollout.engines=0), whose memory takes turns with "
-            "training's in any case; remove one of the two"
-        )
+        raise UserError("trainer.resident_gib does not move vLLM on ranks that train (rollout.engines=0); remove it")
     if rollout.vllm.get("enable_sleep_mode") is False:
-        raise UserError(
-            "rollout.vllm.enable_sleep_mode=false: vLLM on the ranks that train leaves them the device between generations; remove it"
-        )
+        raise UserError("rollout.vllm.enable_sleep_mode=false: vLLM on the ranks that train has to sleep; remove it")
     if rollout.pipeline > 1:
-        raise UserError(
-            f"rollout.pipeline={rollout.pipeline}: vLLM on ranks that train divides only matrices; write rollout.tensor"
-        )
+        raise UserError("rollout.pipeline: vLLM on ranks that train divides only matrices; write rollout.tensor")
     if len(list(generating)) > 1:
-        raise UserError(
-            "rollout.engines=0: one role alone generates with vLLM on the ranks that train, since vLLM keeps the groups of a process; "
-            "leave rollout.engines out"
-        )
+        raise UserError("rollout.engines=0: vLLM on the ranks that train serves one role; leave rollout.engines out")
     key = f"rollout.engine=vllm on {'this process' if config.runtime == 'eager' else 'the ranks that train'}"
     if config.runtime != "eager" or rollout.tensor > 1:
         check_pooled_engines(
@@ -195,15 +173,9 @@ def check_weights(config: Config) -> None:
 def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:
     """Raise UserError if training ranks cannot decode together."""
     if config.runtime not in POOLED:
-        raise UserError(
-            f"{key} divides engines in processes of their own, or among the ranks of runtime=distributed or hybrid; "
-            "write rollout.engines=1"
-        )
+        raise UserError(f"{key} needs engine processes, or runtime=distributed or hybrid; write rollout.engines=1")
     if environments:
-        raise UserError(
-            f"{key}: ranks that decode together take no turns in an environment, which answers when it likes; "
-            "write rollout.engines=1"
-        )
+        raise UserError(f"{key}: ranks that decode together play no environment; write rollout.engines=1")
     for role in generating:
         own = config.roles.get(role)
         if own and own.generate_workers is not None:
@@ -219,9 +191,7 @@ def check_engine(config: Config) -> None:
     # Another interpreter may have packages that this one lacks.
     ENGINES.check(engine, load=rollout.python is None)
     if servers.dialect not in DIALECTS:
-        raise UserError(
-            f"rollout.servers.dialect: there is no {servers.dialect!r}. {suggest(servers.dialect, DIALECTS)}"
-        )
+        raise UserError(f"rollout.servers.dialect: no {servers.dialect!r}. {suggest(servers.dialect, DIALECTS)}")
     if engine != "http" and servers.urls:
         raise UserError(f"rollout.servers are asked with rollout.engine=http, and rollout.engine is {engine}")
     if engine == "http":
@@ -232,9 +202,7 @@ def check_engine(config: Config) -> None:
         if servers.folder is not None and not servers.folder.is_dir():
             raise UserError(f"rollout.servers.folder: there is no folder {servers.folder}")
         if servers.weights == "network" and DIALECTS[servers.dialect].receive is None:
-            raise UserError(
-                f"rollout.servers.weights=network: {servers.dialect} reads weights from a folder; remove it"
-            )
+            raise UserError(f"rollout.servers.weights=network: {servers.dialect} reads a folder; remove it")
         if importlib.util.find_spec("aiohttp") is None:
             raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
     if engine != "vllm" and (engine != "http" or servers.dialect != "vllm"):
@@ -259,32 +227,22 @@ def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
 
 def without_effect(config: Config) -> list[str]:
     """Return a line for each process setting that this runtime ignores; the run continues without it."""
-    lines = []
-    if config.workers != 1 and config.runtime == "eager":
-        lines.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
-    if config.workers != 1 and config.runtime == "streaming":
-        lines.append(
-            f"workers={config.workers} has no effect: the processes of runtime=streaming are streaming.workers"
-        )
-    if config.streaming != StreamingConfig() and config.runtime != "streaming":
-        lines.append(f"streaming.* has no effect: runtime={config.runtime} does not stream")
-    if config.placement != PlacementConfig() and config.runtime != "hybrid":
-        lines.append(f"placement has no effect: only runtime=hybrid has pools, and this is runtime={config.runtime}")
-    if config.trainer.resident_gib is not None and config.runtime == "streaming":
-        lines.append("trainer.resident_gib has no effect: each role has processes of its own under runtime=streaming")
-    if config.cluster.launcher is not None and config.runtime in ("eager", "hybrid"):
-        lines.append(
-            f"cluster.launcher={config.cluster.launcher} has no effect: only runtime=distributed has ranks to start, "
-            "and runtime=streaming workers"
-        )
+    runtime, trainer, launcher = config.runtime, config.trainer, config.cluster.launcher
+    ignored = {
+        f"workers={config.workers}": config.workers != 1 and runtime in ("eager", "streaming"),
+        "streaming.*": config.streaming != StreamingConfig() and runtime != "streaming",
+        "placement": config.placement != PlacementConfig() and runtime != "hybrid",
+        "trainer.resident_gib": trainer.resident_gib is not None and runtime == "streaming",
+        f"cluster.launcher={launcher}": launcher is not None and runtime in ("eager", "hybrid"),
+    }
+    lines = [f"{key} has no effect under runtime={runtime}" for key, is_ignored in ignored.items() if is_ignored]
     for key, sandbox, name in own_code(config):
         if sandbox.sandbox != "none" and (reason := walls_missing(POLICIES[sandbox.sandbox])):
             lines.append(
                 f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no walls here ({reason}): "
                 "its code could signal or read this run's processes and write its files"
             )
-    trainer = config.trainer
-    if trainer.max_staleness and config.runtime != "streaming" and trainer.surplus != "keep":
+    if trainer.max_staleness and runtime != "streaming" and trainer.surplus != "keep":
         lines.append(
             f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and trainer.surplus=keep do; "
             "all that it changes here is that old log-probs are recomputed and corrected"
@@ -317,9 +275,7 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
     pairs += [(r, inferring[r], settings_of(r, config).key("inference_layout")) for r in roles if r in inferring]
     for role, layout, key in pairs:
         if layout != ParallelLayout() and config.runtime not in LAID_OUT:
-            raise UserError(
-                f"{key} is for runtime=distributed, hybrid or streaming; remove it, or write runtime=distributed and workers=..."
-            )
+            raise UserError(f"{key} is for runtime=distributed, hybrid or streaming; remove it, or write another")
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
         if pool is not None:
@@ -337,27 +293,18 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
             generation_layout(config).check(layout.resolve(pool.workers, chosen.key("layout")), pool.workers)
 
 
-def check_pools(config: Config, flow: Flow, roles: Sequence[str], generating: Sequence[str]) -> None:
-    """Raise UserError for a placement of hybrid's roles between which weights cannot go, or whose ranks do not fit a layout."""
-    pools = place(config.placement, roles, generating, config.workers)
+def check_pools(config: Config, flow: Flow, pools: Sequence[Pool]) -> None:
+    """Raise UserError for pools of a hybrid run between which weights cannot go, or whose ranks do not fit a layout."""
     for stage in flow.stages:
         source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
         if source is not None and any(stage.role in pool.roles and source not in pool.roles for pool in pools):
-            raise UserError(
-                f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
-                f"put {stage.role} and {source} into one pool, as placement=colocate does"
-            )
+            raise UserError(f"{stage.name} copies weights in a process; put {stage.role} and {source} into one pool")
     for role in (role for pool in pools for role in pool.generating if role not in pool.models):
         backend = settings_of(role, config).backend
         if "streaming" not in supported(backend):
-            raise UserError(
-                f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {backend} "
-                f"cannot go from one to the other; remove {role}{GENERATE}, or write backend=torch"
-            )
+            raise UserError(f"weights of the backend {backend} cannot go to {role}{GENERATE}; write backend=torch")
         if config.rollout.grouping:
-            raise UserError(
-                f"rollout.grouping groups the ranks that train {role}, which generates in a pool of its own; remove one of them"
-            )
+            raise UserError(f"rollout.grouping is for ranks that train {role}, which generates elsewhere; remove it")
     for pool in pools:
         check_layouts(config, flow, pool.models, pool)
 
@@ -373,9 +320,7 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
     axes = [axis for axis in ("tensor", "sequence", "pipeline") if getattr(layout, axis) > 1]
     axes += ["shard"] * (layout.shard != "none")
     if axes and plan.by_rows:
-        raise UserError(
-            f"{key}: {axes[0]} does not divide the model in {path}, where its attention mixes tokens in its own way; write data alone"
-        )
+        raise UserError(f"{key}: {axes[0]} does not divide the attention of the model in {path}; write data alone")
     for axis, name in AXES.items():
         if getattr(layout, axis) > 1:
             check_accepted(config, plan, path, name, f"{key}: write {axis}=1")
@@ -390,8 +335,7 @@ def check_dtypes(config: Config, flow: Flow) -> None:
         if decay > 0.5 and settings_of(str(stage.role), config).dtype == torch.bfloat16:
             # A move of less than half the distance to the next number is rounded away, at every step anew.
             raise UserError(
-                f"{stage.name}: decay={decay:g} moves weights by less than bfloat16 can tell, and they would stay where they are; write "
-                f"roles.{stage.role}.dtype=float32"
+                f"{stage.name}: decay={decay:g} moves weights by less than bfloat16 can represent; write roles.{stage.role}.dtype=float32"
             )
     on_cuda = choose_device(config.device).type == "cuda"
     for role in flow.roles:
@@ -447,8 +391,8 @@ def check_adapters(config: Config, flow: Flow) -> None:
                     raise UserError(f"{key}: ranks cannot divide 4-bit weights, and {at} divides {role}; remove one")
         if config.trainer.optimizer == "adamw8bit" and not resolved.layout.is_replicated:
             raise UserError(
-                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {at} divides {role}; "
-                "write trainer.optimizer=adamw, or remove the layout"
+                f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {at} divides {role}; write "
+                "trainer.optimizer=adamw, or remove the layout"
             )
 
 

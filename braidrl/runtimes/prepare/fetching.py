@@ -32,9 +32,7 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
 def model_here(name: Path, key: str, whole: bool) -> Path:
     """Return the local folder of a model, without its weights unless `whole`."""
     if name.suffix == ".gguf":
-        raise UserError(
-            f"{key}: {name} is a GGUF file; make a model directory of it by `python examples/smollm2/fetch.py --gguf {name} FOLDER`"
-        )
+        raise UserError(f"{key}: {name} is a GGUF file; run `python examples/smollm2/fetch.py --gguf {name} FOLDER`")
     return fetch(name, key, "model" if whole else "model without weights") if is_hub_name(name) else name
 
 

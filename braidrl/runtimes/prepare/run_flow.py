@@ -44,10 +44,7 @@ def build_flow(config: Config) -> Flow:
     samples, rows, needed = rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
     if needed is not None and samples != needed:
         what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
-        raise UserError(
-            f"{flow.name} trains on {what} and rollout.samples_per_prompt is {samples}; "
-            f"write rollout.samples_per_prompt={needed}"
-        )
+        raise UserError(f"{flow.name} trains on {what}; write rollout.samples_per_prompt={needed}")
     if needed is not None and flow.trains_on_pairs and rows is not None and rows % 2:
         raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
     check_update_size(config.trainer.prompts_per_step, samples, rows)
@@ -125,9 +122,7 @@ def resolve(stage: Stage, config: Config) -> Stage:
             drifts = not single and old is None and "rollout_log_probs" in (*stage.reads, *stage.optional)
             return with_params(stage, {"old": "rollout"}) if drifts else stage
         if old == "self" and not single:
-            raise UserError(
-                f"{stage.name}: old=self needs one update per batch and max_staleness 0; write old=recompute"
-            )
+            raise UserError(f"{stage.name}: old=self needs one update per batch and no staleness; write old=recompute")
         filled: dict[str, Any] = {"old": old or ("self" if single else "recompute")}
         # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
         own = settings_of(str(stage.role), config)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from braidrl.cluster.devices import device_count, device_memory
+from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
@@ -24,6 +25,7 @@ from braidrl.data.chat import end_ids_of
 from braidrl.data.prompts import ALONE, LoadedSource, Readers, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
+from braidrl.engines.factory import with_engines
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import serial_chain
@@ -66,6 +68,15 @@ class Prepared:
     def roles(self, train: bool = True) -> tuple[str, ...]:
         """Return the roles that need a model: in training the flow's, else the evaluation's."""
         return tuple(dict.fromkeys([*(self.flow if train else self.evaluation).roles, *self.generating]))
+
+    def pools(self, train: bool = True) -> tuple[Pool, ...]:
+        """Return the pools of a hybrid run, or of its evaluation alone, with the engine processes that they start."""
+        config, roles = self.config, self.roles(train)
+        pools = with_engines(place(config.placement, self.roles(), self.generating, config.workers), config)
+        kept = [
+            replace(p, roles=tuple(role for role in p.roles if role.removesuffix(GENERATE) in roles)) for p in pools
+        ]
+        return tuple(pool for pool in kept if pool.roles)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -146,7 +157,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     check(lambda: checks.check_weights(config))
     check(lambda: checks.check_roles(config, {*flow.roles, *evaluation.roles}, flow.name))
     if config.runtime == "hybrid":
-        check(lambda: checks.check_pools(config, flow, prepared.roles(), prepared.generating))
+        check(lambda: checks.check_pools(config, flow, prepared.pools()))
     return prepared
 
 

@@ -59,10 +59,7 @@ def launcher_of(config: Config) -> str:
     """Return the launcher of the ranks. Raises UserError if the configuration contradicts the environment."""
     wanted, started = config.cluster.launcher, "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if wanted == "torchrun" and not started:
-        raise UserError(
-            "cluster.launcher=torchrun, but no torchrun has started this command; write "
-            "`torchrun --nproc-per-node N -m braidrl.cli train ...`, or leave cluster.launcher out"
-        )
+        raise UserError("cluster.launcher=torchrun, but torchrun has not started this command; leave it out")
     if wanted not in (None, "torchrun") and started:
         raise UserError(f"cluster.launcher={wanted}, but torchrun has started this command; leave cluster.launcher out")
     return wanted or ("torchrun" if started else "local")
@@ -71,10 +68,7 @@ def launcher_of(config: Config) -> str:
 def joined_world(config: Config) -> World:
     """Return the world of the ranks started by `torchrun`. Raises UserError if there are none, or their number is wrong."""
     if launcher_of(config) != "torchrun":
-        raise UserError(
-            "a session under runtime=distributed runs in every rank; start the script by `torchrun --nproc-per-node N`, or write "
-            "runtime=hybrid"
-        )
+        raise UserError("a session under runtime=distributed runs in every rank: start the script by `torchrun`")
     size = int(os.environ["WORLD_SIZE"])
     if "workers" in config.model_fields_set and config.workers != size:
         raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
@@ -96,16 +90,10 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
         if role not in generating:
             raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
         if own.generate_workers > size:
-            raise UserError(
-                f"roles.{role}.generate_workers={own.generate_workers}, but there are {size} ranks; "
-                f"write at most {size}, or workers={own.generate_workers}"
-            )
+            raise UserError(f"roles.{role}.generate_workers={own.generate_workers}, but there are {size} ranks")
         resolved = settings_of(role, config)
         if own.generate_workers < size and not resolved.layout.is_replicated:
-            raise UserError(
-                f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({resolved.key('layout')}) "
-                "all generate; remove it"
-            )
+            raise UserError(f"roles.{role}.generate_workers: ranks that divide a model all generate; remove it")
     check_divided_engines(config, flow.stages)
     check_layouts(config, flow, flow.roles, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
     # Ray's cluster knows its devices.

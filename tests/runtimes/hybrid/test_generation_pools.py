@@ -80,12 +80,12 @@ def test_pools_between_which_weights_cannot_go_are_refused(workshop: Workshop) -
     apart = {**GRPO, **pools(("actor.generate", 1), ("actor reference", 1))}
     backend = "examples/plugins/backend.py:PlainBackend"
     assert "weights of the backend" in refused(workshop, **apart, roles={"actor": {"backend": backend}})
-    assert "rollout.grouping groups the ranks that train actor" in refused(
+    assert "rollout.grouping is for ranks that train actor" in refused(
         workshop, **apart, rollout={"grouping": "neighbour"}
     )
 
 
 def test_pools_with_devices_of_different_kinds_are_refused() -> None:
     check_devices_alike("actor", "cuda", "cuda")
-    with pytest.raises(UserError, match="actor trains on cuda and generates on cpu, and its weights cannot go"):
+    with pytest.raises(UserError, match="actor trains on cuda and generates on cpu; write device=cpu"):
         check_devices_alike("actor", "cuda", "cpu")

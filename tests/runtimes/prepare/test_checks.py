@@ -16,11 +16,11 @@ from tests.tiny import Workshop
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"streaming": {"dispatch_rows": 4}}, ["streaming.* has no effect: runtime=eager does not stream"]),
-        ({"placement": "split"}, ["placement has no effect: only runtime=hybrid has pools, and this is runtime=eager"]),
-        ({"workers": 2}, ["workers=2 has no effect: runtime=eager is this one process"]),
-        ({"runtime": "streaming", "workers": 2}, ["workers=2 has no effect: the processes of runtime=streaming are"]),
-        ({"cluster": {"launcher": "ray"}}, ["cluster.launcher=ray has no effect: only runtime=distributed has ranks"]),
+        ({"streaming": {"dispatch_rows": 4}}, ["streaming.* has no effect under runtime=eager"]),
+        ({"placement": "split"}, ["placement has no effect under runtime=eager"]),
+        ({"workers": 2}, ["workers=2 has no effect under runtime=eager"]),
+        ({"runtime": "streaming", "workers": 2}, ["workers=2 has no effect under runtime=streaming"]),
+        ({"cluster": {"launcher": "ray"}}, ["cluster.launcher=ray has no effect under runtime=eager"]),
         ({"trainer": {"max_staleness": 1}}, ["trainer.max_staleness=1 makes no row stale"]),
         ({"trainer": {"max_staleness": 1, "surplus": "keep"}}, []),
         ({"runtime": "streaming", "trainer": {"max_staleness": 1}}, []),
@@ -47,7 +47,7 @@ def test_an_ignored_setting_is_reported_before_the_first_step(
 @pytest.mark.parametrize(
     ("decay", "dtype", "fault"),
     [
-        (0.99, "bfloat16", r"reference.update: decay=0.99 moves weights by less.* roles.reference.dtype=float32"),
+        (0.99, "bfloat16", r"reference.update: decay=0.99 is lost in bfloat16; set roles.reference.dtype=float32"),
         (0.5, "bfloat16", None),
         (0.99, "float32", None),
         (1.0, "float32", "share of the old weights from 0 to below 1, got 1"),

@@ -142,7 +142,7 @@ def test_a_server_of_vllms_own_draws_the_tokens_of_one_process(
             },
             "each process asks servers of its own; write streaming.workers.actor.generate=1",
         ),
-        ({"rollout": {"pipeline": 2}}, "rollout.pipeline=2 divides engines in processes of their own"),
+        ({"rollout": {"pipeline": 2}}, "rollout.pipeline=2 needs engine processes"),
     ],
 )
 def test_processes_that_do_not_fit_are_refused_before_anything_starts(
