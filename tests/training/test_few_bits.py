@@ -101,7 +101,7 @@ def test_eight_bit_moments_train_like_float32_in_a_quarter_of_memory() -> None:
                 "workers": 2,
                 "trainer": {"layout": {"shard": "full"}, "optimizer": "adamw8bit"},
             },
-            r"trainer\.optimizer=adamw8bit: ranks cannot divide it, trainer\.layout divides actor",
+            r"trainer\.optimizer=adamw8bit keeps moments that ranks cannot divide, and trainer\.layout divides actor",
         ),
     ],
 )
