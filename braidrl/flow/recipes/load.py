@@ -14,11 +14,12 @@ from braidrl.flow.signatures import compute_entry, entry_of
 from braidrl.flow.yaml_form import SUFFIXES, from_yaml
 from braidrl.importing import PluginRegistry
 
-NAMES = (
-    "cispo", "dapo", "distillation", "dpo", "dr_grpo", "grpo", "gspo", "maxrl", "ppo", "ppo_ptx", "reinforce_plus_plus", "remax",
-    "reward_model", "rloo", "safe_rlhf", "sft", "vapo",
+FILES = (
+    "cispo", "dapo", "distillation", "dpo", "dr_grpo", "grpo", "gspo", "maxrl", "ppo", "reinforce_plus_plus", "remax", "reward_model",
+    "rloo", "safe_rlhf", "sft", "vapo",
 )  # fmt: skip
-RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{name}:{name}" for name in NAMES})
+OF_FILES = {name: f"braidrl.flow.recipes.{name}:{name}" for name in FILES}
+RECIPES = PluginRegistry("recipe", {**OF_FILES, "ppo_ptx": "braidrl.flow.recipes.ppo:ppo_ptx"})
 
 
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:
