@@ -103,9 +103,7 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
     if type == "score" and (role == "reward" or "weight" in params):
         writes = (*in_namespace(of, (f"{role}_score",)), *summed)
         return Signature(kind=Kind.INFER, reads=sequence, writes=writes, optional=summed)
-    columns = {
-        "score": role, "log_probs": LOG_PROBS.get(role, f"{role}_log_probs"), "values": VALUES.get(role, f"{role}_values"),
-    }  # fmt: skip
+    columns = {"score": role, "log_probs": log_probs_column(role), "values": VALUES.get(role, f"{role}_values")}
     return Signature(kind=Kind.INFER, reads=sequence, writes=in_namespace(of, (columns[type],)))
 
 
@@ -138,13 +136,19 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
         computed |= {*entry.reads, *entry.optional}
         reads |= set(columns_in_training(role, entry, entry.reads).values())
         optional += columns_in_training(role, entry, entry.optional).values()
-    if "old_log_probs" in reads and old != "recompute":
-        reads = reads - {"old_log_probs"} | ({"rollout_log_probs"} if old == "rollout" else set())
+    if "old_log_probs" in reads:
+        source = {"rollout": {"rollout_log_probs"}, "recompute": {log_probs_column(role)}}
+        reads = reads - {"old_log_probs"} | source.get(old or "", set())
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
     optional = [*optional, "loss_mask", "finish_reason", *monitored]
     return Signature(kind=Kind.TRAIN, reads=columns, optional=tuple(optional), one_of=one_of)
+
+
+def log_probs_column(role: str) -> str:
+    """Return the column of a role's log-probs, which an update of the role compares with."""
+    return LOG_PROBS.get(role, f"{role}_log_probs")
 
 
 def needs_old(role: str, params: Mapping[str, Any]) -> bool:

@@ -165,6 +165,10 @@ def test_missing_file_is_named(tmp_path):
         from_yaml(tmp_path / "absent.yaml")
 
 
+def test_a_loss_may_be_its_name_alone():
+    assert from_yaml(changed("{loss: {name: plain_ratio}", "{loss: plain_ratio")) == grpo()
+
+
 def test_after_may_be_one_name():
     text = changed("type: verify", "type: verify, after: actor.generate")
     assert from_yaml(text)["reward.verify"].after == ("actor.generate",)
