@@ -14,12 +14,13 @@ from braidrl.flow.signatures import compute_entry, entry_of
 from braidrl.flow.yaml_form import SUFFIXES, from_yaml
 from braidrl.importing import PluginRegistry
 
-FILES = (
-    "cispo", "dapo", "distillation", "dpo", "dr_grpo", "grpo", "gspo", "maxrl", "ppo", "reinforce_plus_plus", "remax", "reward_model",
-    "rloo", "safe_rlhf", "sft", "vapo",
+NAMES = (
+    "cispo", "dapo", "distillation", "dpo", "dr_grpo", "grpo", "gspo", "maxrl", "ppo", "ppo_ptx", "reinforce_plus_plus", "remax",
+    "reward_model", "rloo", "safe_rlhf", "sft", "vapo",
 )  # fmt: skip
-OF_FILES = {name: f"braidrl.flow.recipes.{name}:{name}" for name in FILES}
-RECIPES = PluginRegistry("recipe", {**OF_FILES, "ppo_ptx": "braidrl.flow.recipes.ppo:ppo_ptx"})
+VARIANTS = {"ppo_ptx": "ppo"}
+"""Recipes in the file of another one."""
+RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{VARIANTS.get(name, name)}:{name}" for name in NAMES})
 
 
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:
