@@ -65,10 +65,11 @@ def configured_pools(problem: Problem) -> list[dict[str, Deployed]]:
     for pool, devices in sizes.items():
         found = {}
         for name in pool:
-            model, whole = models[name.removesuffix(GENERATE)], name.removesuffix(GENERATE) + GENERATE not in names
-            apart, generates = name != model.role, model.generates and (whole or name != model.role)
+            role = name.removesuffix(GENERATE)
+            model, apart, whole = models[role], name != role, role + GENERATE not in names
             stages = tuple(s for s in model.stages if whole or (s.kind is Kind.GENERATE) == apart)
-            asked = RoleUse(model.role, model.use.trained and not apart, generates, apart)
+            generates = any(stage.kind is Kind.GENERATE for stage in stages)
+            asked = RoleUse(role, model.use.trained and not apart, generates, apart)
             use = deployment(asked, config, problem.flow, devices, ranks)
             found[name] = Deployed(use, devices, stages, apart)
         pools.append(found)
