@@ -61,6 +61,14 @@ ROLE_TYPES: dict[str, dict[str, type]] = {
     },
 }  # fmt: skip
 """The types of a role's stages, the methods of `Role`, with the types of their parameters; `object` is a choice among CHOICES."""
+RANGES = {
+    "temperature": (0, 1e4),
+    "top_p": (1e-9, 1),
+    "top_k": (0, 1 << 24),
+    "ptx_coef": (0, 1e6),
+    "positive_coef": (0, 1e6),
+}
+"""Parameter -> the smallest and the largest valid value."""
 NAMES_OF_TYPES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
 # Parameters of losses that the training pass itself computes: they are not columns.
 COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "group_tokens")
@@ -79,13 +87,12 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
         if name not in ROLE_TYPES[type]:
             raise UserError(f"{role}.{type} has no parameter {name!r}. {suggest(name, ROLE_TYPES[type])}")
         kind = ROLE_TYPES[type][name]
-        fits = (
-            is_number(value) and (kind is float or isinstance(value, int))
-            if kind in (int, float)
-            else isinstance(value, kind)
-        )
-        if not fits:
+        is_truth = isinstance(value, bool) and kind in (int, float)
+        if is_truth or not isinstance(value, int | float if kind is float else kind):
             raise UserError(f"{role}.{type}: {name} must be {NAMES_OF_TYPES[kind]}, got {value!r}")
+        if name in RANGES and not RANGES[name][0] <= value <= RANGES[name][1]:
+            least, greatest = RANGES[name]
+            raise UserError(f"{role}.{type}: {name} must lie between {least} and {greatest}, got {value}")
     if type == "update":
         return update_signature(role, params)
     if type == "generate":
@@ -124,13 +131,10 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
         )
     if "correction" in entries and entries["loss"].needs.weighs_rollout:
         raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
-    likelihood = {"ptx_tokens": params.get("ptx_coef", 0.0), "correct": params.get("positive_coef", 0.0)}
-    for column, coefficient in likelihood.items():
-        if coefficient < 0:
-            raise UserError(f"{role}.update: the likelihood's weight must be at least 0, got {coefficient} ({column})")
     old = params.get("old")
     if old is not None and old not in OLD:
         raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
+    likelihood = {"ptx_tokens": params.get("ptx_coef"), "correct": params.get("positive_coef")}
     reads, optional, computed = {column for column, weight in likelihood.items() if weight}, list[str](), set[str]()
     for entry in entries.values():
         computed |= {*entry.reads, *entry.optional}
