@@ -105,7 +105,7 @@ def bins_within(values: Tensor, low: float | None, high: float | None) -> tuple[
 
 
 def covariance_histogram(
-    covariance: Ragged, *, fraction: float, low: float | None = None, high: float | None = None
+    covariance: Ragged, *, low: float | None = None, high: float | None = None
 ) -> dict[str, Tensor]:
     """Count the tokens per bin among those within bounds, and all tokens."""
     bins, within = bins_within(covariance.values, low, high)

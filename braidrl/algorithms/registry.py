@@ -58,7 +58,8 @@ class Entry:
     all rows. The function receives the totals as its keyword `totals`.
 
     `state` gives the initial values of a small state that the stage owns (a KL coefficient, a multiplier). The function receives it
-    as its keyword `state`; once per iteration `update_state(state, totals, **settings)` returns the next one.
+    as its keyword `state`; once per iteration `update_state(state, totals, **settings)` returns the next one. Both receive the settings
+    that they name.
 
     `denominator` is for aggregations: the count over the optimizer step that divides their sums.
     """

@@ -106,7 +106,7 @@ def advantage_kl_penalty(
 
 def kl_sums(
     reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
-    target: float, gain: float = 0.1, estimator: str = "k1",
+    estimator: str = "k1",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the sums for the batch's mean KL per row."""
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
@@ -114,7 +114,7 @@ def kl_sums(
 
 
 def next_kl_coefficient(
-    state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1, estimator: str = "k1"
+    state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1
 ) -> dict[str, float]:
     """Return coef·(1 + gain·e) for the next iteration; e is the relative error of the batch's mean KL, clamped to ±0.2.
 

@@ -108,8 +108,8 @@ BatchSums = dict[str, Tensor]
 DISCOUNT = Needs({"gamma": (0, 1)})
 
 
-def moments(tokens: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 0.0) -> BatchSums:
-    """Return count, sum and sum of squares over the action tokens of unmasked rows, float64; `epsilon` belongs to `whitened`."""
+def moments(tokens: Ragged, statistics_mask: Tensor | None = None) -> BatchSums:
+    """Return count, sum and sum of squares over the action tokens of unmasked rows, float64."""
     counted = tokens.values.new_ones(len(tokens)) if statistics_mask is None else statistics_mask > 0
     weights, values = tokens.spread(counted).double(), tokens.values.double()
     return {"count": weights.sum(), "sum": (weights * values).sum(), "squares": (weights * values**2).sum()}
@@ -146,7 +146,7 @@ def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged |
 
 def return_sums(
     reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
-    *, gamma: float = 1.0, epsilon: float = 1e-8,
+    *, gamma: float = 1.0,
 ) -> BatchSums:  # fmt: skip
     """Return the moments of the batch's returns-to-go."""
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
@@ -167,9 +167,7 @@ def reinforce_plus_plus(
     return whitened(returns_to_go(reward, action_tokens, token_rewards, gamma), totals, epsilon)
 
 
-def baseline_sums(
-    advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8
-) -> BatchSums:
+def baseline_sums(advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None) -> BatchSums:
     """Return the moments of the rows' centred rewards over action tokens."""
     return moments(returns_to_go(advantage, action_tokens, None, 1.0), statistics_mask)
 
@@ -197,9 +195,7 @@ def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs
     return student.with_values(ref_log_probs.values - student.values)
 
 
-def cost_sums(
-    advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1
-) -> BatchSums:
+def cost_sums(advantages: Ragged, cost_advantages: Ragged, cost: Tensor) -> BatchSums:
     """Return the sums for the batch's mean cost."""
     return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
 

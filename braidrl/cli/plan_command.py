@@ -3,6 +3,7 @@
 config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, trace.json          runs ──calibrate──▶ rates.yaml
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,7 +91,9 @@ def problem_of(config: Config, wanted: Wanted) -> Problem:
         try:
             found[name] = float(seconds)
         except ValueError:
-            raise UserError(f"--seconds: {one!r} is not STAGE=SECONDS, as in --seconds {names[0]}=2.5") from None
+            found[name] = math.nan
+        if not 0 <= found[name] < math.inf:
+            raise UserError(f"--seconds: {one!r} is not STAGE=SECONDS, as in --seconds {names[0]}=2.5")
     return Problem(config, flow, cluster, lengths, rates, found)
 
 

@@ -108,7 +108,7 @@ def read_cluster(text: str) -> Cluster:
         try:
             read = Cluster.model_validate(read_yaml(path))
         except ValidationError as error:
-            raise UserError(f"{path}: {explain(error)}") from None
+            raise UserError(f"{path}: {explain(error, Cluster)[0]}") from None
         kinds, groups = {**kinds, **read.kinds}, [*read.groups]
     for part in () if groups else text.split("+"):
         match = FORM.fullmatch(part)

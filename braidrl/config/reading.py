@@ -147,8 +147,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             tree[last] = float(parsed)
 
 
-def explain(error: ValidationError) -> list[str]:
-    """Build a message of one line for each invalid key."""
+def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]:
+    """Build a message of one line for each invalid key of a `root`."""
     lines, faults = dict[tuple[int | str, ...], str](), error.errors()
     for first in faults:
         keys = tuple(part for part in first["loc"] if not UNION_MEMBER.search(str(part)))
@@ -156,14 +156,14 @@ def explain(error: ValidationError) -> list[str]:
             continue
         place = shown(".".join(map(str, keys))).strip("'")
         if first["type"] == "extra_forbidden":
-            known = suggest(str(first["loc"][-1]), section_keys(first["loc"][:-1]))
+            known = suggest(str(first["loc"][-1]), section_keys(first["loc"][:-1], root))
             lines[keys] = f"unknown key {place!r}. {known}"
         elif first["type"] == "missing":
             lines[keys] = f"{place!r} is not set; give it in the file or as {place}=..."
         elif first["type"] == "model_type" and first["input"] is None:
             lines[keys] = f"{place} is empty; write its keys below it, or remove it"
         elif first["type"] == "model_type" and keys == first["loc"]:
-            known = ", ".join(section_keys(keys)[:3])
+            known = ", ".join(section_keys(keys, root)[:3])
             lines[keys] = f"{place} is a section with keys such as {known}, got {shown(first['input'])}"
         elif first["type"] == "dict_type" and keys == first["loc"]:
             lines[keys] = f"{place} has values by name; write {place}.NAME=..., got {shown(first['input'])}"
@@ -173,13 +173,13 @@ def explain(error: ValidationError) -> list[str]:
             if first["type"] == "int_parsing_size":
                 same = ["Input should be an integer between -2^63 and 2^63 - 1"]
             said = " or ".join(dict.fromkeys(same or [first["msg"]])).removeprefix("Value error, ")
-            lines[keys] = f"{place}: {said}, got {shown(first['input'])}"
+            lines[keys] = f"{place}: {said}, got {shown(first['input'])}".removeprefix(": ")
     return list(lines.values())
 
 
-def section_keys(place: tuple[int | str, ...]) -> list[str]:
+def section_keys(place: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     """Return the keys of the section at `place`."""
-    section: type[BaseModel] = Config
+    section = root
     for part in place:
         if isinstance(part, int) or part not in section.model_fields:
             continue

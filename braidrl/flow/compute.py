@@ -7,7 +7,9 @@ stage with its state ──▶ runs on rows ──▶ columns
 A state is a KL coefficient or a multiplier. It changes once per iteration, from sums over the whole batch.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -40,7 +42,14 @@ def summed(stage: Stage, rows: Rows) -> dict[str, Tensor]:
     """Return a stage's sums over some rows; the caller adds them up over all rows."""
     entry = compute_entry(stage.type)
     assert entry.sums is not None
-    return entry.sums(*arguments(stage, rows), **stage.settings)
+    return entry.sums(*arguments(stage, rows), **named_settings(stage, entry.sums))
+
+
+def named_settings(stage: Stage, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the settings of a stage that a function takes by keyword."""
+    parameters = inspect.signature(function).parameters
+    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in stage.settings.items() if every or name in parameters}
 
 
 def dropped(stage: Stage, index: Rows) -> dict[int, str]:
@@ -67,4 +76,4 @@ def next_state(stage: Stage, state: Mapping[str, float], totals: Mapping[str, fl
     """Return the state for the next iteration, from sums over all rows of this one."""
     update = compute_entry(stage.type).update_state
     assert update is not None, f"{stage.name} has no state"
-    return update(dict(state), dict(totals), **stage.settings)
+    return update(dict(state), dict(totals), **named_settings(stage, update))

@@ -12,7 +12,7 @@ from functools import cached_property
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.columns import ADMISSION, ADMITTED_IF_GIVEN, Inputs, resolve_columns, serial_order
-from braidrl.flow.signatures import entry_of
+from braidrl.flow.signatures import entry_of, log_probs_column
 from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage
 
@@ -36,15 +36,16 @@ class Flow:
         """Bring the stages into serial order and resolve the columns that each reads.
 
         The stages are in any order that their columns and `after` allow. A `log_probs` stage is inserted if an update has
-        `old: recompute` and no stage writes `old_log_probs`. Raises UserError if a column has no writer or two independent writers,
-        stages wait for each other, or a stage trains or changes its state before a `select`.
+        `old: recompute` and no stage writes the log-probs of its role. Raises UserError if a column has no writer or two independent
+        writers, stages wait for each other, or a stage trains or changes its state before a `select`.
         """
         self.name = name
-        wanted = next((s for s in stages if s.params.get("old") == "recompute"), None)
-        if wanted is not None and not any("old_log_probs" in stage.writes for stage in stages):
-            # As late as possible, before the first stage that reads them or trains, so that dropped rows are not computed.
-            place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or "old_log_probs" in s.reads)
-            stages = [*stages[:place], make_stage("log_probs", wanted.role), *stages[place:]]
+        for role in dict.fromkeys(str(stage.role) for stage in stages if stage.params.get("old") == "recompute"):
+            column = log_probs_column(role)
+            if not any(column in stage.writes for stage in stages):
+                # As late as possible, before the first stage that reads them or trains, so that dropped rows are not computed.
+                place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or column in s.reads)
+                stages = [*stages[:place], make_stage("log_probs", role), *stages[place:]]
         self.stages = serial_order(stages)
         trained = stateful = None
         for stage in self.stages:

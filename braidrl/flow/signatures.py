@@ -5,6 +5,7 @@ A function's keyword parameters are the type's parameters in YAML. A stage may a
 """
 
 import inspect
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,14 @@ ROLE_TYPES: dict[str, dict[str, type]] = {
     },
 }  # fmt: skip
 """The types of a role's stages, the methods of `Role`, with the types of their parameters; `object` is a choice among CHOICES."""
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1e4),
+    "top_p": (1e-9, 1),
+    "top_k": (0, 1 << 24),
+    "ptx_coef": (0, 1e6),
+    "positive_coef": (0, 1e6),
+}
+"""Parameter -> the smallest and the largest valid value."""
 NAMES_OF_TYPES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
 # Parameters of losses that the training pass itself computes: they are not columns.
 COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "group_tokens")
@@ -79,13 +88,12 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
         if name not in ROLE_TYPES[type]:
             raise UserError(f"{role}.{type} has no parameter {name!r}. {suggest(name, ROLE_TYPES[type])}")
         kind = ROLE_TYPES[type][name]
-        fits = (
-            is_number(value) and (kind is float or isinstance(value, int))
-            if kind in (int, float)
-            else isinstance(value, kind)
-        )
-        if not fits:
+        is_truth = isinstance(value, bool) and kind in (int, float)
+        if is_truth or not isinstance(value, int | float if kind is float else kind):
             raise UserError(f"{role}.{type}: {name} must be {NAMES_OF_TYPES[kind]}, got {value!r}")
+        least, greatest = RANGES.get(name, (-math.inf, math.inf))
+        if kind in (int, float) and not least <= params[name] <= greatest:
+            raise UserError(f"{role}.{type}: {name} must lie between {least} and {greatest}, got {value}")
     if type == "update":
         return update_signature(role, params)
     if type == "generate":
@@ -103,9 +111,7 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
     if type == "score" and (role == "reward" or "weight" in params):
         writes = (*in_namespace(of, (f"{role}_score",)), *summed)
         return Signature(kind=Kind.INFER, reads=sequence, writes=writes, optional=summed)
-    columns = {
-        "score": role, "log_probs": LOG_PROBS.get(role, f"{role}_log_probs"), "values": VALUES.get(role, f"{role}_values"),
-    }  # fmt: skip
+    columns = {"score": role, "log_probs": log_probs_column(role), "values": VALUES.get(role, f"{role}_values")}
     return Signature(kind=Kind.INFER, reads=sequence, writes=in_namespace(of, (columns[type],)))
 
 
@@ -126,25 +132,28 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
         )
     if "correction" in entries and entries["loss"].needs.weighs_rollout:
         raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
-    likelihood = {"ptx_tokens": params.get("ptx_coef", 0.0), "correct": params.get("positive_coef", 0.0)}
-    for column, coefficient in likelihood.items():
-        if coefficient < 0:
-            raise UserError(f"{role}.update: the likelihood's weight must be at least 0, got {coefficient} ({column})")
     old = params.get("old")
     if old is not None and old not in OLD:
         raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
+    likelihood = {"ptx_tokens": params.get("ptx_coef"), "correct": params.get("positive_coef")}
     reads, optional, computed = {column for column, weight in likelihood.items() if weight}, list[str](), set[str]()
     for entry in entries.values():
         computed |= {*entry.reads, *entry.optional}
         reads |= set(columns_in_training(role, entry, entry.reads).values())
         optional += columns_in_training(role, entry, entry.optional).values()
-    if "old_log_probs" in reads and old != "recompute":
-        reads = reads - {"old_log_probs"} | ({"rollout_log_probs"} if old == "rollout" else set())
+    if "old_log_probs" in reads:
+        source = {"rollout": {"rollout_log_probs"}, "recompute": {log_probs_column(role)}}
+        reads = reads - {"old_log_probs"} | source.get(old or "", set())
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
     optional = [*optional, "loss_mask", "finish_reason", *monitored]
     return Signature(kind=Kind.TRAIN, reads=columns, optional=tuple(optional), one_of=one_of)
+
+
+def log_probs_column(role: str) -> str:
+    """Return the column of a role's log-probs, which an update of the role compares with."""
+    return LOG_PROBS.get(role, f"{role}_log_probs")
 
 
 def needs_old(role: str, params: Mapping[str, Any]) -> bool:

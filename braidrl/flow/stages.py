@@ -52,9 +52,10 @@ def make_stage(
         for parameter, registered in CHOICES.items() if type == "update" else ():
             if (choice := params.get(parameter)) is not None:
                 # Users' functions get names by which another process can import them.
-                name = choice if isinstance(choice, str) else choice["name"]
-                name = public_name(entry_of(registered, name), name)
-                params[parameter] = name if isinstance(choice, str) else {**choice, "name": name}
+                settings = {"name": choice} if isinstance(choice, str) else choice
+                name = public_name(entry_of(registered, settings["name"]), settings["name"])
+                is_name = parameter == "aggregate" and isinstance(choice, str)
+                params[parameter] = name if is_name else {**settings, "name": name}
     elif role is not None and ":" in type:
         signature = method_signature(type, params)
     else:

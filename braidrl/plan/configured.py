@@ -4,42 +4,40 @@ configuration ──runtime, workers, placement──▶ pools ──layouts─�
 Plan ──▶ {runtime, workers, placement, streaming.workers, roles.ROLE.layout ..., rollout.slots, trainer.resident_gib}
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from braidrl.cluster.pools import GENERATE, place
-from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import generation_layout, own_engines, ranks_per_node
 from braidrl.flow import Kind, Stage
 from braidrl.plan.choices import Choice, all_resident, in_turns
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, streaming_plan, synchronous_plan
-from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, engine_use, role_memory
+from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, RoleUse, deployment, role_memory
 from braidrl.runtimes.streaming.groups import worker_groups
-from braidrl.training.role_settings import inference_layouts, settings_of, slots_of
 
-Pools = dict[tuple[str, ...], int]
-"""The number of devices of each pool, by its roles; under streaming by its worker group's name."""
+
+@dataclass(frozen=True)
+class Deployed:
+    """The configured deployment of a role in a pool: of the whole role, or of the part that has a pool of its own."""
+
+    use: Deployment
+    devices: int
+    stages: tuple[Stage, ...]
+    apart: bool
+    """True for a role's generation in a pool of its own."""
 
 
 def predicted(problem: Problem) -> Plan:
     """Return the plan of a configuration, with predicted seconds; roles are offloaded as its budget says."""
-    config, group, pools = problem.config, problem.cluster.groups[0], configured_pools(problem)
-    sets = []
-    for pool, devices in pools.items():
+    config, group, sets = problem.config, problem.cluster.groups[0], []
+    for pool in configured_pools(problem):
         roles: dict[str, Choice] = {}
-        for name in pool:
-            role = name.removesuffix(GENERATE)
-            apart = any(role + GENERATE in other for other in pools)
-            stages = [
-                s for s in problem.models[role].stages if not apart or (s.kind is Kind.GENERATE) == (name != role)
-            ]
-            uses = {stage: deployment(problem, stage)[0] for stage in stages}
-            # Only generate stages have an engine in their deployment: prefer one of these.
-            use = next((one for one in uses.values() if one.engine), next(iter(uses.values())))
-            seconds = {s.name: problem.stage_cost(s, one, group, devices, name != role) for s, one in uses.items()}
-            resident, working = role_memory(use)
-            roles[name] = Choice(use, seconds, resident, sum(working.values()))
+        for name, one in pool.items():
+            costs = {s.name: problem.stage_cost(s, one.use, group, one.devices, one.apart) for s in one.stages}
+            resident, working = role_memory(one.use)
+            roles[name] = Choice(one.use, costs, resident, sum(working.values()))
+        (devices,) = {one.devices for one in pool.values()}
         found = None
         if config.trainer.resident_gib is not None and config.runtime != "streaming":
             found = in_turns(problem, roles, group, devices, int(config.trainer.resident_gib * GIB))
@@ -49,42 +47,33 @@ def predicted(problem: Problem) -> Plan:
     return synchronous_plan(problem, config.runtime, sets)
 
 
-def configured_pools(problem: Problem) -> Pools:
-    """Return the pools of a configuration, each with its devices."""
-    config = problem.config
+def configured_pools(problem: Problem) -> list[dict[str, Deployed]]:
+    """Return the pools of a configuration: the deployments of their roles, under streaming by the worker group's name."""
+    config, models = problem.config, problem.models
+    sizes: dict[tuple[str, ...], int] = {tuple(models): config.workers if config.runtime == "distributed" else 1}
     if config.runtime == "streaming":
         groups = [group for group in worker_groups(config, problem.flow, None) if group.role]
         each = max(1, own_engines(config) * ranks_per_node(config))
-        return {(g.name,): g.processes * (each if g.kind == "generate" else 1) for g in groups}
-    if config.runtime == "hybrid":
-        generating = [model.role for model in problem.models.values() if model.generates]
-        pools = place(config.placement, problem.flow.roles, generating, config.workers)
-        return {pool.roles: pool.workers for pool in pools}
-    return {tuple(problem.models): config.workers if config.runtime == "distributed" else 1}
-
-
-def deployment(problem: Problem, stage: Stage) -> tuple[Deployment, int]:
-    """Return the configured deployment of a stage's role, and the number of devices that run the stage."""
-    config, role, pools = problem.config, str(stage.role), configured_pools(problem)
-    target, shape = generation_layout(config), problem.models[role].use.shape
-    own = settings_of(role, config)
-    tokens, again = own.max_tokens, own.activation_checkpointing
-    apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
-    devices = next(devices for pool, devices in pools.items() if role + GENERATE * apart in pool)
-    if apart:
-        # Engines alone hold their role's weights, by their own layout, without adapters.
-        layout = ParallelLayout(pipeline=target.pipeline, tensor=target.tensor).resolve(devices)
-        use = problem.models[role].deployed(layout, tokens, again)
-        engine = engine_use(role, shape, layout, config, slots_of(config), target.ranks)
-        engine = engine and replace(engine, shape=replace(use.plain, dtype=engine.shape.dtype), own_weights=False)
-        return replace(use, shape=use.plain, trained=False, computes=False, engine=engine), devices
-    layout = own.layout.resolve(devices)
-    use = problem.models[role].deployed(layout, tokens, again)
-    if problem.models[role].use.trained and (other := inference_layouts(config, problem.flow).get(role)):
-        use = replace(use, inference=other.resolve(devices))
-    if stage.kind is Kind.GENERATE:
-        use = replace(use, engine=engine_use(role, shape, layout, config, slots_of(config), target.ranks))
-    return use, devices
+        sizes = {(g.name,): g.processes * (each if g.kind == "generate" else 1) for g in groups}
+    elif config.runtime == "hybrid":
+        generating = [model.role for model in models.values() if model.generates]
+        sizes = {
+            pool.roles: pool.workers for pool in place(config.placement, problem.flow.roles, generating, config.workers)
+        }
+    names, ranks = {name for pool in sizes for name in pool}, generation_layout(config).ranks
+    pools = []
+    for pool, devices in sizes.items():
+        found = {}
+        for name in pool:
+            role = name.removesuffix(GENERATE)
+            model, apart, whole = models[role], name != role, role + GENERATE not in names
+            stages = tuple(s for s in model.stages if whole or (s.kind is Kind.GENERATE) == apart)
+            generates = any(stage.kind is Kind.GENERATE for stage in stages)
+            asked = RoleUse(role, model.use.trained and not apart, generates, apart)
+            use = deployment(asked, config, problem.flow, devices, ranks)
+            found[name] = Deployed(use, devices, stages, apart)
+        pools.append(found)
+    return pools
 
 
 def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:

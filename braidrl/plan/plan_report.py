@@ -5,6 +5,7 @@ plans ──▶ tables, neighbours of the best, reasons ──▶ terminal      
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,7 @@ SHOWN = 0.005
 def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
     """Print the plans, fastest first, the first one in detail, and why it is the first."""
     lengths, first, config = problem.lengths, plans[0], problem.config
-    write = lambda text: console.print(text, highlight=False)  # noqa: E731
+    write = partial(console.print, highlight=False)
     write(
         f"flow {problem.flow.name} on {problem.cluster}, engine {config.rollout.engine}: {problem.rows:,} rows, "
         f"{lengths.tokens / len(lengths):,.0f} tokens on average, longest {lengths.longest:,}"
@@ -130,7 +131,7 @@ def changed(problem: Problem, one: SetChoice, name: str, key: str, size: int) ->
         return ""
     if key == "slots" and size > 2 * problem.rows * ranks / one.devices:
         return ""
-    other = replace(engine, slots=slots, divisor=ranks, own_weights=engine.own_weights or size > 1)
+    other = replace(engine, slots=slots, divisor=ranks, own_weights=engine.own_weights or ranks > 1)
     use = replace(choice.use, engine=other)
     resident, _ = role_memory(use)
     if name != role:

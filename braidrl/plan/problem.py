@@ -4,6 +4,7 @@ configuration + flow + Lengths + Cluster + Rates ──▶ Problem ──stage_c
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -241,16 +242,17 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
     known = {name: [one.numpy() for s in sources if (one := s.lengths(name)) is not None] for name in names}
     prompts = np.concatenate(known["prompt"] or [np.array([config.data.max_prompt_tokens])]).astype(np.int64)
     if given is not None:
-        median, _, longest = given.partition(":")
-        if not median.isdigit() or (longest and (not longest.isdigit() or int(longest) < int(median))):
+        form = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)
+        median, longest = (int(form[1]), int(form[2] or form[1])) if form else (0, 0)
+        if not 1 <= median <= longest:
             raise UserError(
                 f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in --lengths 300:2000"
             )
-        responses = np.array([int(median)])
-        if longest and longest != median:
-            sigma = math.log(int(longest) / int(median)) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))
+        responses = np.array([median])
+        if longest > median:
+            sigma = math.log(longest / median) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))
             quantiles = [NormalDist().inv_cdf((i + 0.5) / rows) for i in range(rows)]
-            drawn = [min(int(longest), int(int(median) * math.exp(sigma * q))) for q in quantiles]
+            drawn = [min(longest, int(median * math.exp(sigma * q))) for q in quantiles]
             responses = np.array([max(1, tokens) for tokens in drawn])
     else:
         said = [lengths for name in RESPONSES for lengths in known[name]]

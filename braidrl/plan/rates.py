@@ -5,9 +5,9 @@ Work ──price(kind, rates)──▶ Cost        compute = operations / (peak 
 """
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from braidrl.cluster.device_kinds import DeviceKind
 from braidrl.config.reading import explain
@@ -155,10 +155,9 @@ def read_rates(path: Path) -> dict[str, Rates]:
     if not path.is_file():
         raise UserError(f"--rates: there is no file {path}; `braid plan --calibrate RUN --rates {path}` writes it")
     try:
-        tree: dict[str, Any] = read_yaml(path) or {}
-        return {kind: Rates.model_validate(value) for kind, value in tree.items()}
+        return TypeAdapter(dict[str, Rates]).validate_python(read_yaml(path) or {})
     except ValidationError as error:
-        raise UserError(f"{path}: {explain(error)[0]}") from None
+        raise UserError(f"{path}: {explain(error, Rates)[0]}") from None
 
 
 def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str, engine: str = "embedded") -> Cost:

@@ -28,7 +28,7 @@ from braidrl.flow.columns import read_names
 from braidrl.flow.compute import dropped
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.roles import Role
-from braidrl.flow.signatures import FAMILIES, ROLE_TYPES
+from braidrl.flow.signatures import FAMILIES, ROLE_TYPES, log_probs_column
 from braidrl.flow.stages import RegisteredNames
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
@@ -103,10 +103,11 @@ class Session(AbstractContextManager["Session"]):
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
             table = rows
-            if "old_log_probs" in stage.reads and not self.closed and len(rows):
+            old = log_probs_column(str(stage.role))
+            if old in stage.reads and not self.closed and len(rows):
                 # A batch of several updates, or of stale rows, is compared with the weights before its first update.
                 columns = set(rows)
-                lacking = b"lacking" if "tokens" in columns and "old_log_probs" not in columns else b""
+                lacking = b"lacking" if "tokens" in columns and old not in columns else b""
                 # A rank without rows has no columns to check, and takes part all the same.
                 if b"lacking" in map(bytes, self.world.gather("columns", lacking)):
                     table = self.run(Role(str(stage.role)).log_probs(), rows)

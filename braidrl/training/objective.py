@@ -25,7 +25,7 @@ from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
-from braidrl.flow.signatures import columns_in_training, entry_of
+from braidrl.flow.signatures import columns_in_training, entry_of, log_probs_column
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class Lookup:
             return self.predicted[name].to(device)
         if name == "old_log_probs" and self.objective.old == "self" and "log_probs" in self.predicted:
             return self.predicted["log_probs"].detach()
-        if name == "old_log_probs" and self.objective.old == "rollout":
-            name = "rollout_log_probs"
+        if name == "old_log_probs":
+            name = "rollout_log_probs" if self.objective.old == "rollout" else log_probs_column(self.objective.role)
         return column_values(self.rows, name, self.offsets, device)
 
 

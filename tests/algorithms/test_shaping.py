@@ -104,7 +104,6 @@ def test_the_adaptive_penalty_uses_and_adapts_its_coefficient() -> None:
         entry.sums(
             torch.zeros(1),
             *(Ragged.from_rows([both.tolist()[row]], torch.float64) for both in (policy, reference)),
-            target=1.0,
         )
         for row in range(2)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,8 @@ unit = st.floats(0, 1)
 def in_two_parts(entry: Entry, pieces: Sequence[tuple[Any, ...]], **settings: Any) -> list[Any]:
     """Call a function of scope `batch` as a runtime does: sum over each piece, add the sums, then apply to each piece."""
     assert entry.sums is not None
-    sums = [entry.sums(*piece, **settings) for piece in pieces]
+    named = {name: value for name, value in settings.items() if name in inspect.signature(entry.sums).parameters}
+    sums = [entry.sums(*piece, **named) for piece in pieces]
     totals = {name: torch.stack([part[name] for part in sums]).sum(0) for name in sums[0]}
     return [entry.function(*piece, totals=totals, **settings) for piece in pieces]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -247,7 +248,9 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
         (["--devices", "none.yaml"], "there is no file none.yaml"),
         (["--seconds", "actor.generat=3"], "Did you mean 'actor.generate'?"),
         (["--seconds", "actor.generate=slow"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
+        (["--seconds", "actor.generate=nan"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
         (["--lengths", "20:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
+        (["--lengths", "0:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
         (["--like", "verl"], "examples/placements/ has the placement of verl as a configuration"),
         (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
     ],
@@ -257,6 +260,20 @@ def test_user_errors_of_plan_have_one_line(workshop: Workshop, arguments: list[s
     with pytest.raises(UserError) as caught:
         app(["plan", path, *arguments], standalone_mode=False)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "Input should be a valid dictionary"),
+        ("cpu: {shre: 1}", "unknown key 'cpu.shre'. Known: behind, collective_s"),
+    ],
+)
+def test_a_file_of_rates_that_is_none_is_refused_with_its_reason(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "rates.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(said)):
+        read_rates(path)
 
 
 def test_a_stage_without_a_price_asks_for_its_seconds(workshop: Workshop) -> None:

@@ -4,7 +4,21 @@ import pytest
 
 from braidrl.algorithms.registry import advantages
 from braidrl.errors import UserError
-from braidrl.flow import Flow, Kind, When, actor, advantage, cost_critic, critic, loss, reference, reward, select, shape
+from braidrl.flow import (
+    Flow,
+    Kind,
+    Role,
+    When,
+    actor,
+    advantage,
+    cost_critic,
+    critic,
+    loss,
+    reference,
+    reward,
+    select,
+    shape,
+)
 from braidrl.flow.flow import Edge
 from braidrl.flow.stages import make_stage
 from tests.flow.flows import filtered, grpo, message_of, ppo, update
@@ -78,6 +92,16 @@ def test_old_recompute_inserts_a_log_probs_stage():
     assert "actor.log_probs" not in [stage.name for stage in ppo().stages]
     behind_select = Flow("f", [*filtered().stages[:-1], update(old="recompute")])
     assert [stage.name for stage in behind_select.stages][-2:] == ["actor.log_probs", "actor.update"]
+
+
+def test_old_recompute_inserts_a_stage_for_each_actor():
+    student = Role("student")
+    updates = [role.update(loss=loss.clip(), old="recompute") for role in (actor, student)]
+    flow = Flow("two", [actor.generate(), reward.verify(), advantage.group_centered(), *updates])
+    assert [stage.name for stage in flow.stages[3:]] == [
+        "actor.log_probs", "student.log_probs", "actor.update", "student.update",
+    ]  # fmt: skip
+    assert columns_between(flow, "student.log_probs", "student.update") == {"student_log_probs"}
 
 
 def test_old_log_probs_of_the_engine_need_no_stage():

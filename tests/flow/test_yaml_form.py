@@ -127,6 +127,10 @@ ERRORS = {
         changed("type: verify", "type: verify, params: {correct_score: high}"),
         "stage 2 (verify): reward.verify: correct_score must be a number, got 'high'",
     ),
+    "parameter out of its range": (
+        changed("type: generate", "type: generate, params: {top_p: 1.5}"),
+        "stage 1 (generate): actor.generate: top_p must lie between 1e-09 and 1, got 1.5",
+    ),
     "loss that is no name": (
         changed("{loss: {name: plain_ratio}", "{loss: [plain_ratio]"),
         "stage 4 (update): actor.update: loss has no name, as in `loss: {name: ...}`.",
@@ -163,6 +167,10 @@ def test_yaml_that_is_not_a_flow_is_refused_with_its_reason(text, message, tmp_p
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no flow file .*absent\.yaml"):
         from_yaml(tmp_path / "absent.yaml")
+
+
+def test_a_loss_may_be_its_name_alone():
+    assert from_yaml(changed("{loss: {name: plain_ratio}", "{loss: plain_ratio")) == grpo()
 
 
 def test_after_may_be_one_name():

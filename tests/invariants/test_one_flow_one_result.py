@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts, rollout_path
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import EVERY_STEP, Step, assert_same, assert_same_weights, merged, run, trace
@@ -160,3 +162,17 @@ def test_the_test_flows_contain_refills_surplus_and_drops(reference: Reference) 
     surplus = [step.metrics["staleness/max"] for step in reference("dapo with surplus")]
     assert max(surplus) == 1, "no surplus was trained on"
     assert all(step.metrics["actor/grad_norm"] > 0 for step in reference("grpo"))
+
+
+def test_an_actor_of_another_name_trains_as_the_actor_does(workshop: Workshop) -> None:
+    runs = []
+    for role in ("actor", "student"):
+        flow = workshop.folder / f"{role}-flow.yaml"
+        stages = [
+            {"role": role, "type": "generate", "id": "generate"}, {"role": "reward", "type": "verify"},
+            {"type": "advantage.group_centered"}, {"role": role, "type": "update", "params": {"loss": "clip"}},
+        ]  # fmt: skip
+        flow.write_text(yaml.safe_dump({"flow": "named", "stages": stages}))
+        runs.append(workshop.run(role, flow=str(flow), trainer={"rows_per_update": 8, "steps": 1}))
+    norms = [read_metrics(run)[0][f"{role}/grad_norm"] for role, run in zip(("actor", "student"), runs, strict=True)]
+    assert norms[0] == norms[1] > 0

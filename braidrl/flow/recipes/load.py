@@ -18,7 +18,9 @@ NAMES = (
     "cispo", "dapo", "distillation", "dpo", "dr_grpo", "grpo", "gspo", "maxrl", "ppo", "ppo_ptx", "reinforce_plus_plus", "remax",
     "reward_model", "rloo", "safe_rlhf", "sft", "vapo",
 )  # fmt: skip
-RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{name}:{name}" for name in NAMES})
+VARIANTS = {"ppo_ptx": "ppo"}
+"""Recipes in the file of another one."""
+RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{VARIANTS.get(name, name)}:{name}" for name in NAMES})
 
 
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:

@@ -4,10 +4,6 @@ from braidrl.flow import Flow, actor, advantage
 from braidrl.flow.recipes.parts import ClippedParameters, policy_update, rewarded, surrogate
 
 
-class MaxrlParameters(ClippedParameters):
-    """Parameters of MaxRL."""
-
-
-def maxrl(p: MaxrlParameters) -> Flow:
+def maxrl(p: ClippedParameters) -> Flow:
     """Return the flow: success or failure of verified responses. A reward without `verify` is refused."""
     return Flow("maxrl", [actor.generate(), *rewarded(p.reward), advantage.maxrl(), policy_update(p, surrogate(p))])

@@ -1,4 +1,7 @@
-"""PPO, arXiv 1707.06347, as in RLHF, arXiv 2203.02155: a critic, and the KL divergence from the reference in the reward."""
+"""PPO, arXiv 1707.06347, as in RLHF, arXiv 2203.02155: a critic, and the KL divergence from the reference in the reward.
+
+PPO-ptx, of the second paper, adds a language-model loss on pre-training text.
+"""
 
 from pydantic import Field
 
@@ -37,9 +40,21 @@ class PpoParameters(CriticParameters):
     """Target of the mean KL per response, in nats; the penalty's weight is adapted to it. Null keeps `kl_coef`."""
 
 
+class PpoPtxParameters(PpoParameters):
+    """Parameters of PPO-ptx."""
+
+    ptx_coef: float = Field(27.8, gt=0)
+    """γ of the paper: weight of the text's mean −log π per token, added to the policy loss. The text is `data.ptx`."""
+
+
 def ppo(p: PpoParameters) -> Flow:
     """Return the flow: rewards per token, advantages by GAE, a clipped ratio for the actor and a clipped value for the critic."""
     return Flow("ppo", ppo_stages(p))
+
+
+def ppo_ptx(p: PpoPtxParameters) -> Flow:
+    """Return the flow: PPO, and in the same optimizer step a language-model loss on text that is joined to the rows."""
+    return Flow("ppo_ptx", ppo_stages(p, ptx_coef=p.ptx_coef))
 
 
 def ppo_stages(p: PpoParameters, ptx_coef: float = 0.0) -> list[Stage]:

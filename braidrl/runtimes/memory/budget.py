@@ -106,7 +106,13 @@ def role_memory(use: Deployment) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:
-    """Return one role's parts on each of its devices; `decoding_ranks` of the run decode together with a sharded model.
+    """Return one role's parts on each of its devices, as `deployment`."""
+    deployed = deployment(use, config, flow, devices, decoding_ranks)
+    return Footprint(use, deployed.shape, *role_memory(deployed))
+
+
+def deployment(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Deployment:
+    """Return a role's configured deployment; `decoding_ranks` of the run decode together with a sharded model.
 
     Raises UserError if the layout does not fit the devices or the model.
     """
@@ -133,11 +139,10 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
         engine = engine and replace(engine, own_weights=engine.own_weights and not use.apart)
     kinds = {stage.kind for stage in flow.stages if stage.role == role}
     computes = not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN))
-    deployed = Deployment(
+    return Deployment(
         shape, plain, layout, use.trained, scalar, computes, own.max_tokens,
         own.activation_checkpointing, other and other.resolve(devices), engine, moment_bytes(config.trainer),
     )  # fmt: skip
-    return Footprint(use, shape, *role_memory(deployed))
 
 
 def engine_use(

@@ -87,5 +87,7 @@ def test_pools_between_which_weights_cannot_go_are_refused(workshop: Workshop) -
 
 def test_pools_with_devices_of_different_kinds_are_refused() -> None:
     check_devices_alike("actor", "cuda", "cuda")
-    with pytest.raises(UserError, match="actor trains on cuda and generates on cpu; give both pools devices of one kind"):
+    with pytest.raises(
+        UserError, match="actor trains on cuda and generates on cpu; give both pools devices of one kind"
+    ):
         check_devices_alike("actor", "cuda", "cpu")
