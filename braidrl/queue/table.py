@@ -292,6 +292,8 @@ class Lease:
     deadline: float
     left: int = 0
     """Number of its rows that are not completed."""
+    ended: int = 0
+    """Number of its rows, completed or not, that need no slot of their engine any more."""
 
 
 class Leases:
@@ -341,6 +343,11 @@ class Leases:
         self.by_holder[lease.holder].discard(lease.number)
         if not self.by_holder[lease.holder]:
             del self.by_holder[lease.holder], self.rows_of[lease.holder]
+
+    def running(self, holder: str) -> int:
+        """Return the number of a holder's rows that need a slot of its engine."""
+        held = (self.held[number] for number in self.by_holder.get(holder, ()))
+        return sum(min(lease.left, len(lease.rows) - lease.ended) for lease in held)
 
     def of(self, holder: str) -> list[Lease]:
         """Return the leases of one holder."""

@@ -279,7 +279,7 @@ class Stream:
         batch = self.schedule.batches[self.schedule.published + 1]
         record = self.records.pop(batch.iteration)
         assert record.outcome is not None
-        uids = sorted(batch.uids, key=lambda uid: uid[1:])
+        uids = batch.uids
         record.final = self.stored(uids)
         if self.written_later.isdisjoint(self.written_before_recording):
             record.table = self.table.held.hold_for(record.final.without(self.written_later))
