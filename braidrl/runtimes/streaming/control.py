@@ -249,6 +249,11 @@ class ControlPlane(QueueController):
         """Allow the optimizer steps of an iteration."""
         self.allowed, self.is_due = iteration, False
 
+    def add_stream(self, stream: Stream) -> None:
+        """Serve another stream; a lease number names one lease among all of them."""
+        stream.tasks.leases.numbers = self.training.tasks.leases.numbers
+        self.streams.append(stream)
+
     def admit(self, stream: Stream, rows: StoredRows) -> None:
         """Admit rows whose payload is in the queue, unless their batch has been closed meanwhile."""
         with self.changed:
