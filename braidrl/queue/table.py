@@ -204,14 +204,12 @@ class Table:
         """Remove rows; return the blocks that are now free."""
         gone, parts = set(uids), set[StoredRows]()
         for known in self.parts.values():
-            here = gone & known.keys()
             # A writer of several names has stored the same part under each.
-            parts.update(map(known.__getitem__, here))
-            if len(here) == len(known):
+            if known.keys() <= gone:
+                parts.update(known.values())
                 known.clear()
             else:
-                for uid in here:
-                    del known[uid]
+                parts.update(known.pop(uid) for uid in gone & known.keys())
         return self._drop(gone, parts)
 
     def _drop(self, gone: Set[Row], parts: Iterable[StoredRows]) -> list[Block]:
