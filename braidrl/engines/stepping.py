@@ -38,6 +38,8 @@ from braidrl.weights.shards import Parts, WeightPart
 
 TURNS = 10
 """Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the step."""
+RowEnded = Callable[[Uid, Response | BaseException], None]
+"""Called in the event loop at a row's end, with its response or error."""
 OWN = "this process's engine"
 """The name of an engine in errors."""
 
@@ -227,7 +229,8 @@ class EngineReplica:
 
     def __init__(self, engine: SteppingEngine) -> None:
         self.engine, self.max_sequence_tokens = engine, engine.max_sequence_tokens
-        self._answers: dict[Uid, asyncio.Future[Response]] = {}
+        self._ended: dict[Uid, RowEnded] = {}
+        """By running row the call that its end makes."""
         self._awake = asyncio.Event()
         self._awake.set()
         self._driver: asyncio.Task[None] | None = None
@@ -242,21 +245,44 @@ class EngineReplica:
     async def submit(self, request: Request) -> Response:
         if not self._awake.is_set():
             await self._awake.wait()
-        if self._failure is not None:
-            raise self._failure
-        self.engine.add(request)
-        answer = self._answers[request.uid] = asyncio.get_running_loop().create_future()
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+        def ended(uid: Uid, result: Response | BaseException) -> None:
+            if answer.done():
+                return
+            if isinstance(result, Response):
+                answer.set_result(result)
+            else:
+                answer.set_exception(result)
+
+        self.start_rows([request], ended)
         try:
             return await answer
         except asyncio.CancelledError:
-            if self._answers.pop(request.uid, None) is not None:
-                self.engine.abort(request.uid)
+            self.withdraw(request.uid)
             raise
 
+    def start_rows(self, requests: Iterable[Request], ended: RowEnded) -> None:
+        """Start many rows, without a task and a future for each. The engine must be awake."""
+        for request in requests:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                self.engine.add(request)
+            except Exception as error:
+                ended(request.uid, error)
+            else:
+                self._ended[request.uid] = ended
+        if self._ended and (self._driver is None or self._driver.done()):
+            self._driver = asyncio.create_task(self._drive())
+
+    def withdraw(self, uid: Uid) -> None:
+        """Remove a row, if it has not ended, without an answer."""
+        if self._ended.pop(uid, None) is not None:
+            self.engine.abort(uid)
+
     async def abort(self, uid: Uid) -> None:
-        if uid not in self._answers:
+        if uid not in self._ended:
             raise KeyError(f"row {uid} is not under way")
         self._answer(self.engine.abort(uid))
 
@@ -264,8 +290,8 @@ class EngineReplica:
         self.engine.publish(version, source)
 
     async def sleep(self) -> None:
-        if self._answers:
-            raise RuntimeError(f"{OWN}: {len(self._answers)} rows are under way; an engine sleeps when it has none")
+        if self._ended:
+            raise RuntimeError(f"{OWN}: {len(self._ended)} rows are under way; an engine sleeps when it has none")
         self._awake.clear()
         self.engine.sleep()
 
@@ -282,7 +308,7 @@ class EngineReplica:
         return Load(self.engine.slots, self.engine.in_flight, self.engine.waiting)
 
     async def _drive(self) -> None:
-        while self._answers:
+        while self._ended:
             # All ready tasks submit first, so that their rows begin in the same step.
             for _ in range(TURNS):
                 await asyncio.sleep(0)
@@ -297,13 +323,10 @@ class EngineReplica:
                     failure.__cause__ = error
                 if isinstance(failure, EngineError):
                     self._failure = failure
-                answers, self._answers = self._answers, {}
+                ended, self._ended = self._ended, {}
                 self.engine.clear()
-                for answer in answers.values():
-                    if not answer.done():
-                        answer.set_exception(failure)
+                for uid, call in ended.items():
+                    call(uid, failure)
 
     def _answer(self, finished: Response) -> None:
-        answer = self._answers.pop(finished.uid)
-        if not answer.done():
-            answer.set_result(finished)
+        self._ended.pop(finished.uid)(finished.uid, finished)

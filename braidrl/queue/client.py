@@ -229,6 +229,10 @@ class Client:
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
         return self.data.connections.ask(self.address, message, frames, wait_s)
 
+    def tell(self, request: str, **fields: Any) -> None:
+        """Send one request of this process without waiting for its answer."""
+        self.data.connections.tell(self.address, {"request": request, "holder": self.holder, **fields})
+
     def take(self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any) -> WorkItem:
         """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time limit.
 

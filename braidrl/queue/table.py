@@ -168,22 +168,15 @@ class Table:
 
     def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
         """Return rows with the parts of some writers; their memory stays as long as the result lives."""
-        return self.held.hold_for(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
+        shares = {writer: self._shares(uids, writer) for writer in writers}
+        return self.held.hold_for(StoredRows(indexed(shares), located(shares, None)))
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
         """Return the index columns of these rows in the order given; for one name, the last writer's.
 
         A writer that has not written every row is left out.
         """
-        columns = dict[str, Column]()
-        for writer in writers if uids else ():
-            found, order = list[Rows](), list[int]()
-            for part, places in self._by_part(uids, writer).items():
-                positions = [part.rows[uids[place]] for place in places]
-                found.append(part.index if positions == list(range(len(part))) else part.index.take(positions))
-                order += places
-            columns.update(in_order(Rows.cat(found), order).items() if found else ())
-        return Rows(columns)
+        return indexed({writer: self._shares(uids, writer) for writer in writers})
 
     def payload(
         self, uids: Sequence[Row], writers: Sequence[str], names: Collection[str] | None, index: bool = False
@@ -192,43 +185,31 @@ class Table:
 
         With `index` the locations of all index columns too. Of one name, the last writer's column is meant.
         """
-        source, written = dict[str, str](), dict[str, dict[StoredRows, list[int]]]()
-        for writer in writers if uids else ():
-            written[writer] = self._by_part(uids, writer)
-            # All parts of a writer have the same columns.
-            for part in list(written[writer])[:1]:
-                source.update({name: writer for name in part.stored if names is None or name in names})
-                source.update(dict.fromkeys(part.index if index else (), writer))
-        pieces = []
-        for writer in dict.fromkeys(source.values()):
-            chosen = [name for name, last in source.items() if last == writer]
-            for part, places in written[writer].items():
-                own = [name for name in chosen if name in part.index]
-                pieces.append({**piece(part, chosen, places, uids), "index": own})
-        return pieces
+        return located({writer: self._shares(uids, writer) for writer in writers}, names, index)
 
     def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the locations of columns stored under their own names, as `payload` does. Raises KeyError if one is missing."""
-        found: dict[tuple[StoredRows, tuple[int, ...]], list[str]] = {}
+        shares, alike = dict[Any, Share](), defaultdict[Any, list[str]](list)
         for name in names if rows else ():
-            if not (parts := self._by_part(rows, name)):
+            if not (own := self._shares(rows, name)):
                 raise KeyError(f"a row of {list(rows)[:4]} has no column {name}")
-            for part, places in parts.items():
-                found.setdefault((part, tuple(places)), []).append(name)
-        return [piece(part, columns, list(places), rows) for (part, places), columns in found.items()]
+            for share in own:
+                # Columns that one part has for the same rows are one piece.
+                key = share.part, tuple(share.places)
+                shares[key] = share
+                alike[key].append(name)
+        return [shares[key].piece(columns) for key, columns in alike.items()]
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
         """Remove rows; return the blocks that are now free."""
         gone, parts = set(uids), set[StoredRows]()
         for known in self.parts.values():
-            here = gone & known.keys()
             # A writer of several names has stored the same part under each.
-            parts.update(map(known.__getitem__, here))
-            if len(here) == len(known):
+            if known.keys() <= gone:
+                parts.update(known.values())
                 known.clear()
             else:
-                for uid in here:
-                    del known[uid]
+                parts.update(known.pop(uid) for uid in gone & known.keys())
         return self._drop(gone, parts)
 
     def _drop(self, gone: Set[Row], parts: Iterable[StoredRows]) -> list[Block]:
@@ -243,31 +224,74 @@ class Table:
                     del part.rows[uid]
         return freed
 
-    def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredRows, list[int]]:
-        """Return a writer's parts with the places of their rows among `uids`; nothing unless it has written all of these rows."""
+    def _shares(self, uids: Sequence[Row], writer: str) -> "list[Share]":
+        """Return a writer's parts of these rows; nothing unless it has written all of them."""
         try:
             parts = list(map(self.parts[writer].__getitem__, uids))
         except KeyError:
-            return {}
-        if parts.count(parts[0]) == len(parts):
-            return {parts[0]: list(range(len(parts)))}
+            return []
+        if not parts or parts.count(parts[0]) == len(parts):
+            return [Share(part, range(len(parts)), list(map(part.rows.__getitem__, uids))) for part in parts[:1]]
         places: defaultdict[StoredRows, list[int]] = defaultdict(list)
         for place, part in enumerate(parts):
             places[part].append(place)
-        return dict(places)
+        return [Share(part, own, [part.rows[uids[place]] for place in own]) for part, own in places.items()]
 
 
-def piece(part: StoredRows, columns: Sequence[str], places: Sequence[int], rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the location of a part's columns for the `rows` at `places`, in a block of a number of rows.
+class Share(NamedTuple):
+    """Some of the wanted rows, which lie in one part."""
 
-    `positions` in the block and `places` are None if the rows are those of the block, in its order.
-    """
-    block = part.payload[0]["block"] if part.payload else None
-    location: dict[str, Any] = {"columns": columns, "block": block, "rows": len(part)}
-    positions = [part.rows[row] for row in (rows if len(places) == len(rows) else map(rows.__getitem__, places))]
-    if len(places) == len(rows) == len(part) and positions == list(range(len(part))):
-        return {**location, "positions": None, "places": None}
-    return {**location, "positions": positions, "places": places}
+    part: StoredRows
+    places: Sequence[int]
+    """Their places among the wanted rows."""
+    positions: list[int]
+    """Their positions in the part."""
+
+    @property
+    def is_all(self) -> bool:
+        """Return True if they are all rows of the part, in its order."""
+        return len(self.positions) == len(self.part) and self.positions == list(range(len(self.part)))
+
+    def piece(self, columns: Sequence[str]) -> dict[str, Any]:
+        """Return the location of some columns: a block, and the rows in it.
+
+        `positions` in the block and `places` are None if the wanted rows are those of the block, in its order.
+        """
+        block = self.part.payload[0]["block"] if self.part.payload else None
+        rows: dict[str, Any] = {"positions": self.positions, "places": list(self.places)}
+        # With one part for all wanted rows, `places` is a range.
+        if isinstance(self.places, range) and self.is_all:
+            rows = {"positions": None, "places": None}
+        return {"columns": columns, "block": block, "rows": len(self.part), **rows}
+
+
+def indexed(shares: Mapping[str, Sequence[Share]]) -> Rows:
+    """Return the index columns of rows, from the parts of each writer."""
+    columns = dict[str, Column]()
+    for own in filter(None, shares.values()):
+        found = [one.part.index if one.is_all else one.part.index.take(one.positions) for one in own]
+        columns.update(in_order(Rows.cat(found), [place for one in own for place in one.places]).items())
+    return Rows(columns)
+
+
+def located(
+    shares: Mapping[str, Sequence[Share]], names: Collection[str] | None, index: bool = False
+) -> list[dict[str, Any]]:
+    """Return the pieces of blocks with columns of rows, as `Table.payload` says, from the parts of each writer."""
+    source = dict[str, str]()
+    for writer, own in shares.items():
+        # All parts of a writer have the same columns.
+        for one in own[:1]:
+            source.update({name: writer for name in one.part.stored if names is None or name in names})
+            source.update(dict.fromkeys(one.part.index if index else (), writer))
+    chosen = defaultdict[str, list[str]](list)
+    for name, writer in source.items():
+        chosen[writer].append(name)
+    return [
+        {**one.piece(columns), "index": [name for name in columns if name in one.part.index]}
+        for writer, columns in chosen.items()
+        for one in shares[writer]
+    ]
 
 
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:
@@ -292,6 +316,8 @@ class Lease:
     deadline: float
     left: int = 0
     """Number of its rows that are not completed."""
+    ended: int = 0
+    """Number of its rows, completed or not, that need no slot of their engine any more."""
 
 
 class Leases:
@@ -341,6 +367,11 @@ class Leases:
         self.by_holder[lease.holder].discard(lease.number)
         if not self.by_holder[lease.holder]:
             del self.by_holder[lease.holder], self.rows_of[lease.holder]
+
+    def running(self, holder: str) -> int:
+        """Return the number of a holder's rows that need a slot of its engine."""
+        held = (self.held[number] for number in self.by_holder.get(holder, ()))
+        return sum(min(lease.left, len(lease.rows) - lease.ended) for lease in held)
 
     def of(self, holder: str) -> list[Lease]:
         """Return the leases of one holder."""

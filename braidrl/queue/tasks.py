@@ -326,19 +326,17 @@ class Tasks:
         return self._lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
 
     def lease(self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float) -> Lease | None:
-        """Lease these rows, all of which must be ready, as `Leases.take` does; None without rows."""
+        """Lease these rows, or return None without rows. Raises ValueError if one is held, or lacks a column."""
+        if not self.tasks[name].are_free(rows):
+            raise ValueError(f"a row of {list(rows)[:4]} is given for the second time, or before it is ready")
         self.tasks[name].withdraw(rows)
         return self._lease(name, rows, holder, now, seconds)
 
     def _lease(self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float) -> Lease | None:
-        """Lease rows that are no longer among the ready ones. Raises ValueError if one is held, or lacks a column."""
         if not rows:
             return None
-        task = self.tasks[name]
-        if not task.are_free(rows):
-            raise ValueError(f"a row of {list(rows)[:4]} is given for the second time, or before it is ready")
         lease = self.leases.take(name, holder, rows, now, seconds)
-        task.lease.update(dict.fromkeys(rows, lease.number))
+        self.tasks[name].lease.update(dict.fromkeys(rows, lease.number))
         return lease
 
     def complete(self, number: int, now: float, places: Sequence[int] | None = None) -> list[Row]:
@@ -370,13 +368,14 @@ class Tasks:
                 held.setdefault(leases[number], []).extend(self.left(leases[number], places))
         chosen = {row for rows in held.values() for row in rows}
         for part, written in parts:
-            # The rows of lost leases have no name, but a place.
-            named = [
-                leases[number].rows[place] if number in leases else None
-                for number, places in written
-                for place in places or ()
-            ]
-            part.rows = {row: place for place, row in enumerate(named) if row in chosen}
+            named: list[Row] = []
+            for number, places in written:
+                # The rows of lost leases have no name, but a place.
+                rows = leases[number].rows if number in leases else None
+                named += [rows and rows[place] for place in places or ()]
+            part.rows = dict(zip(named, range(len(named)), strict=True))
+            if not chosen.issuperset(named):
+                part.rows = {row: place for row, place in part.rows.items() if row in chosen}
         return lost, held
 
     def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:

@@ -25,11 +25,13 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.batches import Sizes
 from braidrl.queue.client import Client, Evicted, assembled, data_plane, write_columns
 from braidrl.queue.owner import Owner, StorageNode, remove_abandoned
 from braidrl.queue.storage import Place, Segments
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
 from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.stream import Stream
 from tests.queue.made_up import (
     CHECK,
     GENERATE,
@@ -146,6 +148,37 @@ def test_expired_lease_moves_on_and_late_answer_is_refused() -> None:
         assert deliver(quick, again, made_from("generate", rows)) == []
         slow.close()
         quick.close()
+
+
+def test_slots_of_ended_rows_are_filled_before_these_rows_are_reported() -> None:
+    with queue() as (control, server, node):
+        control.change(lambda: control.training.schedule.groups_wanted(0))
+        admit(control, [1, 2])
+        engine = client(server, node, "engine.0.0", generates=True)
+        first = engine.take(["generate"], 8, 0.0, slots=2)
+        assert first.size == 2 and engine.take(["generate"], 8, 0.0, slots=2).kind == "wait"
+        engine.tell("ended", ended=[(first.lease, 2)])
+        second = engine.take(["generate"], 8, 5.0, slots=2)
+        assert second.kind == "rows" and second.size == 2
+        # The report of ended rows frees no slot a second time.
+        deliver(engine, first, made_from("generate", first.read()))
+        assert engine.take(["generate"], 8, 0.0, slots=2).kind == "wait"
+        engine.close()
+
+
+def test_leases_of_an_evaluation_have_numbers_of_their_own() -> None:
+    judged = Flow("judged", [stage("generate.judged", Kind.GENERATE, ("prompt",), ("tokens", "length", "version"))])
+    with queue() as (control, server, node):
+        control.change(lambda: control.training.schedule.groups_wanted(0))
+        admit(control, [1, 2])
+        evaluation = Stream(judged, Sizes(1, 2, SAMPLES, 2 * SAMPLES), during=0, held=control.held)
+        control.add_stream(evaluation)
+        control.change(lambda: evaluation.schedule.groups_wanted(0))
+        control.admit(evaluation, control.held.hold_for(write_columns(control.data, dict(born([1, 2]).items()))))
+        engine = client(server, node, "engine.0.0", generates=True)
+        leases = [engine.take([name], 8, 5.0).lease for name in ("generate", "generate.judged")]
+        assert len(set(leases)) == 2 and engine.held == set(leases)
+        engine.close()
 
 
 def test_a_worker_that_renews_keeps_its_rows() -> None:

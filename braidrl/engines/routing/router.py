@@ -15,8 +15,8 @@ once, where all engines read them.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from functools import cached_property
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineError, Load, ServedEngine, T
 from braidrl.engines.requests import EngineRow, Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
-from braidrl.engines.stepping import SteppingEngine
+from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_in_memory
 from braidrl.weights.publisher import WeightSource
@@ -247,42 +247,96 @@ class ResumingEngine:
 
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
-        self._running = asyncio.Event()
-        self._running.set()
-        self._in_engine: dict[Uid, bool] = {}
-        """Rows that the engine has, and whether each is being preempted."""
+        self._rows: dict[Uid, tuple[Request, RowEnded]] = {}
+        """Rows that the engine has."""
+        self._tasks: dict[Uid, asyncio.Future[Response]] = {}
+        """Their requests to an engine outside this process."""
+        self._preempted: set[Uid] = set()
+        self._parts: dict[Uid, list[Response]] = {}
+        """What preempted rows had before they resumed."""
+        self._held: list[tuple[Sequence[Request], RowEnded]] | None = None
+        """Rows that wait for new weights, while these are loaded."""
 
     async def submit(self, request: Request) -> Response:
-        parts: list[Response] = []
-        rest: Request | None = request
-        while rest is not None:
-            if not self._running.is_set():
-                await self._running.wait()
-            self._in_engine[rest.uid] = False
-            try:
-                part = await self.engine.submit(rest)
-                preempted = self._in_engine[rest.uid]
-            finally:
-                del self._in_engine[rest.uid]
-            parts.append(part)
-            if not preempted or part.finish_reason is not FinishReason.ABORT:
-                break
-            rest = remaining_request(rest, part)
-        return joined(parts)
+        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+        def ended(uid: Uid, result: Response | BaseException) -> None:
+            if answer.done():
+                return
+            if isinstance(result, Response):
+                answer.set_result(result)
+            else:
+                answer.set_exception(result)
+
+        self.start_rows([request], ended)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            await self.withdraw([request.uid])
+            raise
+
+    def start_rows(self, requests: Sequence[Request], ended: RowEnded) -> None:
+        """Start rows; each one's end makes a call."""
+        if self._held is not None:
+            self._held.append((requests, ended))
+            return
+        self._rows.update((request.uid, (request, ended)) for request in requests)
+        if isinstance(self.engine, EngineReplica):
+            self.engine.start_rows(requests, self._returned)
+            return
+        for request in requests:
+            task = self._tasks[request.uid] = asyncio.ensure_future(self.engine.submit(request))
+            task.add_done_callback(partial(self._task_ended, request.uid))
+
+    def _task_ended(self, uid: Uid, task: asyncio.Future[Response]) -> None:
+        del self._tasks[uid]
+        if uid in self._rows:
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            self._returned(uid, error or task.result())
+
+    def _returned(self, uid: Uid, result: Response | BaseException) -> None:
+        """End a row, or resume it if it was preempted."""
+        request, ended = self._rows.pop(uid)
+        if uid in self._preempted:
+            self._preempted.discard(uid)
+            is_cut = isinstance(result, Response) and result.finish_reason is FinishReason.ABORT
+            if is_cut and (rest := remaining_request(request, result)) is not None:
+                self._parts.setdefault(uid, []).append(result)
+                self.start_rows([rest], ended)
+                return
+        if parts := self._parts.pop(uid, None):
+            result = joined([*parts, result]) if isinstance(result, Response) else result
+        ended(uid, result)
+
+    async def withdraw(self, uids: Collection[Uid]) -> None:
+        """Remove rows without a call, and wait until the engine has removed them."""
+        if self._held is not None:
+            gone = set(uids)
+            self._held = [([one for one in requests if one.uid not in gone], ended) for requests, ended in self._held]
+        tasks = [self._tasks[uid] for uid in uids if uid in self._tasks]
+        for uid in uids:
+            self._parts.pop(uid, None)
+            if self._rows.pop(uid, None) is not None and isinstance(self.engine, EngineReplica):
+                self.engine.withdraw(uid)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def abort(self, uid: Uid) -> None:
         await self.engine.abort(uid)
 
     async def preempt(self) -> None:
         """Preempt all rows, and return when the engine has none."""
-        self._running.clear()
-        while self._in_engine:
-            for uid in list(self._in_engine):
-                self._in_engine[uid] = True
+        self._held = [] if self._held is None else self._held
+        while self._rows:
+            for uid in list(self._rows):
+                self._preempted.add(uid)
                 # The row may not have arrived yet, or has ended.
                 with contextlib.suppress(KeyError, EngineError):
                     await self.engine.abort(uid)
-            await asyncio.sleep(PREEMPT_AGAIN_S)
+            if self._rows:
+                await asyncio.sleep(PREEMPT_AGAIN_S)
+        self._preempted.clear()
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Preempt all rows, change the weights, and resume."""
@@ -291,7 +345,9 @@ class ResumingEngine:
             await self.engine.update_weights(version, source)
         finally:
             # Resumes preempted rows, and starts rows that were submitted meanwhile.
-            self._running.set()
+            held, self._held = self._held or [], None
+            for requests, ended in held:
+                self.start_rows(requests, ended)
 
 
 class EngineService:

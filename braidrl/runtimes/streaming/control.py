@@ -120,11 +120,20 @@ class ControlPlane(QueueController):
             self.loading.join(name)
         return {}, ()
 
+    def on_ended(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Record the number of rows of an engine's leases that need no slot any more; they are reported later."""
+        for number, rows in request["ended"]:
+            for tasks in self.queues:
+                if (lease := tasks.leases.held.get(number)) is not None and lease.holder == request["holder"]:
+                    lease.ended = max(lease.ended, rows)
+        return {}, ()
+
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
         """Return a worker's next piece of work, or keep it waiting for a change."""
         holder = self.holders.get(request["holder"])
         if holder is None or self.stopping:
             return {"kind": "stop"}, ()
+        self.on_ended({"ended": (), **request}, frames)
         lost = {"lost": self.lost(request["held"]), "dropped": holder.dropped}
         holder.dropped = []
         if holder.orders:
@@ -239,6 +248,11 @@ class ControlPlane(QueueController):
     def allow(self, iteration: int) -> None:
         """Allow the optimizer steps of an iteration."""
         self.allowed, self.is_due = iteration, False
+
+    def add_stream(self, stream: Stream) -> None:
+        """Serve another stream; a lease number names one lease among all of them."""
+        stream.tasks.leases.numbers = self.training.tasks.leases.numbers
+        self.streams.append(stream)
 
     def admit(self, stream: Stream, rows: StoredRows) -> None:
         """Admit rows whose payload is in the queue, unless their batch has been closed meanwhile."""
@@ -355,7 +369,8 @@ class ControlPlane(QueueController):
         seconds = math.inf if consumer.kind is Kind.TRAIN else self.lease_s
         if "slots" in request:
             # An engine's free slots now, not at the time of the request.
-            most = min(most, request["slots"] - self.rows_held(request["holder"]))
+            running = sum(tasks.leases.running(request["holder"]) for tasks in self.queues)
+            most = min(most, request["slots"] - running)
         if self.episodes is not None and "environment" in consumer.stages[0].params:
             leases = (
                 (one.consumers.by_name[lease.task], lease)

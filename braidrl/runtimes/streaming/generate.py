@@ -10,10 +10,10 @@ engine's event loop: an engine of this process steps in it, others answer in it.
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,11 +38,20 @@ from braidrl.weights.file import WeightFile
 
 LOAD = "load weights"
 Key = tuple[int, int]
-"""A running row: the number of its lease, and its position in it."""
-
-
+"""A row: the number of its lease, and its position in it."""
 Ended = Response | Trajectory | tuple[Response, Drawn]
 """The result of a row when its engine has finished with it; of a resumed row, also the tokens drawn under this lease."""
+
+
+@dataclass(eq=False)
+class OpenLease:
+    """A lease with rows that are running or being reported."""
+
+    work: WorkItem
+    left: int
+    """Number of these rows."""
+    ended: int = 0
+    """Number of the lease's rows that the engine has finished with, or that this worker has lost."""
 
 
 class GenerateLoop:
@@ -58,44 +67,40 @@ class GenerateLoop:
         self.has_budget = context.executor.config.rollout.tokens_per_iteration is not None
         """True if rows are suspended after a number of tokens (partial rollout)."""
         self.version = 0
-        self.flight: dict[Key, asyncio.Task[Ended]] = {}
-        """The task that draws each running row."""
-        self.leases: dict[int, WorkItem] = {}
-        """The leases with running rows."""
-        self.left: dict[int, int] = {}
-        """Number of running rows by lease."""
-        self.last: dict[Uid, Key] = {}
-        """The latest running key of each row: an engine draws one response of a row at a time."""
+        self.leases: dict[int, OpenLease] = {}
+        self.flight: dict[Key, Ended | BaseException | None] = {}
+        """The rows that are running or being reported: None until the row has ended."""
+        self.keys: dict[Uid, Key] = {}
+        """The running rows that are one request to the engine."""
+        self.tasks: dict[Key, asyncio.Task[Ended]] = {}
+        """The other running rows: episodes, and responses drawn in pieces."""
         self.ended: list[Key] = []
         self.reporting: dict[asyncio.Task[None], list[Key]] = {}
         """Tasks that check and write finished rows, with these. The rows stay in `flight` until their task has ended."""
-        self.spans: dict[str, BusySpan] = {}
-        """The span in which the engine has rows of a stage, by stage."""
-        self.pieces: dict[str, PieceOfWork] = {}
-        """The same for stall detection."""
+        self.spans: dict[str, tuple[BusySpan, PieceOfWork]] = {}
+        """By stage the span in which the engine has rows of it, and the same for stall detection."""
         self.crowd = 0
         """The largest number of rows at once since the engine was idle."""
 
     async def serve(self, own: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
-        engine = ResumingEngine(own)
-        self.news = asyncio.Event()
+        self.own, self.running, self.news = own, ResumingEngine(own), asyncio.Event()
         try:
-            while (work := await self._next(own.load().slots)).kind != "stop":
+            while (work := await self._next()).kind != "stop":
                 await self._end(self._gone(work.lost, work.dropped))
                 if work.kind == "rows":
-                    self._begin(engine, work)
+                    self._begin(work)
                 elif work.kind == "load":
-                    await self._load(engine, work)
+                    await self._load(work)
         finally:
             await asyncio.gather(*self.reporting, return_exceptions=True)
             await self._end(list(self.flight))
 
-    async def _next(self, slots: int) -> WorkItem:
+    async def _next(self) -> WorkItem:
         """Return the worker's next work from the queue; rows that end meanwhile are checked, written and reported."""
         settings, consumers = self.context.settings, self.context.group.consumers
-        slots += sum(map(len, self.reporting.values()))
-        take = partial(self.client.take, consumers, settings.dispatch_rows, settings.wait_s, slots=slots)
+        counts = {"slots": self.own.load().slots, "ended": self._ended_by_lease()}
+        take = partial(self.client.take, consumers, settings.dispatch_rows, settings.wait_s, **counts)
         asked = asyncio.ensure_future(asyncio.to_thread(take))
         asked.add_done_callback(lambda _: self.news.set())
         while not asked.done():
@@ -105,6 +110,10 @@ class GenerateLoop:
             self._deliver()
             await self._end(self._gone(*self.client.renew(settings.lease_s / 3)))
         return await asked
+
+    def _ended_by_lease(self) -> list[tuple[int, int]]:
+        """Return the rows of each lease that do not need a slot any more; the queue learns of others when they are reported."""
+        return [(number, lease.ended) for number, lease in self.leases.items() if lease.ended]
 
     def _gone(self, lost: Collection[int], dropped: Iterable[tuple[int, Sequence[int]]]) -> list[Key]:
         """Return the running rows that this worker has lost, by lease, or by lease and position.
@@ -118,57 +127,57 @@ class GenerateLoop:
 
     # Rows
 
-    def _begin(self, engine: ResumingEngine, work: WorkItem) -> None:
+    def _begin(self, work: WorkItem) -> None:
         """Give the rows of a lease to the engine."""
         rows = work.read_existing()
         if not work.own:
             self.client.held.discard(work.lease)
             return
         stage, config = self.context.consumers[work.consumer].stages[0], self.context.executor.config
-        requests, uids = requests_of(stage, rows, config), rows.uids()
-        # An episode has no budget.
-        ends = set() if "environment" in stage.params else set(work.message.get("to_the_end", ()))
-        self.leases[work.lease], self.left[work.lease] = work, len(work.own)
-        loop = asyncio.get_running_loop()
-        for number, place in enumerate(work.own):
-            key, uid = (work.lease, place), uids[number]
-            own = replace(stage, params={**stage.params, TO_THE_END: True}) if place in ends else stage
-            before = self.flight.get(self.last[uid]) if uid in self.last else None
-            self.last[uid] = key
-            self.flight[key] = loop.create_task(self._draw(engine, own, rows, number, requests[number], key, before))
+        requests, keys = requests_of(stage, rows, config), [(work.lease, place) for place in work.own]
+        self.leases[work.lease] = OpenLease(work, len(keys), work.size - len(keys))
+        self.flight.update(dict.fromkeys(keys))
+        if "environment" not in stage.params and not self.has_budget:
+            self.keys.update(zip((request.uid for request in requests), keys, strict=True))
+            self.running.start_rows(requests, self._row_ended)
+        else:
+            to_the_end = set(work.message.get("to_the_end", ()))
+            for number, key in enumerate(keys):
+                own = replace(stage, params={**stage.params, TO_THE_END: True}) if key[1] in to_the_end else stage
+                task = asyncio.create_task(self._draw(own, rows.take([number]), requests[number]))
+                task.add_done_callback(partial(self._task_ended, key))
+                self.tasks[key] = task
         if stage.name not in self.spans:
-            self.spans[stage.name] = self.context.trace.begin(stage.name, work.iteration, self.version)
-            self.pieces[stage.name] = WORK.begin(stage.name)
+            span = self.context.trace.begin(stage.name, work.iteration, self.version)
+            self.spans[stage.name] = span, WORK.begin(stage.name)
         self.crowd = max(self.crowd, len(self.flight))
 
-    async def _draw(
-        self, engine: ResumingEngine, stage: Stage, rows: Rows, number: int, request: Request, key: Key,
-        before: asyncio.Task[Ended] | None,
-    ) -> Ended:  # fmt: skip
-        """Draw one of these rows once the engine is done with an earlier request for it, and note its end."""
-        try:
-            if before is not None:
-                await asyncio.wait([before])
-            if "environment" in stage.params:
-                (played,) = await self.generation.played(engine, stage, rows.take([number]), self.limits)
-                return played
-            if not self.has_budget:
-                return await engine.submit(request)
-            # The row may have tokens: it resumes within its budget, and stays as it is if it has ended.
-            partial = self.generation.partial(stage, rows.take([number]), self.version)
-            assert partial is not None
-            if complete := partial.complete:
-                return next(iter(complete.values())), Drawn(0, 0)
-            (rest,) = partial.rest([request])
-            response = await engine.submit(rest)
-            whole = partial.joined(response, self.engine.max_sequence_tokens)
-            return whole, Drawn.of(rest.prompt, response)
-        finally:
-            if self.last.get(request.uid) == key:
-                del self.last[request.uid]
-            # When another task of the loop reads this, the row's task has ended.
-            self.ended.append(key)
-            self.news.set()
+    async def _draw(self, stage: Stage, row: Rows, request: Request) -> Ended:
+        """Play an episode, or draw tokens of a row within its budget."""
+        if "environment" in stage.params:
+            (played,) = await self.generation.played(self.running, stage, row, self.limits)
+            return played
+        # The row may have tokens, and stays as it is if it has ended.
+        earlier = self.generation.partial(stage, row, self.version)
+        assert earlier is not None
+        if complete := earlier.complete:
+            return next(iter(complete.values())), Drawn(0, 0)
+        (rest,) = earlier.rest([request])
+        response = await self.running.submit(rest)
+        return earlier.joined(response, self.engine.max_sequence_tokens), Drawn.of(rest.prompt, response)
+
+    def _row_ended(self, uid: Uid, result: Response | BaseException) -> None:
+        self._note_end(self.keys.pop(uid), result)
+
+    def _task_ended(self, key: Key, task: asyncio.Task[Ended]) -> None:
+        del self.tasks[key]
+        if not task.cancelled():
+            self._note_end(key, task.exception() or task.result())
+
+    def _note_end(self, key: Key, result: Ended | BaseException) -> None:
+        self.flight[key] = result
+        self.ended.append(key)
+        self.news.set()
 
     def _deliver(self) -> None:
         """Begin to check, write and report finished rows, while the engine continues; rows of lost leases are another worker's."""
@@ -177,13 +186,20 @@ class GenerateLoop:
             # Raises the error of a check.
             task.result()
         ended, self.ended = [key for key in self.ended if key in self.flight], []
-        alike: dict[tuple[str, bool], list[Key]] = {}
+        if not ended:
+            return
+        alike: defaultdict[tuple[str, bool], list[Key]] = defaultdict(list)
         for key in ended:
-            # Raises the error of a row's generation.
-            result = self.flight[key].result()
+            result, lease = self.flight[key], self.leases[key[0]]
+            if isinstance(result, BaseException):
+                raise result
             response = result[0] if isinstance(result, tuple) else result
             is_suspended = isinstance(response, Response) and response.finish_reason is FinishReason.ABORT
-            alike.setdefault((self.leases[key[0]].consumer, is_suspended), []).append(key)
+            alike[lease.work.consumer, is_suspended].append(key)
+            lease.ended += 1
+        if len(self.flight) >= self.own.load().slots:
+            # The pending request may be for slots that only now are free: it is answered before these rows are reported.
+            self.client.tell("ended", ended=self._ended_by_lease())
         for (_, unfinished), keys in alike.items():
             WORK.advanced()
             task = asyncio.create_task(self._report(keys, unfinished))
@@ -191,43 +207,42 @@ class GenerateLoop:
             self.reporting[task] = keys
 
     async def _report(self, keys: Sequence[Key], unfinished: bool) -> None:
-        places: dict[int, list[int]] = {}
+        places: defaultdict[int, list[int]] = defaultdict(list)
         for lease, place in keys:
-            places.setdefault(lease, []).append(place)
-        rows = Rows.cat([self.leases[lease].share(own) for lease, own in places.items()])
-        ended = [self.flight[lease, place].result() for lease, own in places.items() for place in own]
-        work = self.leases[keys[0][0]]
+            places[lease].append(place)
+        rows = Rows.cat([self.leases[lease].work.share(own) for lease, own in places.items()])
+        ended = [self.flight[lease, place] for lease, own in places.items() for place in own]
+        work = self.leases[keys[0][0]].work
         await asyncio.to_thread(self._write, work, rows, list(places.items()), ended, unfinished)
         self._forget(keys)
 
     def _write(
-        self, work: WorkItem, rows: Rows, done: list[tuple[int, list[int]]], ended: Sequence[Ended], unfinished: bool
+        self, work: WorkItem, rows: Rows, done: list[tuple[int, list[int]]], ended: Sequence[Any], unfinished: bool
     ) -> None:
         consumer = self.context.consumers[work.consumer]
-        stage, sums, usage = consumer.stages[0], Sums(), self.generation.usage
-        results = [one[0] if isinstance(one, tuple) else one for one in ended]
-        drawn = [
-            one[1] if isinstance(one, tuple) else Drawn.of(prompt, one)
-            for prompt, one in zip(rows["prompt"].unbind(), ended, strict=True)
-        ]
+        stage, sums, usage, trace = consumer.stages[0], Sums(), self.generation.usage, self.context.trace
         if "environment" in stage.params:
-            played = [result for result in results if isinstance(result, Trajectory)]
-            columns = dict(self.generation.trajectory_columns(stage, played, self.limits, sums))
+            columns = dict(self.generation.trajectory_columns(stage, ended, self.limits, sums))
+            drawn = [Drawn.of(prompt, played) for prompt, played in zip(rows["prompt"].unbind(), ended, strict=True)]
+        elif self.has_budget:
+            columns = dict(self.generation.named(stage, response_columns(rows, [response for response, _ in ended])))
+            drawn = [new for _, new in ended]
         else:
-            responses = [result for result in results if isinstance(result, Response)]
-            columns = dict(self.generation.named(stage, response_columns(rows, responses)))
+            found = response_columns(rows, ended)
+            columns = dict(self.generation.named(stage, found))
+            drawn = Drawn.after(rows["prompt"].lengths, found["action_tokens"])
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
-        report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)
+        report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
         usage.note_memory(stage, sums)
         reports = [{**report, "sums": sums.pairs()}]
         whole = rows.with_columns(columns)
         for other in consumer.due(work.iteration) if not unfinished else ():
             if other is not stage:
-                with self.context.trace.busy(other.name, work.iteration, whole.uids()) as span:
-                    found = self.context.executor.run(other, whole, span.sums)
-                whole, columns = whole.with_columns(found), {**columns, **found}
+                with trace.busy(other.name, work.iteration, whole.uids()) as span:
+                    computed = self.context.executor.run(other, whole, span.sums)
+                whole, columns = whole.with_columns(computed), {**columns, **computed}
                 reports.append(span.report())
         part = write_columns(self.context.data, columns)
         self.client.done(consumer.name, done, [(part, done)], reports, unfinished=unfinished, keeps=True)
@@ -236,38 +251,49 @@ class GenerateLoop:
         """End rows that this worker has lost: selection dropped them, or another worker generates them."""
         if not keys:
             return
-        for key in keys:
-            self.flight[key].cancel()
-        await asyncio.gather(*(self.flight[key] for key in keys), return_exceptions=True)
-        self._forget(keys)
+        gone = set(keys)
+        for key in gone:
+            self.leases[key[0]].ended += self.flight[key] is None
+        uids = [uid for uid, key in self.keys.items() if key in gone]
+        for uid in uids:
+            del self.keys[uid]
+        tasks = [self.tasks[key] for key in gone if key in self.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(self.running.withdraw(uids), *tasks, return_exceptions=True)
+        self._forget(gone)
 
-    def _forget(self, keys: Iterable[Key]) -> None:
-        for lease, rows in Counter(key[0] for key in keys if self.flight.pop(key, None) is not None).items():
-            self.left[lease] -= rows
-            if not self.left[lease]:
-                del self.left[lease], self.leases[lease]
-                self.client.held.discard(lease)
+    def _forget(self, keys: Collection[Key]) -> None:
+        for key in keys:
+            self.flight.pop(key, None)
+        for number, rows in Counter(number for number, _ in keys).items():
+            lease = self.leases[number]
+            lease.left -= rows
+            if not lease.left:
+                del self.leases[number]
+                self.client.held.discard(number)
         if self.flight and len(self.spans) == 1:
             return
-        left = {work.consumer for work in self.leases.values()}
+        left = {self.context.consumers[lease.work.consumer].stages[0].name for lease in self.leases.values()}
         for stage in self.spans.keys() - left:
-            self.context.trace.end(self.spans.pop(stage))
-            WORK.end(self.pieces.pop(stage))
+            span, piece = self.spans.pop(stage)
+            self.context.trace.end(span)
+            WORK.end(piece)
         self.crowd = self.crowd if self.flight else 0
 
     # Weights
 
-    async def _load(self, engine: ResumingEngine, work: WorkItem) -> None:
+    async def _load(self, work: WorkItem) -> None:
         """Load a whole version. If rows do not continue with it, running ones were dropped before."""
         if not work.message["keeps_rows"]:
-            await self._end([key for key, task in self.flight.items() if not task.done()])
+            await self._end([key for key, result in self.flight.items() if result is None])
         version = int(work.message["version"])
         place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
         source = source_of(place) if place else None
-        await engine.preempt()
+        await self.running.preempt()
         start = time.perf_counter()
         with self.context.trace.busy(LOAD, version, version=version):
-            await engine.update_weights(version, source)
+            await self.running.update_weights(version, source)
         self.version = version
         loaded: dict[str, Any] = {"version": version, "bytes": 0, "sent": 0, "update": None}
         if place:

@@ -76,7 +76,7 @@ class StreamingBackend:
         stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published, held=self.control.held)
         with self.control.changed:
             self.control.loading.pinned = True
-            self.control.streams.append(stream)
+            self.control.add_stream(stream)
             stream.schedule.groups_wanted(0)
         self.control.admit(stream, rows)
         self.control.change(lambda: None)

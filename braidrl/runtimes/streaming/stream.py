@@ -90,7 +90,8 @@ class Stream:
 
     def _add_admitted(self, rows: StoredRows) -> None:
         drawn = set(self.drawn).intersection(rows.columns)
-        self._note_lengths(rows.uids(), rows.index.without(list(drawn)))
+        if self.schedule.samplers:
+            self._note_lengths(rows.uids(), rows.index.without(list(drawn)))
         self.table.add(rows.part(ADMISSION, [name for name in rows.columns if name not in drawn]))
         if drawn:
             self.table.add(rows.part(DRAWN, drawn))
@@ -139,7 +140,8 @@ class Stream:
         written = [name for name in rows.columns if name in wrote]
         if self.schedule.recorded:
             self.table.add(rows.part(self.schedule.recorded[0], written))
-        self._note_lengths(rows.uids(), rows.index)
+        if self.schedule.samplers:
+            self._note_lengths(rows.uids(), rows.index)
 
     def begun(self) -> list[int]:
         """Return the batches to save: started on older versions; all other rows are drawn again after a resume.
@@ -232,7 +234,8 @@ class Stream:
         for part, _ in parts:
             part.writer = DRAWN if unfinished else name
             if part.rows:
-                self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
+                if self.schedule.samplers:
+                    self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
                 freed += self.table.replace(part)
             else:
                 freed += part.blocks
@@ -279,7 +282,7 @@ class Stream:
         batch = self.schedule.batches[self.schedule.published + 1]
         record = self.records.pop(batch.iteration)
         assert record.outcome is not None
-        uids = sorted(batch.uids, key=lambda uid: uid[1:])
+        uids = batch.uids
         record.final = self.stored(uids)
         if self.written_later.isdisjoint(self.written_before_recording):
             record.table = self.table.held.hold_for(record.final.without(self.written_later))
@@ -319,7 +322,7 @@ class Stream:
     def _note_lengths(self, uids: Iterable[Uid], index: Rows, places: Sequence[int] | None = None) -> None:
         """Give samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""
         name = next((name for name in ("length", "prompt_length") if name in index), None)
-        if name is not None and self.schedule.samplers:
+        if name is not None:
             lengths = index[name] if places is None else index[name][places]
             self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
 
