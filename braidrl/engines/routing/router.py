@@ -297,15 +297,16 @@ class ResumingEngine:
     def _returned(self, uid: Uid, result: Response | BaseException) -> None:
         """End a row, or resume it if it was preempted."""
         request, ended = self._rows.pop(uid)
-        if uid in self._preempted:
-            self._preempted.discard(uid)
-            is_cut = isinstance(result, Response) and result.finish_reason is FinishReason.ABORT
-            if is_cut and (rest := remaining_request(request, result)) is not None:
-                self._parts.setdefault(uid, []).append(result)
+        parts, was_preempted = self._parts.pop(uid, []), uid in self._preempted
+        self._preempted.discard(uid)
+        if isinstance(result, Response):
+            parts.append(result)
+            rest = remaining_request(request, result) if was_preempted else None
+            if rest is not None:
+                self._parts[uid] = parts
                 self.start_rows([rest], ended)
                 return
-        if parts := self._parts.pop(uid, None):
-            result = joined([*parts, result]) if isinstance(result, Response) else result
+            result = joined(parts) if len(parts) > 1 else result
         ended(uid, result)
 
     async def withdraw(self, uids: Collection[Uid]) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from braidrl.agents.trajectory import Trajectory, response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import ServedEngine
@@ -99,7 +101,7 @@ class GenerateLoop:
     async def _next(self) -> WorkItem:
         """Return the worker's next work from the queue; rows that end meanwhile are checked, written and reported."""
         settings, consumers = self.context.settings, self.context.group.consumers
-        counts = {"slots": self.own.load().slots, "ended": self._ended_by_lease()}
+        counts: dict[str, Any] = {"slots": self.own.load().slots, "ended": self._ended_by_lease()}
         take = partial(self.client.take, consumers, settings.dispatch_rows, settings.wait_s, **counts)
         asked = asyncio.ensure_future(asyncio.to_thread(take))
         asked.add_done_callback(lambda _: self.news.set())
@@ -229,8 +231,9 @@ class GenerateLoop:
             drawn = [new for _, new in ended]
         else:
             found = response_columns(rows, ended)
-            columns = dict(self.generation.named(stage, found))
-            drawn = Drawn.after(rows["prompt"].lengths, found["action_tokens"])
+            columns, lengths = dict(self.generation.named(stage, found)), found["action_tokens"]
+            assert isinstance(lengths, Tensor)
+            drawn = Drawn.after(rows["prompt"].lengths, lengths)
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)
