@@ -38,7 +38,7 @@ from braidrl.weights.publisher import WeightSource
 
 
 class Lockstep(msgspec.Struct, omit_defaults=True):
-    """What every process does next: rows come and go, in this order, then one call. `publish` is acknowledged."""
+    """The next step of all processes: rows are added and aborted, in this order, then one call follows. `publish` is acknowledged."""
 
     rows: list[Request | Uid]
     """Requests that are added, and the uids of rows that are aborted."""
