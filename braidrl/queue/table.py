@@ -189,7 +189,7 @@ class Table:
 
     def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the locations of columns stored under their own names, as `payload` does. Raises KeyError if one is missing."""
-        shares, alike = dict[Any, Share](), defaultdict[Any, list[str]](list)
+        shares, alike = dict[Any, PartRows](), defaultdict[Any, list[str]](list)
         for name in names if rows else ():
             if not (own := self._shares(rows, name)):
                 raise KeyError(f"a row of {list(rows)[:4]} has no column {name}")
@@ -224,21 +224,21 @@ class Table:
                     del part.rows[uid]
         return freed
 
-    def _shares(self, uids: Sequence[Row], writer: str) -> "list[Share]":
+    def _shares(self, uids: Sequence[Row], writer: str) -> "list[PartRows]":
         """Return a writer's parts of these rows; nothing unless it has written all of them."""
         try:
             parts = list(map(self.parts[writer].__getitem__, uids))
         except KeyError:
             return []
         if not parts or parts.count(parts[0]) == len(parts):
-            return [Share(part, range(len(parts)), list(map(part.rows.__getitem__, uids))) for part in parts[:1]]
+            return [PartRows(part, range(len(parts)), list(map(part.rows.__getitem__, uids))) for part in parts[:1]]
         places: defaultdict[StoredRows, list[int]] = defaultdict(list)
         for place, part in enumerate(parts):
             places[part].append(place)
-        return [Share(part, own, [part.rows[uids[place]] for place in own]) for part, own in places.items()]
+        return [PartRows(part, own, [part.rows[uids[place]] for place in own]) for part, own in places.items()]
 
 
-class Share(NamedTuple):
+class PartRows(NamedTuple):
     """Some of the wanted rows, which lie in one part."""
 
     part: StoredRows
@@ -265,7 +265,7 @@ class Share(NamedTuple):
         return {"columns": columns, "block": block, "rows": len(self.part), **rows}
 
 
-def indexed(shares: Mapping[str, Sequence[Share]]) -> Rows:
+def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
     """Return the index columns of rows, from the parts of each writer."""
     columns = dict[str, Column]()
     for own in filter(None, shares.values()):
@@ -275,7 +275,7 @@ def indexed(shares: Mapping[str, Sequence[Share]]) -> Rows:
 
 
 def located(
-    shares: Mapping[str, Sequence[Share]], names: Collection[str] | None, index: bool = False
+    shares: Mapping[str, Sequence[PartRows]], names: Collection[str] | None, index: bool = False
 ) -> list[dict[str, Any]]:
     """Return the pieces of blocks with columns of rows, as `Table.payload` says, from the parts of each writer."""
     source = dict[str, str]()

@@ -205,7 +205,7 @@ def test_an_aborted_trajectory_keeps_its_tokens_so_far() -> None:
         while not task.done():
             await asyncio.sleep(0)
             # Between two turns the engine does not have the row.
-            if engine.engine.tokens_generated >= 80 and (0, 0, 0) in engine._answers:
+            if engine.engine.tokens_generated >= 80 and (0, 0, 0) in engine._ended:
                 await engine.abort((0, 0, 0))
                 break
         return await task

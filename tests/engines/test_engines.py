@@ -134,7 +134,7 @@ class FailsForOneRow(EngineReplica):
             super()._answer(finished)
         else:
             self.failed = True
-            self._answers.pop(finished.uid).set_exception(EngineError("the line is cut"))
+            self._ended.pop(finished.uid)(finished.uid, EngineError("the line is cut"))
 
 
 def test_rows_answered_in_the_turn_in_which_their_engine_fails_are_answered_once() -> None:
