@@ -165,7 +165,7 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]
         elif first["type"] == "model_type" and keys == first["loc"]:
             known = ", ".join(section_keys(keys, root)[:3])
             lines[keys] = f"{place} is a section with keys such as {known}, got {shown(first['input'])}"
-        elif first["type"] == "dict_type" and keys == first["loc"]:
+        elif first["type"] == "dict_type" and keys and keys == first["loc"]:
             lines[keys] = f"{place} has values by name; write {place}.NAME=..., got {shown(first['input'])}"
         else:
             # One fault for each member of a union.
@@ -177,7 +177,7 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]
     return list(lines.values())
 
 
-def section_keys(place: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
+def section_keys(place: tuple[int | str, ...], root: type[BaseModel] = Config) -> list[str]:
     """Return the keys of the section at `place`."""
     section = root
     for part in place:

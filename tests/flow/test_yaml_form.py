@@ -151,7 +151,7 @@ ERRORS = {
         changed("- {role: reward, type: verify}\n", ""),
         "stage centred_reward reads 'reward', which no earlier stage writes.",
     ),
-    "no YAML": ("flow: [", "YAML: while parsing"),
+    "no YAML": ("flow: [", "YAML: did not find"),
 }
 
 

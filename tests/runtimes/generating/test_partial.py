@@ -211,9 +211,9 @@ def test_a_response_that_repeats_itself_is_ended_and_counted(workshop: Workshop)
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"environment": "module:World"}}, "an environment cannot pause; remove one of the two"),
-        ({"trainer": {"surplus": "drop"}}, "write trainer.max_staleness=1, or more, and trainer.surplus=keep"),
-        ({"flow": "remax"}, "generates more than one or gives it a name"),
+        ({"rollout": {"environment": "module:World"}}, "in an environment, which cannot pause; remove it"),
+        ({"trainer": {"surplus": "drop"}}, "write trainer.max_staleness=1 and trainer.surplus=keep"),
+        ({"flow": "remax"}, "flow remax generates none, several"),
         (
             {"runtime": "streaming", "streaming": {"on_policy_share": 0.5}},
             "trainer.surplus=keep brings others; write trainer.surplus=drop",

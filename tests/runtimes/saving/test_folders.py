@@ -57,11 +57,15 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
             make(given)
 
 
-@pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOSPC, errno.EDQUOT])
-def test_existing_folder_and_full_disk_are_not_output_errors(tmp_path: Path, number: int) -> None:
-    with pytest.raises(OSError) as found, named_output(tmp_path):
-        raise OSError(number, os.strerror(number))
-    assert found.value.errno == number
+def test_an_existing_folder_is_no_output_error_and_a_full_disk_is_one(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError), named_output(tmp_path):
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        with (
+            pytest.raises(UserError, match=rf"^output: .* cannot be written \({os.strerror(number)}\)"),
+            named_output(tmp_path),
+        ):
+            raise OSError(number, os.strerror(number))
 
 
 def test_run_with_relative_paths_resumes_from_any_folder(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
