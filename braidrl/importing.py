@@ -1,6 +1,6 @@
 """Plug-ins in a configuration: built-in ones by a short name, a user's own as `module:name` or `path/to/file.py:name`.
 
-ENGINES = PluginRegistry("rollout engine", {"embedded": "braidrl.engines.engine_host:embedded_engine"})
+ENGINES = PluginRegistry("rollout engine", {"embedded": "braidrl.engines.engine_process:embedded_engine"})
 ENGINES.find("embedded")           built-in, imported only now
 ENGINES.find("engine.py:Plain")    a user's own
 """

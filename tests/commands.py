@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TextIO
 from braidrl.cluster.local import STARTING, main_module_hidden
 
 LOOK_S = 0.01
-COMMAND = ("braidrl.cli.commands", "braidrl.runtimes.evaluation", "braidrl.engines.engine_host")
+COMMAND = ("braidrl.cli.commands", "braidrl.runtimes.evaluation", "braidrl.engines.engine_process")
 """Modules that commands import on demand; the fork server imports them in advance."""
 
 

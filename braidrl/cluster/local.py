@@ -62,7 +62,7 @@ getattr(importlib.import_module(module), function)(descriptor)
 """
 BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
 """Arguments for another environment's interpreter: its own packages come first."""
-ENGINES = ("braidrl.engines.engine_host",)
+ENGINES = ("braidrl.engines.engine_process",)
 """Modules of the engines that ranks and workers start themselves."""
 SERVER_START = "braidrl.cluster.server_start"
 """The first import of a fresh fork server."""

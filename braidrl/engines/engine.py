@@ -23,8 +23,8 @@ T = TypeVar("T")
 ENGINES = PluginRegistry(
     "rollout engine",
     {
-        "embedded": "braidrl.engines.engine_host:embedded_engine",
-        "vllm": "braidrl.engines.engine_host:vllm_engine",
+        "embedded": "braidrl.engines.engine_process:embedded_engine",
+        "vllm": "braidrl.engines.engine_process:vllm_engine",
         "http": "braidrl.engines.http.http_engine:HttpEngine",
     },
 )

@@ -221,6 +221,20 @@ class SteppingEngine(ABC):
         return nullcontext()
 
 
+def answering(answer: asyncio.Future[Response]) -> RowEnded:
+    """Return a call that gives a row's result to a future, unless its caller was cancelled."""
+
+    def ended(uid: Uid, result: Response | BaseException) -> None:
+        if answer.done():
+            return
+        if isinstance(result, Response):
+            answer.set_result(result)
+        else:
+            answer.set_exception(result)
+
+    return ended
+
+
 class EngineReplica:
     """A `SteppingEngine` behind the engine protocol.
 
@@ -246,16 +260,7 @@ class EngineReplica:
         if not self._awake.is_set():
             await self._awake.wait()
         answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-        def ended(uid: Uid, result: Response | BaseException) -> None:
-            if answer.done():
-                return
-            if isinstance(result, Response):
-                answer.set_result(result)
-            else:
-                answer.set_exception(result)
-
-        self.start_rows([request], ended)
+        self.start_rows([request], answering(answer))
         try:
             return await answer
         except asyncio.CancelledError:

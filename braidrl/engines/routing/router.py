@@ -26,7 +26,7 @@ from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineError, Load, ServedEngine, T
 from braidrl.engines.requests import EngineRow, Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
-from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine
+from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine, answering
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_in_memory
 from braidrl.weights.publisher import WeightSource
@@ -259,16 +259,7 @@ class ResumingEngine:
 
     async def submit(self, request: Request) -> Response:
         answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-        def ended(uid: Uid, result: Response | BaseException) -> None:
-            if answer.done():
-                return
-            if isinstance(result, Response):
-                answer.set_result(result)
-            else:
-                answer.set_exception(result)
-
-        self.start_rows([request], ended)
+        self.start_rows([request], answering(answer))
         try:
             return await answer
         except asyncio.CancelledError:
