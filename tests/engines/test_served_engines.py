@@ -99,7 +99,12 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
     service = EngineService(engines, limit_s=120.0)
     request.addfinalizer(service.close)
     service.publish(4, ModelWeights(MODEL))
-    wanted = requests(EngineUnderTest(lambda: service.router, END, LIMIT, in_training, other_weights), 40, tokens=20)
+    subject = EngineUnderTest(lambda: service.router, END, LIMIT, in_training, other_weights)
+    # Different lengths, so that the killed engine still has rows when the first ones end.
+    wanted = [
+        replace(request, sampling=replace(request.sampling, max_tokens=20 + 29 * number % 200))
+        for number, request in enumerate(requests(subject, 40))
+    ]
     expected = all_alone(wanted)
     dying, answered = service.engines[0], []
 
