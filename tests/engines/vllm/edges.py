@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -55,7 +56,7 @@ def a_stop_text_ends_a_row_within_the_tokens_of_a_step() -> None:
     request = Request((0, 0, 0), torch.tensor([1]), SamplingParams(stop=("stop",), max_tokens=len(tokens)))
     row = row_of(request, tokenizer, (), 64)
     row.name, row.versions = "7", [(0, 0)]
-    engine._rows = {"7": row}
+    engine._rows, engine.recent = {"7": row}, deque()
     (finished,) = engine._step_of_vllm()
     assert tokenizer.decode(finished.tokens) == "a stop" and finished.finish_reason is FinishReason.STOP
 
