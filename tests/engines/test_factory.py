@@ -179,7 +179,7 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ),
         (
             {"rollout": {"engine": "vllm", "tensor": 2, "nodes": 2}},
-            r"rollout.nodes=2 is for engines of vLLM under runtime=streaming; remove it",
+            r"rollout.nodes=2 is for engines of vLLM under runtime=streaming, and this is .*; remove it",
         ),
         (
             {"runtime": "streaming", "rollout": {"engine": "vllm", "tensor": 2, "nodes": 4}},

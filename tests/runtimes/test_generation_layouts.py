@@ -95,7 +95,7 @@ def test_eight_ranks_train_generate_and_infer_in_three_layouts(workshop: Worksho
     [
         ({"rollout": {"tensor": 2}, "workers": 3}, "rollout.tensor=2: 3 ranks generate, which it does not divide"),
         ({"rollout": {"tensor": 8}, "workers": 8}, "rollout.tensor=8 does not divide the model's 4 attention heads"),
-        ({"rollout": {"pipeline": 3}}, "rollout.pipeline=3 does not divide 2 layers"),
+        ({"rollout": {"pipeline": 3}}, "rollout.pipeline=3 does not divide the model's 2 layers"),
         ({"rollout": {"tensor": 2, "grouping": "interval"}}, "rollout.grouping=interval: training has pipeline=1, tensor=1"),
         (
             {"trainer": {"layout": {"shard": "full"}}, "rollout": {"tensor": 2, "grouping": "neighbour"}},

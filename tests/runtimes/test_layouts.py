@@ -102,7 +102,7 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
         ),
         (
             {"algorithm": {"kl_coef": 0.1}, "roles": {"reference": {"inference_layout": {"tensor": 2}}}},
-            "roles.reference.inference_layout: grpo does not train it; write roles.reference.layout",
+            "roles.reference.inference_layout: grpo does not train reference; write roles.reference.layout",
         ),
         (
             {"roles": {"actor": {"inference_layout": {"tensor": 2}}}},
@@ -115,7 +115,7 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
         ),
         (
             {"rollout": {"tensor": 2, "environment": "gem:rg:basic_arithmetic"}},
-            "rollout.tensor=2: ranks that decode together play no environment",
+            "rollout.tensor=2: ranks that decode together cannot run an environment",
         ),
         ({"runtime": "eager", "rollout": {"tensor": 2}}, "rollout.tensor=2 needs engine processes"),
         (

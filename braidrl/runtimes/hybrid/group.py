@@ -190,7 +190,10 @@ class RunWorkers:
         order = ray.put(self.order)
         joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
         if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
-            raise UserError("workers make other stages than the driver; write dtype=float32 or bfloat16, not auto")
+            raise UserError(
+                "workers make other stages than the driver, whose device is of another kind; write dtype=float32 or "
+                "dtype=bfloat16, not auto"
+            )
         # The ranks of a pool form a process group if there are several or a model is sharded.
         formed, others = [], inference_layouts(config, self.prepared.flow)
         for group in fresh:

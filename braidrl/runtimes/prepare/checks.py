@@ -110,7 +110,9 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
         check_heads(settings, layout.tensor)
         check_plan(settings_of(role, config).model, ParallelLayout(tensor=layout.tensor, pipeline=layout.pipeline), key)
         if (layers := settings.get("num_hidden_layers", layout.pipeline)) % layout.pipeline:
-            raise UserError(f"rollout.pipeline={layout.pipeline} does not divide {layers} layers; write a divisor")
+            raise UserError(
+                f"rollout.pipeline={layout.pipeline} does not divide the model's {layers} layers; write a divisor of {layers}"
+            )
 
 
 def check_spanning_engines(config: Config) -> None:
@@ -119,7 +121,10 @@ def check_spanning_engines(config: Config) -> None:
     if nodes == 1:
         return
     if rollout.engine != "vllm" or config.runtime != "streaming":
-        raise UserError(f"rollout.nodes={nodes} is for engines of vLLM under runtime=streaming; remove it")
+        raise UserError(
+            f"rollout.nodes={nodes} is for engines of vLLM under runtime=streaming, and this is rollout.engine={rollout.engine} under "
+            f"runtime={config.runtime}; remove it"
+        )
     if ranks % nodes:
         raise UserError(f"rollout.nodes={nodes} does not divide an engine's {ranks} ranks; write a divisor of {ranks}")
     if rollout.weights == "file":
@@ -139,7 +144,9 @@ def check_hosted_vllm(config: Config, generating: Iterable[str], environments: b
     if rollout.vllm.get("enable_sleep_mode") is False:
         raise UserError("rollout.vllm.enable_sleep_mode=false: vLLM on the ranks that train has to sleep; remove it")
     if rollout.pipeline > 1:
-        raise UserError("rollout.pipeline: vLLM on ranks that train divides only matrices; write rollout.tensor")
+        raise UserError(
+            f"rollout.pipeline={rollout.pipeline}: vLLM on the ranks that train supports tensor parallelism alone; write rollout.tensor"
+        )
     if len(list(generating)) > 1:
         raise UserError("rollout.engines=0: vLLM on the ranks that train serves one role; leave rollout.engines out")
     key = f"rollout.engine=vllm on {'this process' if config.runtime == 'eager' else 'the ranks that train'}"
@@ -167,7 +174,9 @@ def check_weights(config: Config) -> None:
         return
     TRANSPORTS.check(way)
     if not starts and config.runtime != "streaming":
-        raise UserError(f"rollout.weights={way} is for engine processes, and none starts; write rollout.engines=1")
+        raise UserError(
+            f"rollout.weights={way} is for engine processes, and none starts; write rollout.engines=1, or remove it"
+        )
 
 
 def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:
@@ -175,7 +184,7 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
     if config.runtime not in POOLED:
         raise UserError(f"{key} needs engine processes, or runtime=distributed or hybrid; write rollout.engines=1")
     if environments:
-        raise UserError(f"{key}: ranks that decode together play no environment; write rollout.engines=1")
+        raise UserError(f"{key}: ranks that decode together cannot run an environment; write rollout.engines=1")
     for role in generating:
         own = config.roles.get(role)
         if own and own.generate_workers is not None:
@@ -191,7 +200,9 @@ def check_engine(config: Config) -> None:
     # Another interpreter may have packages that this one lacks.
     ENGINES.check(engine, load=rollout.python is None)
     if servers.dialect not in DIALECTS:
-        raise UserError(f"rollout.servers.dialect: no {servers.dialect!r}. {suggest(servers.dialect, DIALECTS)}")
+        raise UserError(
+            f"rollout.servers.dialect: there is none called {servers.dialect!r}. {suggest(servers.dialect, DIALECTS)}"
+        )
     if engine != "http" and servers.urls:
         raise UserError(f"rollout.servers are asked with rollout.engine=http, and rollout.engine is {engine}")
     if engine == "http":
@@ -265,7 +276,9 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     for role, own in config.roles.items():
         if own.inference_layout and role not in flow.trained_roles:
-            raise UserError(f"roles.{role}.inference_layout: {flow.name} does not train it; write roles.{role}.layout")
+            raise UserError(
+                f"roles.{role}.inference_layout: {flow.name} does not train {role}; write roles.{role}.layout"
+            )
         if own.inference_layout and role not in infer:
             raise UserError(f"roles.{role}.inference_layout: no stage of {flow.name} infers with {role}; remove it")
     if config.trainer.inference_layout and not infer & set(flow.trained_roles):
@@ -275,7 +288,9 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
     pairs += [(r, inferring[r], settings_of(r, config).key("inference_layout")) for r in roles if r in inferring]
     for role, layout, key in pairs:
         if layout != ParallelLayout() and config.runtime not in LAID_OUT:
-            raise UserError(f"{key} is for runtime=distributed, hybrid or streaming; remove it, or write another")
+            raise UserError(
+                f"{key} is for runtime=distributed, hybrid or streaming; remove it, or write another runtime"
+            )
         if layout.sequence > 1 and config.trainer.share_prompts:
             raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
         if pool is not None:
@@ -298,11 +313,16 @@ def check_pools(config: Config, flow: Flow, pools: Sequence[Pool]) -> None:
     for stage in flow.stages:
         source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
         if source is not None and any(stage.role in pool.roles and source not in pool.roles for pool in pools):
-            raise UserError(f"{stage.name} copies weights in a process; put {stage.role} and {source} into one pool")
+            raise UserError(
+                f"{stage.name} copies weights within one process; put {stage.role} and {source} into one pool"
+            )
     for role in (role for pool in pools for role in pool.generating if role not in pool.models):
         backend = settings_of(role, config).backend
         if "streaming" not in supported(backend):
-            raise UserError(f"weights of the backend {backend} cannot go to {role}{GENERATE}; write backend=torch")
+            raise UserError(
+                f"placement: {role} and {role}{GENERATE} are in different pools, and the backend {backend} cannot send weights to "
+                f"another pool; remove {role}{GENERATE}, or write backend=torch"
+            )
         if config.rollout.grouping:
             raise UserError(f"rollout.grouping is for ranks that train {role}, which generates elsewhere; remove it")
     for pool in pools:
@@ -320,7 +340,9 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
     axes = [axis for axis in ("tensor", "sequence", "pipeline") if getattr(layout, axis) > 1]
     axes += ["shard"] * (layout.shard != "none")
     if axes and plan.by_rows:
-        raise UserError(f"{key}: {axes[0]} does not divide the attention of the model in {path}; write data alone")
+        raise UserError(
+            f"{key}: {axes[0]} is not supported for the model in {path}, whose attention mixes tokens in its own way; write data alone"
+        )
     for axis, name in AXES.items():
         if getattr(layout, axis) > 1:
             check_accepted(config, plan, path, name, f"{key}: write {axis}=1")
@@ -369,7 +391,9 @@ def check_backends(config: Config, flow: Flow) -> None:
             ("streaming", "runtime=streaming", config.runtime == "streaming"),
         ]
         if key := next((key for feature, key, asked in wanted if asked and feature not in known), None):
-            raise UserError(f"{key} is not supported by the backend {own.backend}; remove it, or write backend=torch")
+            raise UserError(
+                f"{key} is not supported by the backend {own.backend} of {role}; remove it, or write trainer.backend=torch"
+            )
 
 
 def check_adapters(config: Config, flow: Flow) -> None:
@@ -388,7 +412,9 @@ def check_adapters(config: Config, flow: Flow) -> None:
                 if resolved.dtype == torch.float64:
                     raise UserError(f"{key}: float64 weights are not kept in 4 bits; write dtype=bfloat16 or float32")
                 if not resolved.layout.is_replicated:
-                    raise UserError(f"{key}: ranks cannot divide 4-bit weights, and {at} divides {role}; remove one")
+                    raise UserError(
+                        f"{key}: ranks cannot divide 4-bit weights, and {at} divides {role}; remove one of them"
+                    )
         if config.trainer.optimizer == "adamw8bit" and not resolved.layout.is_replicated:
             raise UserError(
                 f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {at} divides {role}; write "
