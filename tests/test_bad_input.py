@@ -91,7 +91,7 @@ CONFIGURATION = {
     "rollout.engine_settings={depth: 2}": r"rollout.engine_settings are for your own engine, and rollout.engine is embedded",
     "trainer.backend=torhc": r"no training backend is called 'torhc'. Did you mean 'torch'[?] Your own is written module:name",
     "roles.actor.backend=torch:nothing": r"torch has no function 'nothing'",
-    "trainer={backend: torch:compile, lora: {}}": r"trainer.lora is not supported by the backend torch:compile; remove",
+    "trainer={backend: torch:compile, lora: {}}": r"trainer.lora is not supported by the backend torch:compile of actor; remove",
     "rollout.weights=handles": r"handles are not supported any more; write collective between CUDA devices, or file",
     "rollout.weights=collective": r"is for engine processes, and none starts; write rollout.engines=1",
     "rollout.environment=countdown": r"no environment is called 'countdown'. Your own is written module:name",
