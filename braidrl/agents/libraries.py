@@ -1,5 +1,5 @@
-"""Environments of other libraries: games of gem-llm, the tools of an MCP server, environments of an OpenEnv server, and those of
-`verifiers`, which have their own loop.
+"""Environments of other libraries: games of gem-llm, tools of an MCP server, environments of an OpenEnv server, and environments of
+`verifiers`, which run their own loop.
 
 `environments` calls the function of a name's scheme with the rest of the name and the settings, if the library is installed.
 """

@@ -183,7 +183,7 @@ def try_template(tokenizer: Any, line: int) -> NoReturn:
 
 
 class RenderingWatch:
-    """A context in which a rendering that takes too long raises Overdue; a thread watches those of all threads."""
+    """A context in which a rendering that takes too long raises Overdue. One thread watches the renderings of all threads."""
 
     _process = 0
 

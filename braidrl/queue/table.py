@@ -277,7 +277,7 @@ def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
 def located(
     shares: Mapping[str, Sequence[PartRows]], names: Collection[str] | None, index: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the pieces of blocks with columns of rows, as `Table.payload` says, from the parts of each writer."""
+    """Return the locations of columns of rows from the parts of each writer; `names` and `index` are as for `Table.payload`."""
     source = dict[str, str]()
     for writer, own in shares.items():
         # All parts of a writer have the same columns.

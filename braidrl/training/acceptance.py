@@ -236,7 +236,7 @@ def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
 
 
 def all_findings(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
-    """Return the plan of a twin, and its findings: those of the proof, the last of which is of decoding, then all of MEASURES."""
+    """Return the plan of a twin, and its findings: first the proof's, which end with the one on decoding, then one for each of MEASURES."""
     plan, findings = best_plan(twin)
     return plan, [*findings, *(accept(name, twin, plan) for name in MEASURES)]
 

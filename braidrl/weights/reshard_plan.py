@@ -36,7 +36,7 @@ Blocks = Sequence[tuple[int, Box]]
 
 
 class Tensors(NamedTuple):
-    """The tensors of which one rank holds the same block: the compressed text of their names, a line each with the names of ties."""
+    """Tensors that one rank holds with the same block. `names` is compressed text: a line for each tensor, with the names of tied ones."""
 
     names: bytes
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class ShardIndex:
             for rank, own in enumerate(index.ranks if index else ()):
                 for said in own:
                     blocks.setdefault((said.shape, said.names), ([], []))[side].append((rank, said.box))
-        # Tensors of one shape are sharded alike if the same lines list them.
+        # Tensors of one shape are sharded alike if the same entries list them.
         listed_in: dict[tuple[str, tuple[int, ...]], list[bytes]] = {}
         for shape, text in blocks:
             for names in names_in(text):
