@@ -79,7 +79,7 @@ def refused(workshop: Workshop, **sections: Any) -> str:
 def test_pools_between_which_weights_cannot_go_are_refused(workshop: Workshop) -> None:
     apart = {**GRPO, **pools(("actor.generate", 1), ("actor reference", 1))}
     backend = "examples/plugins/backend.py:PlainBackend"
-    assert "weights of the backend" in refused(workshop, **apart, roles={"actor": {"backend": backend}})
+    assert "cannot send weights to another pool" in refused(workshop, **apart, roles={"actor": {"backend": backend}})
     assert "rollout.grouping is for ranks that train actor" in refused(
         workshop, **apart, rollout={"grouping": "neighbour"}
     )
