@@ -180,6 +180,11 @@ class Problem:
             config.trainer.epochs,
         )]  # fmt: skip
 
+    @property
+    def publishes_files(self) -> bool:
+        """Return True if engines apart from the trainer read weights from files in host memory."""
+        return self.cluster.device == "cpu" or self.config.rollout.weights == "file"
+
     def publication_seconds(self, use: Deployment, group: NodeGroup, apart: bool) -> float:
         """Return the seconds of a weight update; 0 if engines share the trainer's weights.
 
@@ -196,7 +201,7 @@ class Problem:
         network, host = kind.network * rates.network, kind.host * rates.host
         if apart:
             moved = engine.shape.parameters * size / engine.divisor
-            if self.cluster.device == "cpu" or self.config.rollout.weights == "file":
+            if self.publishes_files:
                 return 2 * moved / host
             return moved / (link if self.cluster.size <= group.devices else network)
         moved = engine.shape.parameters * size * share_received(use.layout, self.generation(engine.divisor))

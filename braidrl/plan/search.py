@@ -252,11 +252,14 @@ def workload(problem: Problem, sets: Sequence[SetChoice], costs: Mapping[str, Co
         ITERATIONS, prompts, samples, rows // math.gcd(problem.updates, rows), config.trainer.epochs, staleness,
         older_groups=older_places(config.streaming.on_policy_share, prompts),
     )  # fmt: skip
+    weights = max((costs[s.name].weights for s in problem.flow.stages if s.kind is Kind.GENERATE), default=0.0)
+    # A file is written beside the next batch, and then read; the workers of a process group receive weights in one step.
+    load, receive = (weights / 2, 0.0) if problem.publishes_files else (0.0, weights)
     return Workload(
         problem.flow, sizes,
         lambda stage, uid: seconds[stage] * float(responses[order[(uid[1] * samples + uid[2]) % rows]]), workers=workers,
         dispatch_rows=max(1, round(config.streaming.dispatch_rows / scale)), loading=config.streaming.weights,
-        receive_seconds=max((costs[s.name].weights for s in problem.flow.stages if s.kind is Kind.GENERATE), default=0.0),
+        load_seconds=load, receive_seconds=receive,
     )  # fmt: skip
 
 

@@ -48,9 +48,9 @@ class Workload:
     loading: Way = "rolling"
     """The weight-update policy."""
     load_seconds: float = 0.0
-    """Seconds that an engine pauses to load received weights."""
+    """Seconds that an engine pauses to load weights that lie in its host's memory."""
     receive_seconds: float = 0.0
-    """Seconds to receive weights."""
+    """Seconds to receive weights, in the same pause; under `delayed` before it, while the engine generates."""
     verdict: Callable[[int], str | None] = lambda group: None
 
     def uids(self, groups: Sequence[int]) -> list[Uid]:
@@ -128,6 +128,8 @@ class SimulatedWorker:
     work: dict[int, SimulatedLease] = field(default_factory=dict)
     """Active leases by number."""
     loads: bool = False
+    receives_until: float | None = None
+    """The time at which an engine has, or will have, received its next weights ahead of the load."""
     steps_since: float = 0.0
     """The time at which an engine's current series of decode steps started."""
     training: "SimulatedTraining | None" = None
@@ -329,15 +331,17 @@ class Streaming:
         for engine in self.engines:
             if engine.loads:
                 continue
-            if self.loading.receive(engine.name, published):
-                self.clock.after(self.work.receive_seconds, partial(self.loading.received, engine.name, published))
+            if self.loading.receive_ahead(engine.name, published) is not None:
+                engine.receives_until = self.clock.now + self.work.receive_seconds
             load = self.loading.load(engine.name, len(engine.work))
             if load is None:
                 continue
             begun = engine.loads = True
             # After the current decode step the engine preempts its rows, whose ends are postponed.
-            ahead = self.loading.receives_ahead and self.loading.engines[engine.name].received >= load.version
-            seconds = self.work.load_seconds + (0.0 if ahead else self.work.receive_seconds)
+            until = (
+                self.clock.now + self.work.receive_seconds if engine.receives_until is None else engine.receives_until
+            )
+            seconds, engine.receives_until = self.work.load_seconds + max(0.0, until - self.clock.now), None
             step = self._until_step(engine)
             for work in engine.work.values():
                 # Rows that end with this step are not preempted; 1e-9 covers rounding of the sums.

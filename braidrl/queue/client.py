@@ -173,6 +173,10 @@ class WorkItem:
     """The positions in the lease of the rows that this process has read."""
     rows: Rows = field(default_factory=lambda: Rows({}))
     """These rows, with the columns computed so far."""
+    left: int = 0
+    """Number of these that are running or being reported, for a process that reports rows one by one."""
+    ended: int = 0
+    """Number of the lease's rows that such a process has finished with, or has lost."""
 
     def __post_init__(self) -> None:
         self.consumer: str = self.message.get("consumer", "")

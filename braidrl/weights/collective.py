@@ -236,6 +236,10 @@ class OfferedWeights(Senders):
             raise
         self.received += store.add(f"{number}/received", 0)
 
+    def is_same(self, other: "OfferedWeights") -> bool:
+        """Return True if both are one version of the same senders."""
+        return (self.secret, self.version) == (other.secret, other.version)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.asked(1) as notice:
             device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")

@@ -8,6 +8,8 @@ engine 1    ░░░░    ╱▓▓▓▓▓▓          ░░░░░░░
             all at once, when the    in turn: drains most of   each at once: preempts its rows at a token
             batch's rows are there   its rows, takes no new    and resumes them under version 2
 
+Under `delayed` an engine receives the next version into host memory while it generates, and only copies it when it loads.
+
 The runtime and the simulator drive the same object.
 """
 
@@ -33,10 +35,8 @@ class HeldVersion:
     """The state of one engine."""
 
     version: int = 0
-    received: int = 0
-    """The newest version in its host memory."""
-    notified: int = 0
-    """The newest version that it was asked to receive or to load."""
+    receiving: int = 0
+    """The newest version that it was asked to receive ahead of its load."""
     loading: int | None = None
     draining_from: int | None = None
     """The rows that it had when it started to drain; None while it takes rows."""
@@ -48,8 +48,6 @@ class LoadingSchedule:
     def __init__(self, way: Way, most_out: int = 1) -> None:
         """Start at version 0 without engines; under `rolling` at most `most_out` engines drain at a time."""
         self.way, self.most_out = way, most_out
-        self.receives_ahead = way != "end"
-        """Whether engines prefetch a version to host memory while they generate with another."""
         self.engines: dict[str, HeldVersion] = {}
         self.target = 0
         """The version that engines hold or should load; prompts are admitted for this version."""
@@ -96,25 +94,23 @@ class LoadingSchedule:
         """Return whether a worker may be given rows; only draining engines may not."""
         return name not in self.engines or self.engines[name].draining_from is None
 
-    def receive(self, name: str, newest: int) -> bool:
-        """Return whether to notify an engine now of the newest version, and record the notification."""
+    def receive_ahead(self, name: str, newest: int) -> int | None:
+        """Return the version that an engine must now receive into host memory, while it generates with another; None if there is none."""
         held = self.engines.get(name)
-        if held is None or not self.receives_ahead or newest <= held.notified:
-            return False
-        held.notified = newest
-        return True
-
-    def received(self, name: str, version: int) -> None:
-        """Record that an engine has a version in host memory."""
-        if name in self.engines:
-            self.engines[name].received = version
+        if self.way != "delayed" or held is None or held.version != self.target:
+            return None
+        following = self.target + 1
+        if newest < following or held.receiving >= following:
+            return None
+        held.receiving = following
+        return following
 
     def load(self, name: str, rows: int) -> LoadOrder | None:
         """Return the version that an engine with `rows` rows must load now, and record that it loads; None if it continues."""
         held = self.engines.get(name)
         if held is None or held.version == self.target:
             return None
-        if rows and (self.way in ("end", "delayed") or held.received < self.target):
+        if rows and self.way in ("end", "delayed"):
             return None
         if self.way == "rolling":
             if held.draining_from is None:
@@ -125,7 +121,7 @@ class LoadingSchedule:
                 held.draining_from, self.most_out_seen = rows, max(self.most_out_seen, out + 1)
             if rows > held.draining_from * (1 - FINISHED):
                 return None
-        held.loading, held.notified = self.target, max(held.notified, self.target)
+        held.loading = self.target
         return LoadOrder(self.target, rows > 0)
 
     def loaded(self, name: str, version: int) -> None:

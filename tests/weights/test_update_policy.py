@@ -37,8 +37,9 @@ class Engines:
             assert load.version == self.schedule.target and load.keeps_rows == (rows > 0)
             assert not load.keeps_rows or self.schedule.way in ("rolling", "interrupt")
             self.loading[name] = load.version
-        elif self.schedule.receive(name, self.published):
-            self.schedule.received(name, self.published)
+        elif (version := self.schedule.receive_ahead(name, self.published)) is not None:
+            assert self.schedule.way == "delayed" and version == self.schedule.target + 1 <= self.published
+            assert self.schedule.receive_ahead(name, self.published) is None, "it was told"
         elif self.schedule.takes_rows(name):
             self.rows[name] += 1
 
@@ -105,8 +106,6 @@ def test_draining_engine_finishes_half_of_its_rows_and_preempts_the_rest() -> No
     schedule = LoadingSchedule("rolling", most_out=1)
     for name in ("a", "b"):
         schedule.join(name)
-        assert schedule.receive(name, 1) and not schedule.receive(name, 1)
-        schedule.received(name, 1)
     schedule.advance(1, is_generation_over=False)
     assert schedule.load("a", 4) is None and not schedule.takes_rows("a")
     assert schedule.load("b", 4) is None and schedule.takes_rows("b"), "it continues until the other has loaded"
@@ -117,13 +116,20 @@ def test_draining_engine_finishes_half_of_its_rows_and_preempts_the_rest() -> No
     assert schedule.load("b", 0) == (1, False) and not schedule.takes_rows("b")
 
 
-def test_an_interrupted_engine_generates_until_it_has_received_the_weights() -> None:
-    schedule = LoadingSchedule("interrupt")
+def test_delayed_engine_receives_the_next_version_while_it_generates() -> None:
+    schedule = LoadingSchedule("delayed")
     schedule.join("a")
-    schedule.advance(1, is_generation_over=False)
+    assert schedule.receive_ahead("a", 0) is None
+    assert schedule.receive_ahead("a", 2) == 1, "engines load one version after the other"
+    schedule.advance(2, is_generation_over=False)
     assert schedule.load("a", 3) is None and schedule.takes_rows("a")
-    schedule.received("a", 1)
-    assert schedule.load("a", 3) == (1, True)
+    schedule.advance(2, is_generation_over=True)
+    assert schedule.load("a", 0) == (1, False)
+    assert schedule.receive_ahead("a", 2) is None, "it loads first"
+    schedule.loaded("a", 1)
+    assert schedule.receive_ahead("a", 2) == 2
+    schedule.forget()
+    assert schedule.receive_ahead("a", 3) is None, "a lost trainer's versions may be made again with other values"
 
 
 def test_engines_keep_their_version_while_an_evaluation_runs() -> None:

@@ -139,11 +139,12 @@ class ControlPlane(QueueController):
         if holder.orders:
             order, content = holder.orders.popleft()
             return {**order, "kind": "order", **lost}, content
-        newest = self.weights.newest
-        if self.loading.receive(holder.name, newest):
-            # They lie where engines load them from.
-            self.loading.received(holder.name, newest)
         version = self.loading.version_of(holder.name)
+        # No batch starts on the last version, which an evaluation at the end loads at once.
+        useful = min(self._loadable, self.training.schedule.sizes.iterations - 1)
+        if (following := self.loading.receive_ahead(holder.name, useful)) is not None:
+            weights = self.weights.between(version or 0, following)
+            return {"kind": "receive", "version": following, "weights": weights, **lost}, ()
         if (load := self.loading.load(holder.name, self.rows_held(holder.name))) is not None:
             weights = self.weights.between(version or 0, load.version)
             return {"kind": "load", **load._asdict(), "weights": weights, **lost}, ()

@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,24 +36,13 @@ from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.collective import OfferedWeights
-from braidrl.weights.file import WeightFile
+from braidrl.weights.file import WeightFile, stored_in_memory
 
-LOAD = "load weights"
+LOAD, RECEIVE = "load weights", "receive weights"
 Key = tuple[int, int]
 """A row: the number of its lease, and its position in it."""
 Ended = Response | Trajectory | tuple[Response, Drawn]
 """The result of a row when its engine has finished with it; of a resumed row, also the tokens drawn under this lease."""
-
-
-@dataclass(eq=False)
-class OpenLease:
-    """A lease with rows that are running or being reported."""
-
-    work: WorkItem
-    left: int
-    """Number of these rows."""
-    ended: int = 0
-    """Number of the lease's rows that the engine has finished with, or that this worker has lost."""
 
 
 class GenerateLoop:
@@ -69,7 +58,8 @@ class GenerateLoop:
         self.has_budget = context.executor.config.rollout.tokens_per_iteration is not None
         """True if rows are suspended after a number of tokens (partial rollout)."""
         self.version = 0
-        self.leases: dict[int, OpenLease] = {}
+        self.leases: dict[int, WorkItem] = {}
+        """The leases with rows that are running or being reported."""
         self.flight: dict[Key, Ended | BaseException | None] = {}
         """The rows that are running or being reported: None until the row has ended."""
         self.keys: dict[Uid, Key] = {}
@@ -83,6 +73,10 @@ class GenerateLoop:
         """By stage the span in which the engine has rows of it, and the same for stall detection."""
         self.crowd = 0
         """The largest number of rows at once since the engine was idle."""
+        self.ahead: tuple[OfferedWeights, asyncio.Future[WeightFile | None]] | None = None
+        """Weights that are received into host memory ahead of their load, and their file."""
+        self.loaded: WeightFile | None = None
+        """The file of the version that engines hold, if it was received ahead; an engine that recovers reads it again."""
 
     async def serve(self, own: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
@@ -92,9 +86,12 @@ class GenerateLoop:
                 await self._end(self._gone(work.lost, work.dropped))
                 if work.kind == "rows":
                     self._begin(work)
+                elif work.kind == "receive":
+                    await self._receive(work)
                 elif work.kind == "load":
                     await self._load(work)
         finally:
+            await self._received(None)
             await asyncio.gather(*self.reporting, return_exceptions=True)
             await self._end(list(self.flight))
 
@@ -137,7 +134,8 @@ class GenerateLoop:
             return
         stage, config = self.context.consumers[work.consumer].stages[0], self.context.executor.config
         requests, keys = requests_of(stage, rows, config), [(work.lease, place) for place in work.own]
-        self.leases[work.lease] = OpenLease(work, len(keys), work.size - len(keys))
+        self.leases[work.lease] = work
+        work.left, work.ended = len(keys), work.size - len(keys)
         self.flight.update(dict.fromkeys(keys))
         if "environment" not in stage.params and not self.has_budget:
             self.keys.update(zip((request.uid for request in requests), keys, strict=True))
@@ -197,7 +195,7 @@ class GenerateLoop:
                 raise result
             response = result[0] if isinstance(result, tuple) else result
             is_suspended = isinstance(response, Response) and response.finish_reason is FinishReason.ABORT
-            alike[lease.work.consumer, is_suspended].append(key)
+            alike[lease.consumer, is_suspended].append(key)
             lease.ended += 1
         if len(self.flight) >= self.own.load().slots:
             # The pending request may be for slots that only now are free: it is answered before these rows are reported.
@@ -212,9 +210,9 @@ class GenerateLoop:
         places: defaultdict[int, list[int]] = defaultdict(list)
         for lease, place in keys:
             places[lease].append(place)
-        rows = Rows.cat([self.leases[lease].work.share(own) for lease, own in places.items()])
+        rows = Rows.cat([self.leases[lease].share(own) for lease, own in places.items()])
         ended = [self.flight[lease, place] for lease, own in places.items() for place in own]
-        work = self.leases[keys[0][0]].work
+        work = self.leases[keys[0][0]]
         await asyncio.to_thread(self._write, work, rows, list(places.items()), ended, unfinished)
         self._forget(keys)
 
@@ -277,7 +275,7 @@ class GenerateLoop:
                 self.client.held.discard(number)
         if self.flight and len(self.spans) == 1:
             return
-        left = {self.context.consumers[lease.work.consumer].stages[0].name for lease in self.leases.values()}
+        left = {self.context.consumers[lease.consumer].stages[0].name for lease in self.leases.values()}
         for stage in self.spans.keys() - left:
             span, piece = self.spans.pop(stage)
             self.context.trace.end(span)
@@ -286,21 +284,55 @@ class GenerateLoop:
 
     # Weights
 
+    def _source(self, work: WorkItem) -> tuple[WeightFile | OfferedWeights | None, int]:
+        """Return the source of this role's weights among those of an order, None if they have not changed, and their bytes."""
+        place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
+        return (source_of(place), place["bytes"]) if place else (None, 0)
+
+    async def _receive(self, work: WorkItem) -> None:
+        """Begin to receive a version into host memory while the engine generates; a file of this machine is there already."""
+        await self._received(None)
+        source, _ = self._source(work)
+        if not isinstance(source, OfferedWeights):
+            return
+        version, check = int(work.message["version"]), self.context.executor.config.rollout.check_weights
+
+        def receive() -> WeightFile | None:
+            with self.context.trace.busy(RECEIVE, version, version=version), suppress(RuntimeError):
+                return stored_in_memory(source.tensors(), check)
+            # A sender was lost: the engine asks again when it loads.
+            return None
+
+        self.ahead = source, asyncio.ensure_future(asyncio.to_thread(receive))
+
+    async def _received(self, wanted: WeightFile | OfferedWeights | None) -> WeightFile | None:
+        """Return the file of weights received ahead if they are the wanted ones; close it otherwise."""
+        if self.ahead is None:
+            return None
+        (offered, arriving), self.ahead = self.ahead, None
+        file = await arriving
+        # A repeated iteration gives a version other values, and its offer another number.
+        if file is not None and isinstance(wanted, OfferedWeights) and offered.is_same(wanted):
+            wanted.received += offered.received
+            return file
+        if file is not None:
+            file.close()
+        return None
+
     async def _load(self, work: WorkItem) -> None:
         """Load a whole version. If rows do not continue with it, running ones were dropped before."""
         if not work.message["keeps_rows"]:
             await self._end([key for key, result in self.flight.items() if result is None])
-        version = int(work.message["version"])
-        place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
-        source = source_of(place) if place else None
+        version, (source, size) = int(work.message["version"]), self._source(work)
+        file = await self._received(source)
         await self.running.preempt()
         start = time.perf_counter()
         with self.context.trace.busy(LOAD, version, version=version):
-            await self.running.update_weights(version, source)
-        self.version = version
-        loaded: dict[str, Any] = {"version": version, "bytes": 0, "sent": 0, "update": None}
-        if place:
-            sent = source.received if isinstance(source, OfferedWeights) else 0
-            loaded |= {"bytes": place["bytes"] if isinstance(source, WeightFile) else sent, "sent": sent}
-            loaded["update"] = {"role": self.role, "seconds": time.perf_counter() - start}
-        self.client.ask("loaded", **loaded)
+            await self.running.update_weights(version, file or source)
+        if self.loaded is not None:
+            self.loaded.close()
+        self.version, self.loaded = version, file
+        sent = source.received if isinstance(source, OfferedWeights) else 0
+        update = {"role": self.role, "seconds": time.perf_counter() - start} if source is not None else None
+        read = size if isinstance(source, WeightFile) else sent
+        self.client.ask("loaded", version=version, bytes=read, sent=sent, update=update)

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
+from braidrl.runtimes.streaming.generate import LOAD, RECEIVE
 from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
 from tests.tiny import ROOT, Workshop, recorded, sums, write_jsonl, write_model
@@ -129,12 +131,30 @@ def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> Non
 
 def test_weight_bytes_are_those_that_engines_received_from_the_trainer(workshop: Workshop) -> None:
     trainer = {"steps": 3, "keep_checkpoints": 3}
-    run, _ = streamed(workshop, "collective", "delayed", rollout={"weights": "collective"}, trainer=trainer)
+    run, _ = streamed(workshop, "collective", "end", rollout={"weights": "collective"}, trainer=trainer)
     check_bounds(run)
     size = sum(t.nbytes for t in load_file(weights_at(workshop, run, 0) / "model.safetensors").values())
     received = [line["streaming/weight_bytes"] for line in read_metrics(run)]
     # Two engines; a line may miss what arrives after it.
     assert sum(received) % size == 0 and size <= sum(received) <= 2 * 3 * size, (received, size)
+
+
+def test_delayed_weights_are_received_while_the_engine_generates(workshop: Workshop) -> None:
+    trainer = {"steps": 4, "keep_checkpoints": 4}
+    run, _ = streamed(workshop, "delayed-ahead", "delayed", rollout={"weights": "collective"}, trainer=trainer)
+    check_bounds(run)
+    assert versions_within_rows(run).keys() == {1} and largest_gap(workshop, run) < 1e-5
+    spans = [span for span in read_trace(run) if span.state == "busy" and span.role == "actor.generate"]
+    received, loaded, drawn = (
+        [span for span in spans if span.stage == stage] for stage in (RECEIVE, LOAD, "actor.generate")
+    )
+    # Versions 1 to 3, on two engines; nothing starts on the last one.
+    assert sorted(span.version for span in received) == [1, 1, 2, 2, 3, 3]
+    for one in received:
+        (load,) = [span for span in loaded if (span.worker, span.version) == (one.worker, one.version)]
+        assert one.end <= load.start
+    beside = [one for one in received if any(row.start < one.end and one.start < row.end for row in drawn)]
+    assert beside, "engines generate meanwhile"
 
 
 @pytest.mark.parametrize("weights", ["end", "delayed"])
