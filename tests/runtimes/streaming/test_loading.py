@@ -140,21 +140,21 @@ def test_weight_bytes_are_those_that_engines_received_from_the_trainer(workshop:
 
 
 def test_delayed_weights_are_received_while_the_engine_generates(workshop: Workshop) -> None:
-    trainer = {"steps": 4, "keep_checkpoints": 4}
-    run, _ = streamed(workshop, "delayed-ahead", "delayed", rollout={"weights": "collective"}, trainer=trainer)
+    # A batch takes far longer to generate than to train on, so that new weights find rows under way.
+    slow = {"engine": f"{ROOT}/examples/plugins/engine.py:PlainEngine", "slots": 3, "weights": "collective"}
+    run, _ = streamed(workshop, "delayed-ahead", "delayed", rollout=slow, algorithm={"kl_coef": 0.0})
     check_bounds(run)
     assert versions_within_rows(run).keys() == {1} and largest_gap(workshop, run) < 1e-5
-    spans = [span for span in read_trace(run) if span.state == "busy" and span.role == "actor.generate"]
+    spans = [span for span in read_trace(run) if span.state == "busy"]
     received, loaded, drawn = (
         [span for span in spans if span.stage == stage] for stage in (RECEIVE, LOAD, "actor.generate")
     )
-    # Versions 1 to 3, on two engines; nothing starts on the last one.
-    assert sorted(span.version for span in received) == [1, 1, 2, 2, 3, 3]
+    assert received and max(one.version for one in received) < STEPS, "no batch starts on the last version"
     for one in received:
         (load,) = [span for span in loaded if (span.worker, span.version) == (one.worker, one.version)]
         assert one.end <= load.start
-    beside = [one for one in received if any(row.start < one.end and one.start < row.end for row in drawn)]
-    assert beside, "engines generate meanwhile"
+    pairs = ((one, row) for one in received for row in drawn if row.worker == one.worker)
+    assert any(row.start < one.end and one.start < row.end for one, row in pairs)
 
 
 @pytest.mark.parametrize("weights", ["end", "delayed"])
