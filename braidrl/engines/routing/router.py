@@ -121,11 +121,14 @@ class Router:
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
-        before, stored = self._stored, None
+        before: WeightFile | None = None
+        stored: WeightFile | None = None
         if self._store is not None and source is not None and not isinstance(source, WeightFile | OfferedWeights):
             source = stored = self._store(source.tensors())
-        # An engine that recovers later is sent these weights.
-        self._version, self._source, self._stored = version, source, stored
+        self._version = version
+        if source is not None:
+            # An engine that recovers later is sent these weights, also after versions that do not change them.
+            before, self._source, self._stored = self._stored, source, stored
         try:
             await self._everywhere(lambda engine: engine.update_weights(version, source))
         finally:

@@ -292,14 +292,15 @@ class GenerateLoop:
     async def _receive(self, work: WorkItem) -> None:
         """Begin to receive a version into host memory while the engine generates; a file of this machine is there already."""
         await self._received(None)
-        source, _ = self._source(work)
-        if not isinstance(source, OfferedWeights):
+        (source, _), rollout = self._source(work), self.context.executor.config.rollout
+        # Servers, and engines that span nodes, cannot read this machine's memory: they receive when they load.
+        if not isinstance(source, OfferedWeights) or rollout.engine == "http" or (rollout.nodes or 1) > 1:
             return
-        version, check = int(work.message["version"]), self.context.executor.config.rollout.check_weights
+        version = int(work.message["version"])
 
         def receive() -> WeightFile | None:
             with self.context.trace.busy(RECEIVE, version, version=version), suppress(RuntimeError):
-                return stored_in_memory(source.tensors(), check)
+                return stored_in_memory(source.tensors(), rollout.check_weights)
             # A sender was lost: the engine asks again when it loads.
             return None
 
@@ -329,9 +330,11 @@ class GenerateLoop:
         start = time.perf_counter()
         with self.context.trace.busy(LOAD, version, version=version):
             await self.running.update_weights(version, file or source)
-        if self.loaded is not None:
-            self.loaded.close()
-        self.version, self.loaded = version, file
+        self.version = version
+        if source is not None:
+            if self.loaded is not None:
+                self.loaded.close()
+            self.loaded = file
         sent = source.received if isinstance(source, OfferedWeights) else 0
         update = {"role": self.role, "seconds": time.perf_counter() - start} if source is not None else None
         read = size if isinstance(source, WeightFile) else sent
