@@ -295,13 +295,13 @@ class HttpEngine:
             raise EngineError(f"{self.url}{path} did not answer for {self.spec.limit_s:g} s") from None
         except ClientError as error:
             raise EngineError(f"{self.url} does not answer: {error}") from error
-        line = " ".join(text.split())[:300]
-        if status >= 400:
-            raise (UserError if status < 500 else EngineError)(f"{self.url}{path} answers {status}: {line}")
-        try:
-            found = json.loads(text if line else "null")
-        except ValueError:
-            found = text
-        if not isinstance(found, dict | None):
-            raise EngineError(f"{self.url}{path} answers no JSON object: {line}")
-        return found or {}
+        kind, fault = (UserError if 400 <= status < 500 else EngineError), str(status)
+        if status < 400:
+            try:
+                found = json.loads(text) if text.strip() else None
+            except ValueError:
+                found = text
+            if isinstance(found, dict | None):
+                return found or {}
+            fault = "no JSON object"
+        raise kind(f"{self.url}{path} answers {fault}: {' '.join(text.split())[:300]}")

@@ -90,7 +90,8 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     if layout == GenerationLayout():
         return
     environments = any("environment" in stage.params for stage in stages)
-    key = f"rollout.tensor={layout.tensor}" if layout.tensor > 1 else f"rollout.pipeline={layout.pipeline}"
+    keys = {"tensor": layout.tensor, "pipeline": layout.pipeline, "grouping": layout.grouping}
+    key = next(f"rollout.{name}={value}" for name, value in keys.items() if value not in (1, None))
     if rollout.engine in ("vllm", "http"):
         if rollout.grouping:
             raise UserError(

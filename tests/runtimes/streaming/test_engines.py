@@ -138,6 +138,10 @@ def test_a_server_of_vllms_own_draws_the_tokens_of_one_process(
             "each process asks servers of its own; write streaming.workers.actor.generate=1",
         ),
         (
+            {"rollout": {"grouping": "gather"}},
+            "rollout.grouping=gather shards the embedded engine over ranks that train and generate",
+        ),
+        (
             {"rollout": {"pipeline": 2}},
             "rollout.pipeline=2 shards the embedded engine over ranks that train and generate",
         ),
