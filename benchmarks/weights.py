@@ -54,7 +54,7 @@ def main() -> None:
         size = sum(part.local.nbytes for part in parts().values())
         floors = run_ranks("benchmarks.weights:floors", {"bytes": size}, 1 + ENGINES * TENSOR, LIMIT_S)
         count_sent()
-        spec = EngineSpec("vllm", folder, 8, 64, tensor=TENSOR, limit_s=LIMIT_S)
+        spec = EngineSpec("vllm", folder, 8, 64, tensor=TENSOR)
         processes = [EngineProcess(spec, f"engine {n}", PYTHON, LIMIT_S) for n in range(ENGINES)]
         engine = EngineService(processes, LIMIT_S, stored_in_memory)
         try:

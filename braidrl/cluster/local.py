@@ -1,8 +1,7 @@
-"""Processes of this machine: three ways to start one, and the launcher that assigns cores and devices.
+"""Processes of this machine: two ways to start one, and the launcher that assigns cores and devices.
 
 Spawned      a fresh interpreter, perhaps of another environment                    vLLM, verifiers, processes with devices
 from_server  a copy of a process that has imported the code and computed nothing    ranks, workers, engines on CPUs; starts fast
-fork         a copy of this process, which must have computed nothing yet           the followers of an engine
 
 parent ◀──connection──▶ process        the process ends when the connection closes; its output goes to the parent's output
 
@@ -26,7 +25,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe, forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
@@ -79,20 +78,20 @@ SERVER_IS_GONE = 255
 
 
 class LocalProcess(Process):
-    """A process of this machine, with the starter's end of the connection to it: a copy of this process or of the fork server."""
+    """A process of this machine, with the starter's end of the connection to it: a copy of the fork server."""
 
     pid: int = 0
 
-    def __init__(self, name: str, connection: Connection, process: Any, spec: ProcessSpec | None = None) -> None:
+    def __init__(self, spec: ProcessSpec, connection: Connection, process: Any) -> None:
         """Watch a started process of multiprocessing or subprocess, and send it its task if `spec` has one."""
-        self.name, self.connection, self.pid, self._process = name, connection, process.pid, process
+        self.name, self.connection, self.pid, self._process = spec.name, connection, process.pid, process
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
         self.stall: Stall | None = None
         """The last reported stall of its work."""
         self.hung_up = False
         """True when no more messages can arrive."""
-        if spec is not None and spec.arguments is not None:
+        if spec.arguments is not None:
             with contextlib.suppress(OSError):  # If the process is gone already, waiting for its outcome reports it.
                 connection.send_bytes(pack_message(spec))
 
@@ -160,7 +159,7 @@ class LocalProcess(Process):
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self.alive:
-                # Copies of the fork server lead a process group, as fresh interpreters do; copies of this process share its group.
+                # It leads a process group, as fresh interpreters do, except in the moment after its start.
                 leads = os.getpgid(self.pid) == self.pid
                 (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
         if not self.wait(END_LIMIT_S):
@@ -188,7 +187,7 @@ class Spawned(LocalProcess):
             env=environment_of(spec, os.environ),
         )  # fmt: skip
         theirs.close()
-        super().__init__(spec.name, ours, process, spec)
+        super().__init__(spec, ours, process)
 
     @property
     def status(self) -> int | None:
@@ -226,27 +225,7 @@ def from_server(spec: ProcessSpec) -> LocalProcess:
     with STARTING, main_module_hidden():
         process.start()
     theirs.close()
-    return LocalProcess(spec.name, ours, process, spec)
-
-
-def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] = ()) -> LocalProcess:
-    """Fork this process and call `run` with the child's end of the connection.
-
-    The child closes the descriptors `kept_here`; otherwise others would not notice the end of this process.
-    """
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-
-    def forked() -> None:
-        for descriptor in (*kept_here, ours.fileno()):
-            os.close(descriptor)
-        _go_on_without_starter()
-        run(theirs)
-
-    process = context.Process(target=forked, name=name)
-    process.start()
-    theirs.close()
-    return LocalProcess(name, ours, process)
+    return LocalProcess(spec, ours, process)
 
 
 @contextlib.contextmanager
@@ -270,7 +249,14 @@ def _copied(
     # records the names, and a restarted tracker prints a traceback for each name that it does not know.
     multiprocessing.set_start_method(None, force=True)
     os.setsid()
-    _go_on_without_starter()
+    # Have the kernel send SIGCONT when the parent ends; a stopped process could not notice it and end. The parent is the fork server,
+    # which lives as long as its copies, and this the end of a pipe that it never writes to.
+    starter = multiprocessing.parent_process()
+    assert starter is not None, "a copy has a starter"
+    end = starter.sentinel
+    fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
     os.environ.update(environment)
     if threads is not None and (torch := sys.modules.get("torch")):  # OpenMP read its variable when torch was imported.
         torch.set_num_threads(threads)
@@ -279,17 +265,6 @@ def _copied(
     descriptor = os.dup(connection.fileno())
     connection.close()
     function_of(main)(descriptor)
-
-
-def _go_on_without_starter() -> None:
-    """Have the kernel send SIGCONT when the parent ends; a stopped process could not notice it and end."""
-    starter = multiprocessing.parent_process()
-    assert starter is not None, "a copy has a starter"
-    # A pipe that is never written to. The parent is the fork server, which lives as long as its copies.
-    end = starter.sentinel
-    fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGCONT)
-    fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def copy_as_fork_server(modules: Iterable[str]) -> bool:

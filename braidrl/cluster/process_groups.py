@@ -1,6 +1,6 @@
 """Process groups, and the single time limit of all waits in them.
 
-open_store ──address──▶ connect_store         one process opens it, the others connect
+open_store ──address──▶ connect_store         one process opens it, the others connect; they leave messages there
 join_group ──▶ the group of all ranks         its limit applies to all groups made from it
 subgroup, mesh_of, background_group, group_between
 """
@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, UserError
 
 CONNECT_S = 5.0
@@ -47,6 +49,16 @@ def open_store(host: str, limit_s: float) -> dist.TCPStore:
 def connect_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
     """Connect to another process's store. Raises RuntimeError with its address after `limit_s` seconds."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+
+
+def put_message(store: dist.Store, key: str, value: Any) -> None:
+    """Leave a message in a store."""
+    store.set(key, pack_message(value))  # type: ignore[arg-type]  # takes bytes too
+
+
+def message_at(store: dist.Store, key: str, type: Any = Any) -> Any:
+    """Return the message of this type at a key; wait for it, at most as long as the store does."""
+    return unpack_message(store.get(key), type)
 
 
 def join_group(

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.devices import own_devices
-from braidrl.cluster.process_groups import all_gather_bytes, as_tensor, join_group
+from braidrl.cluster.process_groups import all_gather_bytes, as_tensor, join_group, message_at, put_message
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
@@ -91,7 +91,7 @@ class World:
         """Record what this rank does from now on; the text is the same on every rank."""
         self.place, self.rows = place, ""
         if self._store is not None:
-            self._store.set(f"place/{self.rank}", f"{self._meetings} {place}")
+            put_message(self._store, f"place/{self.rank}", [self._meetings, place])
 
     @contextmanager
     def meeting(self, purpose: str) -> Iterator[str]:
@@ -99,7 +99,7 @@ class World:
         self._meetings += 1
         where = f"{self.place}: {purpose}"
         if self._store is not None:
-            self._store.set(f"place/{self.rank}", f"{self._meetings} {where}")
+            put_message(self._store, f"place/{self.rank}", [self._meetings, where])
         start = time.monotonic()
         try:
             with WORK.waiting():
@@ -114,8 +114,8 @@ class World:
             late = []
             try:
                 for rank in range(self.size):
-                    meetings, _, place = self._store.get(f"place/{rank}").decode().partition(" ")
-                    if int(meetings) < self._meetings:
+                    meetings, place = message_at(self._store, f"place/{rank}", tuple[int, str])
+                    if meetings < self._meetings:
                         late.append(f"rank {rank}, last seen in {place}")
             except (RuntimeError, OSError) as unknown:
                 late.append(f"ranks that nothing is known of ({first_line(unknown)})")

@@ -179,9 +179,10 @@ class RolloutConfig(Section):
     """Number of engine processes, each with a replica of the weights; a router distributes rows over them and restarts one that ends.
     By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains also generates."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Tensor-parallel ranks of an engine, embedded, of vLLM or a server: they shard its weights, heads and vocabulary, for a model
-    that is too large for one device. A number that divides the model's attention heads, and key/value heads where the engine is embedded.
-    With `engines` 0, under `runtime: distributed` or `hybrid`, so many of the ranks that train decode together; see `grouping`."""
+    """Tensor-parallel ranks of an engine of vLLM or a server: they shard its weights, heads and vocabulary, for a model that is too
+    large for one device. A number that divides the model's attention heads. With the embedded engine, and vLLM's with `engines` 0, so
+    many of the ranks that train decode together, under `runtime: distributed` or `hybrid`; see `grouping`. With the embedded engine the
+    number also divides the key/value heads."""
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Pipeline-parallel ranks of an engine of vLLM or a server, each with `tensor` ranks; or of ranks that train and generate."""
     nodes: int | None = Field(None, ge=1, le=MOST_PROCESSES)

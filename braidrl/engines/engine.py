@@ -95,8 +95,6 @@ class EngineSpec:
     """Tensor-parallel ranks that shard the weights, each a process."""
     pipeline: int = 1
     """Pipeline-parallel ranks, each of them `tensor` processes."""
-    limit_s: float = 600.0
-    """Seconds that these processes wait for one another."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of this kind of engine; `rollout.engine_settings` for a user's engine."""
     devices: tuple[int, ...] | None = None

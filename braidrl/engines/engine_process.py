@@ -15,9 +15,8 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +29,6 @@ from braidrl.cluster.watchdog import named
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.followers import LeadingEngine, fork_followers
 from braidrl.engines.engine import ENGINES, NOTHING_YET, EngineError, EngineSpec, Load, ServedEngine
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.spanning import LOOK_S, SpanningEngine
@@ -334,46 +332,32 @@ def vllm_engine(spec: EngineSpec) -> SteppingEngine:
 
 
 def main(handle: int) -> None:
-    """Serve the engine described by the first call. Its other processes are forked before this one loads anything."""
+    """Serve an engine over the connection at a file descriptor, until the run is gone."""
     named("engine")
-    try:
-        with Connection(os.dup(handle)) as first:
-            start = unpack_message(first.recv_bytes(), EngineCall)
-    except EOFError:
-        return
-    spec, followers = start.spec, list[LocalProcess]()
-    # vLLM starts its ranks itself.
-    if spec.kind == "embedded" and spec.tensor * spec.pipeline > 1:
-        # The processes wait for one another less long than the run waits for this one, which names the missing one.
-        spec = replace(spec, limit_s=spec.limit_s / 2)
-        followers = fork_followers(spec, handle)
-    try:
-        asyncio.run(serve(socket.socket(fileno=handle), start.id, spec, followers))
-    finally:
-        for follower in followers:
-            follower.kill()
-
-
-async def serve(connection: socket.socket, start: int, spec: EngineSpec, followers: Sequence[LocalProcess]) -> None:
-    """Make the engine, answer the call that started it, and execute the run's calls until the run is gone."""
-    reader, writer = await asyncio.open_connection(sock=connection)
     keep_freed_memory()
+    asyncio.run(serve(socket.socket(fileno=handle)))
+
+
+async def serve(connection: socket.socket) -> None:
+    """Make the engine that the first call describes, answer that call, and execute the others until the run is gone."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    if (start := await receive(reader, EngineCall)) is None:
+        return
+    spec = start.spec
     try:
         if spec.part is not None and spec.part.node > 0:
             # Only ranks, which the first node's scheduler calls.
             from braidrl.engines.vllm.vllm_engine import ranks_of_node
 
             with ranks_of_node(spec):
-                writer.write(framed(EngineReply(start)))
+                writer.write(framed(EngineReply(start.id)))
                 await reader.read()
             return
-        made: SteppingEngine | ServedEngine = (
-            LeadingEngine(spec, followers) if followers else ENGINES.find(spec.kind)(spec)
-        )
+        made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
         engine: ServedEngine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
         await engine.start()
     except (UserError, EngineError) as error:
-        writer.write(framed(EngineReply.of(start, error)))
+        writer.write(framed(EngineReply.of(start.id, error)))
         await writer.drain()
         return
     tasks = set[asyncio.Task[None]]()
@@ -394,7 +378,7 @@ async def serve(connection: socket.socket, start: int, spec: EngineSpec, followe
         except Exception as error:
             say(EngineReply.of(call.id, error))
 
-    say(EngineReply(start))
+    say(EngineReply(start.id))
     beats = asyncio.create_task(beat())
     while (call := await receive(reader, EngineCall)) is not None:
         # Calls start in the order of arrival, and are answered when done.

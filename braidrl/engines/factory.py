@@ -231,7 +231,7 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
     return EngineSpec(
         rollout.engine, str(path), slots_of(config), longest, config.seed, str(dtype).removeprefix("torch."),
         choose_device(config.device).type, default_threads(processes), rollout.tensor, rollout.pipeline,
-        config.cluster.wait_limit_s, options.get(rollout.engine, rollout.engine_settings),
+        options.get(rollout.engine, rollout.engine_settings),
         reproducible=rollout.is_reproducible, adapts_rows=rollout.slots == "auto",
     )  # fmt: skip
 
@@ -360,6 +360,4 @@ def engine_processes(config: Config) -> int:
     """Return how many processes or servers generate in place of this process; 0 if it generates itself."""
     rollout = config.rollout
     asked = len(rollout.servers.urls) if rollout.engine == "http" else rollout.engines
-    # Under streaming a generating process has no other ranks that could hold a shard.
-    divided = config.runtime == "streaming" and rollout.tensor > 1
-    return int(rollout.engine == "vllm" or divided) if asked is None else asked
+    return int(rollout.engine == "vllm") if asked is None else asked

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from braidrl.cluster.process_groups import message_at, put_message
 from braidrl.engines.engine import NodePart
 from braidrl.training.parallel.layouts import DataParallel
 
@@ -38,7 +39,7 @@ class SpanningEngine:
         with socket.create_server((self.own.address, 0)) as free:
             port = free.getsockname()[1]
         self.start += 1
-        self.store.set(f"start/{self.start}", f"{self.own.address} {port}")
+        put_message(self.store, f"start/{self.start}", [self.own.address, port])
         return replace(self.own, host=self.own.address, port=port)
 
     def lost(self) -> int | None:
@@ -59,8 +60,8 @@ class SpanningEngine:
         if not self.store.check([f"start/{self.start + 1}"]):
             return None
         self.start += 1
-        host, port = self.store.get(f"start/{self.start}").decode().split()
-        return replace(self.own, host=host, port=int(port))
+        host, port = message_at(self.store, f"start/{self.start}", tuple[str, int])
+        return replace(self.own, host=host, port=port)
 
     def is_over(self) -> bool:
         """Return True if the first node has given the current start up."""

@@ -201,9 +201,9 @@ class Choices:
         heads = sizes.num_attention_heads
         if engine == "embedded":
             heads = math.gcd(heads, sizes.num_key_value_heads)
-        # An engine stays within a node. Ranks that decode together take no turns in an environment.
-        plays = engine == "embedded" and layout is not None and any("environment" in s.params for s in model.stages)
-        alone = plays or engine not in ("embedded", "vllm")
+        # An engine stays within a node. The embedded one shards over ranks that train alone, which take no turns in an environment.
+        plays = any("environment" in s.params for s in model.stages)
+        alone = plays or layout is None if engine == "embedded" else engine != "vllm"
         for divisor in [1] if alone else divisors(math.gcd(heads, math.gcd(devices, group.devices))):
             if layout is not None and not alone:
                 try:

@@ -5,7 +5,6 @@ proven by real ranks: two must compute the log-probs and gradient norm of one pr
 """
 
 import copy
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -311,8 +310,5 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
     worker.forward_backward(Objective.of("actor", {"loss": "sft", "aggregate": "token-mean"}), mine, Sums())
     norm = worker.optim_step({"tokens": float(sum(len(row) - 1 for row in rows))}, 1)
     values = dict(zip(map(str, numbers), log_probs.tolist(), strict=True))
-    if world is None:
-        return {"norm": norm, "log_probs": values}
-    gathered = world.gather("figures", json.dumps({"norm": norm, "log_probs": values}).encode())
-    parts = [json.loads(bytes(part)) for part in gathered]
-    return {"norm": parts[0]["norm"], "log_probs": {k: v for part in parts for k, v in part["log_probs"].items()}}
+    parts = ranks.all_gather("figures", values)
+    return {"norm": norm, "log_probs": {name: value for part in parts for name, value in part.items()}}

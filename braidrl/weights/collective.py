@@ -8,22 +8,27 @@ version, only changed values are sent: of bfloat16 weights, few change in a step
 """
 
 import atexit
-import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from braidrl.cluster.process_groups import address_towards, connect_store, group_between, open_store
+from braidrl.cluster.process_groups import (
+    address_towards,
+    connect_store,
+    group_between,
+    message_at,
+    open_store,
+    put_message,
+)
 from braidrl.cluster.shared_memory import machine
 from braidrl.cluster.world import Ranks
 from braidrl.errors import first_line
@@ -39,6 +44,8 @@ CONNECT_S = 60.0
 """Time limit for processes that are all there to connect."""
 END_S = 2.0
 """Seconds that `close` waits for the sending thread."""
+JOINED = tuple[int, int, int]
+"""The number of the transfer that a request joined, the rank of its first receiver there, and the number of its processes."""
 
 
 class TransferError(RuntimeError):
@@ -62,8 +69,11 @@ class Senders:
     """The name of the transport (see `TRANSPORTS`)."""
 
     def store(self) -> dist.Store:
-        """Connect to the store through which receivers ask."""
-        return dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+        """Connect to the store through which receivers ask. Raises TransferError if it is gone."""
+        try:
+            return dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+        except RuntimeError as error:
+            raise TransferError(f"weights did not arrive: {first_line(error)}") from error
 
 
 @dataclass(kw_only=True)
@@ -75,6 +85,20 @@ class TransferNotice(Senders):
     receivers: int
     changes: bool
     """True if the receivers hold a version of the same run, after which changed values suffice."""
+
+
+@dataclass
+class WeightRequest:
+    """A request of one engine in the store, or of all engines of a transfer."""
+
+    version: int
+    receivers: int
+    held: int | None
+    """The version that the receivers hold; None without one of the same run."""
+    since: float = 0.0
+    """When the first sender read it, by its clock."""
+    ready: float | None = None
+    """When it saw that all receivers are there."""
 
 
 class WeightOffer:
@@ -99,7 +123,7 @@ class WeightOffer:
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
         self._seen = set[int]()
         """All versions that were ever offered; their numbers need not grow."""
-        self._requests = dict[int, dict[str, Any]]()
+        self._requests = dict[int, WeightRequest]()
         """Requests that are in no transfer yet, at the first sender."""
         self._last_request, self._unread = 0, set[int]()
         self._changed, self._closed = threading.Condition(), threading.Event()
@@ -149,31 +173,31 @@ class WeightOffer:
         while not self._closed.wait(POLL_S):
             try:
                 if self.rank == 0 and (formed := self._next_transfer(store, number)):
-                    store.set(f"transfer/{number}", json.dumps(formed))
+                    put_message(store, f"transfer/{number}", formed)
                 if not store.check([f"transfer/{number}"]):
                     continue
-                asked = json.loads(store.get(f"transfer/{number}"))
+                asked = message_at(store, f"transfer/{number}", WeightRequest)
             except RuntimeError:
                 return  # the sender that opened the store has exited
             try:
                 # Wait until this sender has the version.
                 with self._changed:
-                    self._changed.wait_for(lambda: asked["version"] in self._seen, senders.limit_s)  # noqa: B023
-                    parts, is_current = self._kept.get(asked["version"], ({}, lambda: False))
-                    before, is_before = self._kept.get(asked["held"], (None, lambda: True))
+                    self._changed.wait_for(lambda: asked.version in self._seen, senders.limit_s)  # noqa: B023
+                    parts, is_current = self._kept.get(asked.version, ({}, lambda: False))
+                    before, is_before = self._kept.get(asked.held, (None, lambda: True))
                 if not is_current():
                     raise TransferError("the weights have changed since that version; engines receive the next one")
                 before = before if is_before() else None
-                meeting, size = dist.PrefixStore(f"transfer {number}", store), senders.senders + asked["receivers"]
+                meeting, size = dist.PrefixStore(f"transfer {number}", store), senders.senders + asked.receivers
                 with transfer_group(
                     meeting, self.rank, size, self.device, senders.host, senders, parts, lambda held: {}, before
                 ) as transfer:
                     self.sent_bytes += transfer.run(parts, {}).sent
             except (RuntimeError, ValueError) as error:
-                store.set(f"transfer {number}/failed", first_line(error))
+                put_message(store, f"transfer {number}/failed", first_line(error))
             number += 1
 
-    def _next_transfer(self, store: dist.Store, number: int) -> dict[str, Any] | None:
+    def _next_transfer(self, store: dist.Store, number: int) -> WeightRequest | None:
         """Form a transfer for the first engine whose workers are all there, and for others that ask for the same; None if there is none."""
         now, requests = time.monotonic(), self._requests
         # The content of a number follows it, unless the asking process has died between the two.
@@ -182,28 +206,28 @@ class WeightOffer:
         for request in sorted(self._unread):
             if store.check([f"request/{request}"]):
                 self._unread.discard(request)
-                requests[request] = json.loads(store.get(f"request/{request}")) | {"since": now, "ready": None}
+                requests[request] = replace(message_at(store, f"request/{request}", WeightRequest), since=now)
         for request, asked in list(requests.items()):
-            if store.check([f"{request}/cancelled"]) or now > asked["since"] + self.senders.limit_s:
+            if store.check([f"{request}/cancelled"]) or now > asked.since + self.senders.limit_s:
                 del requests[request]
-            elif asked["ready"] is None and store.add(f"{request}/here", 0) == asked["receivers"]:
-                asked["ready"] = now
-        first = next((asked for asked in requests.values() if asked["ready"] is not None), None)
-        if first is None:
+            elif asked.ready is None and store.add(f"{request}/here", 0) == asked.receivers:
+                asked.ready = now
+        first = next((asked for asked in requests.values() if asked.ready is not None), None)
+        if first is None or first.ready is None:
             return None
-        alike = {n: one for n, one in requests.items() if all(one[key] == first[key] for key in ("version", "held"))}
-        joined = [n for n, one in alike.items() if one["ready"] is not None]
-        if len(joined) < len(alike) and now < first["ready"] + JOIN_S:
+        alike = {n: one for n, one in requests.items() if (one.version, one.held) == (first.version, first.held)}
+        joined = [n for n, one in alike.items() if one.ready is not None]
+        if len(joined) < len(alike) and now < first.ready + JOIN_S:
             return None
-        receivers, total = 0, sum(alike[n]["receivers"] for n in joined)
+        receivers, total = 0, sum(alike[n].receivers for n in joined)
         for request in joined:
-            rank, size = self.senders.senders + receivers, self.senders.senders + total
-            store.set(f"{request}/joined", json.dumps({"transfer": number, "rank": rank, "size": size}))
-            receivers += requests.pop(request)["receivers"]
+            place = number, self.senders.senders + receivers, self.senders.senders + total
+            put_message(store, f"{request}/joined", place)
+            receivers += requests.pop(request).receivers
             if store.check([f"{request}/cancelled"]):
                 # Cancelled since it was read: the canceller has not seen that the request joined.
-                store.set(f"transfer {number}/failed", "a request for weights was cancelled")
-        return {"version": first["version"], "held": first["held"], "receivers": total}
+                put_message(store, f"transfer {number}/failed", "a request for weights was cancelled")
+        return WeightRequest(first.version, total, first.held)
 
 
 @dataclass(kw_only=True)
@@ -223,16 +247,17 @@ class OfferedWeights(Senders):
         known = held.version if held is not None and held.secret == self.secret else None
         store = self.store()
         number = store.add("asked", 1)
-        store.set(f"request/{number}", json.dumps({"version": self.version, "receivers": receivers, "held": known}))
+        put_message(store, f"request/{number}", WeightRequest(self.version, receivers, known))
         try:
             senders = {own.name: getattr(self, own.name) for own in fields(Senders)}
             yield TransferNotice(**senders, number=number, receivers=receivers, changes=known is not None)
         except BaseException:
-            store.set(f"{number}/cancelled", "")
-            if store.check([f"{number}/joined"]):
-                # The senders wait for all workers of the transfer, and one of these may be gone.
-                joined = json.loads(store.get(f"{number}/joined"))["transfer"]
-                store.set(f"transfer {joined}/failed", "a request for weights was cancelled")
+            with suppress(RuntimeError):  # the store is gone, and the senders with it
+                store.set(f"{number}/cancelled", "")
+                if store.check([f"{number}/joined"]):
+                    # The senders wait for all workers of the transfer, and one of these may be gone.
+                    transfer, *_ = message_at(store, f"{number}/joined", JOINED)
+                    put_message(store, f"transfer {transfer}/failed", "a request for weights was cancelled")
             raise
         self.received += store.add(f"{number}/received", 0)
 
@@ -315,22 +340,23 @@ class Incoming:
         notice, meeting = self.notice, None
         store = notice.store()
         request = dist.PrefixStore(str(notice.number), store)
-        request.add("here", 1)
         try:
+            request.add("here", 1)
             meet(request, "joined", notice.senders, notice.senders + notice.receivers, notice.limit_s)
-            place = json.loads(request.get("joined"))
-            meeting = dist.PrefixStore(f"transfer {place['transfer']}", store)
-            rank, address = place["rank"] + self.worker, address_towards(notice.host)
+            number, first, size = message_at(request, "joined", JOINED)
+            meeting, address = dist.PrefixStore(f"transfer {number}", store), address_towards(notice.host)
             with transfer_group(
-                meeting, rank, place["size"], self.device, address, notice, {}, wanted, before
+                meeting, first + self.worker, size, self.device, address, notice, {}, wanted, before
             ) as transfer:
                 yield transfer
             request.add("received", transfer.traffic.received)
         except TransferError:
             raise
         except RuntimeError as error:
-            failed = meeting.get("failed").decode() if meeting is not None and meeting.check(["failed"]) else ""
-            reason = failed or first_line(error)
+            reason = first_line(error)
+            with suppress(RuntimeError):  # the store is gone with the first sender
+                if meeting is not None and meeting.check(["failed"]):
+                    reason = message_at(meeting, "failed", str)
             raise TransferError(f"weights did not arrive: {reason}") from error
 
 
@@ -352,7 +378,7 @@ def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) 
         if store.check(["cancelled"]):
             raise TransferError("the request for weights was cancelled")
         if store.check(["failed"]):
-            raise TransferError(store.get("failed").decode())
+            raise TransferError(message_at(store, "failed"))
         if time.monotonic() > end:
             here = others + store.add("here", 0)
             raise TransferError(f"{here} of {size} processes joined the weight transfer in {limit_s:g} s")

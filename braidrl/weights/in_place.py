@@ -9,7 +9,7 @@ gather      own shard ────────── own shard, [whole model ─
 Memory that only generation needs is freed while ranks train.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
-from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, OfferedWeights
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import PublishedEngine, TransferVolume, WeightSource, check_shapes
@@ -50,20 +50,11 @@ class InPlacePublisher:
 
 
 class EngineWeights:
-    """An engine's weights: the trainer's module itself, or a copy in another dtype.
+    """An engine's weights: the trainer's module itself, or a copy in another dtype."""
 
-    `slices` describes a module that holds one rank's part of a model.
-    """
-
-    def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None, slices: Slices | None = None) -> None:
-        """Share the trained weights, or copy them if the dtype differs.
-
-        Args:
-            trained: The model that is trained.
-            dtype: The engine's dtype; None is the trained model's.
-            slices: This rank's block of each tensor, if the model is sharded.
-        """
-        self._trained, self.slices = trained, slices
+    def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None) -> None:
+        """Share the trained weights, or copy them if `dtype`, the engine's, differs; None is the trained model's."""
+        self._trained = trained
         self.shared = dtype is None or dtype == trained.dtype
         self.model = trained
         if not self.shared:
@@ -78,31 +69,21 @@ class EngineWeights:
 
         Raises ValueError, before any change, if the source's tensors are not exactly the model's.
         """
+        targets = self.model.state_dict()
+        shapes = {name: tensor.shape for name, tensor in targets.items()}
         if isinstance(source, OfferedWeights):
             with source.asked(1) as notice:
-                self.refresh(Incoming(notice, 0, self.model.device))
+                Incoming(notice, 0, self.model.device).receive(weight_parts(self.model), shapes)
         elif isinstance(source, Incoming):
-            # This rank's part of every tensor.
-            source.receive(weight_parts(self.model, self.slices), self.shapes)
+            source.receive(weight_parts(self.model), shapes)
         elif source is not None:
-            given, targets = self.checked(source), self.model.state_dict()
+            given = dict(source.tensors())
+            check_shapes({name: tensor.shape for name, tensor in given.items()}, shapes)
             for name, tensor in given.items():
-                targets[name].copy_(tensor if self.slices is None else self.slices.boxes[name].of(tensor))
+                targets[name].copy_(tensor)
         elif not self.shared:
             for target, trained in zip(self.model.parameters(), self._trained.parameters(), strict=True):
                 target.copy_(trained)
-
-    def checked(self, source: WeightSource) -> dict[str, Tensor]:
-        """Return the full tensors of a source. Raises ValueError if they are not exactly the model's."""
-        given = dict(source.tensors())
-        check_shapes({n: t.shape for n, t in given.items()}, self.shapes)
-        return given
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Return the global shape of every tensor, a tied one under each of its names."""
-        own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        return own if self.slices is None else self.slices.shapes
 
 
 class GenerationWeights:

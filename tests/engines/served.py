@@ -27,8 +27,8 @@ from tests.engines.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
 
 T = TypeVar("T")
-# The long rows must still be running when new weights arrive, even on a busy machine. Engines whose steps take
-# milliseconds (vLLM, several processes) run as long with fewer tokens.
+# The long rows must still be running when new weights arrive, even on a busy machine. vLLM, whose steps take
+# milliseconds, runs as long with fewer tokens.
 LIMIT, LONG, LONG_OF_SLOW = 650, 600, 200
 # The narrowest heads that vLLM supports on a CPU. Tied, so that an update must also name the output layer.
 CONFIG = Qwen3Config(**(SIZES | {"max_position_embeddings": 1024}), head_dim=32, tie_word_embeddings=True)
@@ -46,12 +46,7 @@ def write_served_model(folder: Path) -> Path:
 
 
 def spec(kind: str, model: Path, tensor: int = 1, reproducible: bool = True, **options: Any) -> EngineSpec:
-    """`tensor-parallel` is the embedded engine sharded over two processes."""
-    divided = kind == "tensor-parallel"
-    return EngineSpec(
-        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=2 if divided else tensor,
-        options=options, reproducible=reproducible,
-    )  # fmt: skip
+    return EngineSpec(kind, str(model), 16, LIMIT, tensor=tensor, options=options, reproducible=reproducible)
 
 
 def other_weights() -> ModelWeights:

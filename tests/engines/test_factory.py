@@ -67,17 +67,6 @@ def test_engine_processes_give_the_result_of_the_trainers_own_engine(
     assert all(line[GAP] < 1e-5 for line in read_metrics(served))
 
 
-def test_a_sharded_engine_gives_the_result_of_one_process(workshop: Workshop) -> None:
-    settings: dict[str, Any] = {"trainer": TRAINER, "algorithm": {"old": "recompute"}}
-    whole = workshop.run("whole", **settings, rollout={"engines": 1})
-    divided = workshop.run("divided", **settings, rollout={"engines": 1, "tensor": 2, "check_weights": True})
-    assert tokens_of(divided, 3) == tokens_of(whole, 3)
-    assert max(gaps_of(divided, 3)) < 1e-5
-    found, expected = weights_of(divided), weights_of(whole)
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
-
-
 @pytest.mark.soak
 def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -147,7 +136,7 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ({"rollout": {"engine": "vlm"}}, "vllm"),
         (
             {"rollout": {"tensor": 2}},
-            "rollout.tensor=2 needs engine processes, or runtime=distributed or hybrid",
+            "rollout.tensor=2 shards the embedded engine over ranks that train and generate; write runtime=distributed",
         ),
         (
             {"rollout": {"engine": "vllm", "reproducible": True, "vllm": {"async_scheduling": True}}},
@@ -189,7 +178,11 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
             {"runtime": "streaming", "rollout": {"engine": "vllm", "tensor": 2, "nodes": 2, "weights": "file"}},
             "rollout.weights=file stays on one machine, and rollout.nodes=2; write collective",
         ),
-        ({"rollout": {"engines": 1, "tensor": 4}}, "does not divide the model's 2 key/value heads"),
+        (
+            {"runtime": "distributed", "rollout": {"engines": 1, "tensor": 2}},
+            "without rollout.engines, or rollout.engine=vllm",
+        ),
+        ({"runtime": "distributed", "rollout": {"tensor": 4}}, "does not divide the model's 2 key/value heads"),
         ({"rollout": {"engine": "http"}}, "name them, as in rollout.servers=http://"),
         ({"rollout": {"servers": SERVER}}, "rollout.servers are asked with rollout.engine=http"),
         (

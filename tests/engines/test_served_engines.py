@@ -1,14 +1,17 @@
-"""Engines in separate processes (single, sharded, vLLM): the contract, weight updates, and the death of an engine."""
+"""Engines in separate processes (embedded, vLLM): the contract, weight updates, and the death of an engine or its run."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -37,9 +40,10 @@ from tests.engines.served import (
     write_served_model,
 )
 from tests.engines.tiny import END, make_tokenizer, training_log_probs
+from tests.tiny import ROOT
 
 MODEL = served_model()
-KINDS = ("embedded", "tensor-parallel", pytest.param("vllm", marks=pytest.mark.soak))
+KINDS = ("embedded", pytest.param("vllm", marks=pytest.mark.soak))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +60,7 @@ def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Served]:
 
 
 def subject(served: Served) -> EngineUnderTest:
-    spec = served.engine.spec
-    long = LONG if spec.kind == "embedded" and spec.tensor == 1 else LONG_OF_SLOW
+    long = LONG if served.engine.spec.kind == "embedded" else LONG_OF_SLOW
     return EngineUnderTest(lambda: served.engine, END, LIMIT, in_training, other_weights, long=long)
 
 
@@ -126,6 +129,29 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
     dying.limit_s = 0.5
     with pytest.raises(EngineError, match=r"engine 0 \(process \d+\) sent nothing for 0.5 s during sleep"):
         service.run(lambda _: dying.sleep())
+
+
+def test_an_engine_ends_with_its_run_however_that_ends(model: Path) -> None:
+    program = f"""
+import asyncio
+from pathlib import Path
+from braidrl.engines.engine_process import EngineProcess
+from tests.engines.served import spec
+async def main():
+    engine = EngineProcess(spec("embedded", Path({str(model)!r})))
+    await engine.start()
+    print(engine.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    assert run.stdout is not None
+    engine = psutil.Process(int(run.stdout.readline()))
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    engine.wait(120.0)
 
 
 def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[torch.Tensor]:

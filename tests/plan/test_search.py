@@ -173,6 +173,12 @@ def test_more_slots_of_an_engine_that_shares_weights_need_no_copy_of_them(tmp_pa
     )
 
 
+def test_an_embedded_engine_with_devices_of_its_own_has_the_whole_model(tmp_path: Path) -> None:
+    asked = problem(write_sizes(tmp_path / "m"), cluster(1, 4))
+    every = Choices(asked).of_role("actor", asked.cluster.groups[0], 4, "generate")
+    assert {one.use.engine.divisor for one in every if one.use.engine} == {1}
+
+
 @pytest.mark.parametrize("nodes", [16, pytest.param(128, marks=pytest.mark.soak)])
 def test_many_devices_are_planned_for_in_seconds(tmp_path: Path, nodes: int) -> None:
     model = write_sizes(tmp_path / "70b", 8192, 80, 64, 32000)

@@ -60,8 +60,8 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
         "trainer": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}},
         "roles": {"critic": {"layout": {"pipeline": 2}, "inference_layout": {"data": 2}}},
     }
-    # Three layouts of one role: it trains in two pipeline stages, and the engines' two processes have half of each matrix.
-    engines = {"engines": 1, "tensor": 2, "check_weights": True}
+    # Three layouts of one role: it trains in two pipeline stages, and infers with shards; its engine's process has all of it.
+    engines = {"engines": 1, "check_weights": True}
     served = {"rollout": engines, "trainer": {"layout": {"pipeline": 2}, "inference_layout": {"shard": "full"}}}
     # In one process each: a process trains, infers and decodes with slices of others beside its own.
     pooled = merged(copies, {"rollout": {"tensor": 2}})
@@ -117,7 +117,7 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
             {"rollout": {"tensor": 2, "environment": "gem:rg:basic_arithmetic"}},
             "rollout.tensor=2: ranks that decode together cannot run an environment",
         ),
-        ({"runtime": "eager", "rollout": {"tensor": 2}}, "rollout.tensor=2 needs engine processes"),
+        ({"runtime": "eager", "rollout": {"tensor": 2}}, "rollout.tensor=2 shards the embedded engine over ranks"),
         (
             {"runtime": "eager", "algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"shard": "full"}}},
             "trainer.inference_layout is for runtime=distributed, hybrid or streaming; remove it",

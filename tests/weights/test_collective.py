@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Ranks
 from braidrl.weights import collective, transfer
 from braidrl.weights.boxes import Box
-from braidrl.weights.collective import Incoming, TransferError, WeightOffer
+from braidrl.weights.collective import Incoming, OfferedWeights, TransferError, WeightOffer
 from braidrl.weights.shards import WeightPart, full_parts
 from tests.weights import shared_stream
 
@@ -239,6 +239,33 @@ def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer
 def die_after_one(notice: dict[str, Any]) -> None:
     next(Incoming(notice, 0, CPU).tensors())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_senders_that_die_during_a_transfer_are_an_error_of_the_transfer() -> None:
+    """The store dies with the first sender, so that the reason for the failure cannot be read there."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    sender = context.Process(target=offer_large_tensors, args=(theirs,))
+    sender.start()
+    source = OfferedWeights(**ours.recv())
+
+    def receive() -> None:
+        with source.asked(1) as notice:
+            for _ in Incoming(notice, 0, CPU).tensors():
+                sender.kill()
+                sender.join()
+
+    with pytest.raises(TransferError, match="weights did not arrive"):
+        receive()
+    with pytest.raises(TransferError, match="weights did not arrive"), source.asked(1):
+        pass
+
+
+def offer_large_tensors(ready: Any) -> None:
+    offer = WeightOffer(Ranks(), "127.0.0.1", 2.0, CPU)
+    source = kept(offer, 1, {str(number): torch.zeros(1 << 22) for number in range(8)})
+    ready.send(asdict(source))
+    time.sleep(300)
 
 
 def test_two_engines_of_a_node_share_one_stream_from_another_node() -> None:

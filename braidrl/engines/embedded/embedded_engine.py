@@ -209,7 +209,7 @@ class EmbeddedEngine(SteppingEngine):
         )
         size = model.config.get_text_config().vocab_size
         self.vocabulary = size if size < len(tokenizer) else None
-        self._weights = EngineWeights(model, dtype, slices)
+        self._weights, self._slices = EngineWeights(model, dtype), slices
         self.model = model = self._weights.model
         """The model that decodes: the trainer's module, or a copy."""
         self.slots, self._pipeline, self.group = round_up(slots, ROW_MULTIPLE), pipeline, group
@@ -229,7 +229,7 @@ class EmbeddedEngine(SteppingEngine):
         self._look_at_rows()
 
     def parts(self) -> Mapping[str, WeightPart]:
-        return weight_parts(self.model, self._weights.slices)
+        return weight_parts(self.model, self._slices)
 
     @property
     def memory(self) -> EngineMemory | None:

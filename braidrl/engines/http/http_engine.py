@@ -8,6 +8,7 @@ So each token has one version, and none is drawn from keys and values of earlier
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
@@ -110,7 +111,13 @@ class HttpEngine:
             ) from None
         except EngineError as error:
             raise UserError(f"{error}; start it, or correct rollout.servers") from error
-        if (missing := dialect.missing(info, self.spec.needs)) is not None:
+        try:
+            missing = dialect.missing(info, self.spec.needs)
+        except (LookupError, TypeError) as error:
+            raise UserError(
+                f"{setting} answers {dialect.settings} as another project's server ({error}); correct rollout.servers.dialect"
+            ) from error
+        if missing is not None:
             raise UserError(f"{setting} is a server that Braid cannot train with: start it with {missing}")
 
     async def close(self) -> None:
@@ -283,12 +290,18 @@ class HttpEngine:
             raise EngineError(f"{self.url} has not been reached")
         try:
             async with self._session.request(method, self.url + path, json=body) as response:
-                if response.status >= 400:
-                    text = " ".join((await response.text()).split())[:300]
-                    kind = UserError if response.status < 500 else EngineError
-                    raise kind(f"{self.url}{path} answers {response.status}: {text}")
-                return await response.json(content_type=None) or {}
+                text, status = await response.text(errors="replace"), response.status
         except TimeoutError:
             raise EngineError(f"{self.url}{path} did not answer for {self.spec.limit_s:g} s") from None
         except ClientError as error:
             raise EngineError(f"{self.url} does not answer: {error}") from error
+        kind, fault = (UserError if 400 <= status < 500 else EngineError), str(status)
+        if status < 400:
+            try:
+                found = json.loads(text) if text.strip() else None
+            except ValueError:
+                found = text
+            if isinstance(found, dict | None):
+                return found or {}
+            fault = "no JSON object"
+        raise kind(f"{self.url}{path} answers {fault}: {' '.join(text.split())[:300]}")

@@ -90,7 +90,8 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     if layout == GenerationLayout():
         return
     environments = any("environment" in stage.params for stage in stages)
-    key = f"rollout.tensor={layout.tensor}" if layout.tensor > 1 else f"rollout.pipeline={layout.pipeline}"
+    keys = {"tensor": layout.tensor, "pipeline": layout.pipeline, "grouping": layout.grouping}
+    key = next(f"rollout.{name}={value}" for name, value in keys.items() if value not in (1, None))
     if rollout.engine in ("vllm", "http"):
         if rollout.grouping:
             raise UserError(
@@ -101,10 +102,12 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
         return
     if rollout.engine != "embedded":
         raise UserError(f"{key} shards the embedded engine, vLLM and servers, and rollout.engine is {rollout.engine}")
-    if engine_processes(config) and (layout.pipeline > 1 or layout.grouping):
-        raise UserError("rollout.pipeline and grouping are for ranks that train and generate; remove rollout.engines")
-    if not engine_processes(config):
-        check_pooled_engines(config, key, generating, environments)
+    if engine_processes(config) or config.runtime not in POOLED:
+        raise UserError(
+            f"{key} shards the embedded engine over ranks that train and generate; write runtime=distributed or hybrid without "
+            "rollout.engines, or rollout.engine=vllm"
+        )
+    check_pooled_engines(config, key, generating, environments)
     for role in generating:
         settings = model_settings(settings_of(role, config).model)
         check_heads(settings, layout.tensor)
@@ -184,7 +187,8 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
     if config.runtime not in POOLED:
         raise UserError(f"{key} needs engine processes, or runtime=distributed or hybrid; write rollout.engines=1")
     if environments:
-        raise UserError(f"{key}: ranks that decode together cannot run an environment; write rollout.engines=1")
+        apart = "rollout.engines=1" if config.rollout.engine == "vllm" else "rollout.engine=vllm"
+        raise UserError(f"{key}: ranks that decode together cannot run an environment; write {apart}")
     for role in generating:
         own = config.roles.get(role)
         if own and own.generate_workers is not None:

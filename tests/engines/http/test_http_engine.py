@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from transformers import PreTrainedModel
 
 from braidrl.data.rows import FinishReason
@@ -45,7 +46,7 @@ from tests.engines.served import (
 )
 from tests.engines.test_factory import gaps_of
 from tests.engines.tiny import END, make_tokenizer, training_log_probs
-from tests.tiny import Workshop, recorded
+from tests.tiny import Workshop, free_port, recorded
 
 # On a busy machine vLLM's server takes minutes to start.
 pytestmark = pytest.mark.timeout(600)
@@ -258,6 +259,41 @@ def test_a_server_that_does_not_answer_is_a_user_error() -> None:
     with pytest.raises(
         UserError, match=r"http://127.0.0.1:9 does not answer: .*; start it, or correct rollout.servers"
     ):
+        asyncio.run(connect())
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            "<html>welcome</html>",
+            r"/server_info\?config_format=json answers no JSON object: <html>.*; start it, or correct",
+        ),
+        ("[]", r"answers no JSON object: \[\]; start it, or correct rollout.servers"),
+        (
+            '{"model_path": "of another dialect"}',
+            r"another project's server \('vllm_config'\); correct rollout.servers",
+        ),
+    ],
+)
+def test_an_address_of_another_program_is_a_user_error(said: str, message: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=said)
+
+    async def connect() -> None:
+        app = web.Application()
+        app.router.add_get("/server_info", answer)
+        runner, port = web.AppRunner(app), free_port()
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        engine = HttpEngine(f"http://127.0.0.1:{port}", SPEC)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+    with pytest.raises(UserError, match=message):
         asyncio.run(connect())
 
 

@@ -33,13 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2},
     "shard": {"data": 2, "shard": "full"},
 }
-EXACT: dict[str, dict[str, Any]] = {
-    "embedded": {},
-    "divided": {"tensor": 2},
-}
-"""Engines that decode in the run's float64."""
-PAIRS = [("embedded", "tensor"), ("divided", "shard"), ("http", "data")]
-ALL = [(engine, layout) for engine in (*EXACT, "vllm", "http") for layout in LAYOUTS]
+PAIRS = [("embedded", "tensor"), ("embedded", "shard"), ("http", "data")]
+ALL = [(engine, layout) for engine in ("embedded", "vllm", "http") for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +71,9 @@ def streamed(workshop: Workshop, name: str, layout: str, settings: dict[str, Any
 
 def check(workshop: Workshop, alone: Callable[[bool], Path], engine: str, layout: str) -> None:
     name = f"{engine}-{layout}"
-    if engine in EXACT:
-        settings = merged(IN_FLOAT64, {"rollout": EXACT[engine]})
-        assert_same(trace(streamed(workshop, name, layout, settings)), trace(alone(True)))
+    if engine == "embedded":
+        # It decodes in the run's float64.
+        assert_same(trace(streamed(workshop, name, layout, IN_FLOAT64)), trace(alone(True)))
         return
     if engine == "vllm":
         python = vllm_python()
@@ -142,7 +137,14 @@ def test_a_server_of_vllms_own_draws_the_tokens_of_one_process(
             },
             "each process asks servers of its own; write streaming.workers.actor.generate=1",
         ),
-        ({"rollout": {"pipeline": 2}}, "rollout.pipeline=2 needs engine processes"),
+        (
+            {"rollout": {"grouping": "gather"}},
+            "rollout.grouping=gather shards the embedded engine over ranks that train and generate",
+        ),
+        (
+            {"rollout": {"pipeline": 2}},
+            "rollout.pipeline=2 shards the embedded engine over ranks that train and generate",
+        ),
     ],
 )
 def test_processes_that_do_not_fit_are_refused_before_anything_starts(

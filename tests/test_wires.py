@@ -1,0 +1,82 @@
+"""Each way in which processes talk is used by the listed files alone (docs/architecture.md, How processes talk)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.tiny import ROOT
+
+WIRES = {
+    # Kinds of call.
+    "ray": {
+        "cluster/ray_cluster.py", "cli/doctor.py",
+        "runtimes/hybrid/driver.py", "runtimes/hybrid/group.py", "runtimes/hybrid/hybrid_worker.py",
+    },
+    "zmq": {"queue/transport.py"},
+    "multiprocessing": {
+        "cluster/local.py", "cluster/child.py", "sandbox/hosts.py",
+        "data/prompts.py",  # removes a folder at the end of the process
+    },
+    "subprocess": {
+        "cluster/local.py", "rewards/programs.py",
+        "native/building.py", "runtimes/prepare/setup.py", "sandbox/walls.py",  # commands that are waited for
+    },
+    "socket": {
+        "cluster/local.py", "engines/engine_process.py",  # ends of inherited connections
+        "sandbox/hosts.py", "sandbox/host.py", "sandbox/copies.py", "agents/sandboxed.py",
+        "agents/endpoint.py", "agents/listening.py",  # HTTP
+        "cluster/process_groups.py", "engines/spanning.py", "queue/transfer_queue.py", "cli/doctor.py",  # addresses and ports
+    },
+    "aiohttp": {"engines/http/http_engine.py", "rewards/services.py", "agents/endpoint.py", "agents/listening.py"},
+    "mcp": {"agents/libraries.py"},
+    "redis": {"queue/storage.py"},
+    # Formats.
+    "msgspec": {
+        "data/messages.py", "engines/engine_process.py",
+        "engines/requests.py",  # JSON that vLLM passes through
+    },
+    "struct": {
+        "data/messages.py", "engines/engine_process.py",
+        "sandbox/host.py", "sandbox/copies.py", "sandbox/fork_gate.py",  # also values of the kernel's
+    },
+    "safetensors": {
+        "weights/file.py", "weights/checkpoint_files.py",
+        "training/roles/checkpoint.py", "training/roles/worker.py", "runtimes/saving/checkpoints.py",
+    },
+    "pickle": {
+        "weights/checkpoint_files.py", "training/roles/checkpoint.py",  # the index of torch's checkpoints, a known type alone
+    },
+}  # fmt: skip
+"""The files that import a module with which processes talk."""
+ABSENT = {
+    "cloudpickle", "dill", "marshal", "shelve", "xmlrpc", "socketserver", "http", "requests", "httpx", "websockets", "grpc", "zerorpc",
+    "rpyc", "protobuf", "pyarrow.flight", "torch.distributed.rpc",
+}  # fmt: skip
+"""Modules that no file imports: other ways to do the same."""
+PICKLING = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list"}
+"""Functions of torch.distributed that pickle what they send."""
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of imported modules, also of those imported by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (one.value for one in node.args if isinstance(one, ast.Constant))
+
+
+def test_the_listed_files_alone_talk_and_in_no_other_way() -> None:
+    package, users = ROOT / "braidrl", {module: set[str]() for module in WIRES}
+    for path in package.rglob("*.py"):
+        name, tree = str(path.relative_to(package)), ast.parse(path.read_text())
+        for module in imported(tree):
+            assert module not in ABSENT and module.split(".")[0] not in ABSENT, f"{name} imports {module}"
+            if (top := module.split(".")[0]) in users:
+                users[top].add(name)
+        called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not called & PICKLING, name
+    assert users == WIRES
