@@ -35,8 +35,6 @@ from braidrl.cluster.process_groups import (
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
-from braidrl.data.messages import pack_message, unpack_message
-from braidrl.data.prompts import Readers
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
@@ -50,7 +48,7 @@ from braidrl.runtimes.executor import StageExecutor, checked
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.prepare.setup import Prepared, rule_rewards, set_up_torch, with_data, without_data
+from braidrl.runtimes.prepare.setup import Prepared, after_first, rule_rewards, set_up_torch, with_data, without_data
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import UpdateCounts
@@ -178,11 +176,7 @@ class HybridWorker:
 
         The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
         """
-        readers = Readers(
-            self.world.rank, self.world.size,
-            lambda said: [unpack_message(words) for words in self.world.gather("data", pack_message(said))],
-        )  # fmt: skip
-        self.prepared = with_data(self.prepared, self.order.train, readers=readers)
+        self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, self.order.train, kept))
         return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
 
     @register(protocol="ONE_TO_ALL")

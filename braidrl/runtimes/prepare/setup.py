@@ -22,11 +22,11 @@ from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
 from braidrl.data.chat import end_ids_of
-from braidrl.data.prompts import ALONE, LoadedSource, Readers, check_train, load_eval, load_texts, load_train
+from braidrl.data.prompts import LoadedSource, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
 from braidrl.engines.factory import with_engines
-from braidrl.errors import LostPeers, UserError, suggest
+from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import serial_chain
 from braidrl.rewards.verifier import resolve
@@ -113,18 +113,23 @@ def prepare_together(config: Config, world: World, train: bool = True) -> Prepar
     if config.runtime == "hybrid":
         check_files(config, train)
         return without_data(config, train)
-    if world.first:
-        try:
-            prepared = prepare(config, train)
-        except UserError as error:
-            world.share("data", {"refused": str(error)})
-            raise
-        world.share("data", prepared.kept)
-        return prepared
-    kept = world.share("data", None)
-    if "refused" in kept:
-        raise LostPeers(f"rank 0 refused the configuration: {kept['refused']}")
-    return prepare(config, train, kept)
+    return after_first(world, lambda kept: prepare(config, train, kept))
+
+
+def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepared]) -> Prepared:
+    """Call `read` on the first rank, then on all others with its table folders. Raises a UserError of the first rank in all of them."""
+    if not world.first:
+        kept = world.share("data", None)
+        if "refused" in kept:
+            raise UserError(kept["refused"])
+        return read(kept)
+    try:
+        prepared = read(None)
+    except UserError as error:
+        world.share("data", {"refused": str(error)})
+        raise
+    world.share("data", prepared.kept)
+    return prepared
 
 
 def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
@@ -165,15 +170,14 @@ def with_data(
     prepared: Prepared,
     train: bool,
     kept: Mapping[str, Any] | None = None,
-    readers: Readers = ALONE,
     check: Check = call,
 ) -> Prepared:
-    """Return a run with its data, read by this process together with `readers`; without `train` only held-out sets are read.
+    """Return a run with its data; without `train` only held-out sets are read.
 
     `kept` holds the table folders that another process has made. Raises UserError for data that the run cannot use.
     """
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
-    own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer, "readers": readers}
+    own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
     given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
     if train:
