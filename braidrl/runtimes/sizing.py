@@ -16,7 +16,9 @@ import psutil
 
 from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.pools import Pool
+from braidrl.cluster.world import World
 from braidrl.config import Config
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.engines.factory import (
     generation_layout,
     hosts_vllm,
@@ -27,7 +29,7 @@ from braidrl.engines.factory import (
 )
 from braidrl.errors import UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
-from braidrl.runtimes.prepare.setup import Prepared, longest
+from braidrl.runtimes.prepare.setup import Prepared, lacking, longest, prepare_together
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 from braidrl.training.role_settings import MOST_SLOTS
 
@@ -104,8 +106,8 @@ class DeviceGroup:
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return the run's processes with devices, and the roles whose models they hold."""
-    config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
-    if config.runtime == "streaming":
+    config, roles, trained = prepared.config, prepared.roles(), prepared.executed.trained_roles
+    if config.runtime == "streaming" and prepared.train:
         groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
         each = max(1, own_engines(config) * ranks_per_node(config))
         found = []
@@ -130,13 +132,29 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
 def pools_of_run(prepared: Prepared) -> list[Pool]:
     """Return the processes of a run, with the engine processes that they start."""
     config = prepared.config
-    if config.runtime == "streaming":
+    if config.runtime == "streaming" and prepared.train:
         evaluation = prepared.evaluation if config.data.evaluation_sources else None
         return pools_of(worker_groups(config, prepared.flow, evaluation), config)
     if config.runtime == "hybrid":
         return list(prepared.pools())
     name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
     return list(with_engines([Pool((name,), workers, generating=(name,))], config))
+
+
+def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
+    """Do as `prepare_together`, and return the run with sizes that fit its devices, and lines about them; all ranks call this together.
+
+    A rank's device may have less free memory than another's. All ranks take the sizes of the one with the least: ranks that share a
+    model must pack the same micro-batches. Raises UserError also for what this machine lacks.
+    """
+    if lines := lacking(config):
+        raise UserError(lines[0])
+    prepared = prepare_together(config, world, train)
+    # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this process.
+    free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
+    own = pack_message(device_memory(config.device, free=free))
+    known = [unpack_message(memory) for memory in world.gather("memory of the devices", own)]
+    return with_fitting_sizes(prepared, None if None in known else min(known))
 
 
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
@@ -188,9 +206,13 @@ def demands(prepared: Prepared) -> list[Demand]:
         ranks = generation_layout(config).ranks
         groups += [DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    if not prepared.train:
+        # Under hybrid the workers count the prompts.
+        prompts = max(map(len, prepared.eval_sources.values()), default=MOST_SLOTS)
+        rows = min(prompts, config.evaluation.max_prompts or prompts) * config.evaluation.samples
     sizes, found = [with_sizes(config, 1, SAMPLED_TOKENS), with_sizes(config, 1, 2 * SAMPLED_TOKENS)], []
     for group in groups:
-        one, two = ([footprint(u, s, prepared.flow, group.devices, together) for u in group.uses] for s in sizes)
+        one, two = ([footprint(u, s, prepared.executed, group.devices, together) for u in group.uses] for s in sizes)
         working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
         token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
         training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
@@ -219,7 +241,7 @@ def beside_vllm(prepared: Prepared) -> list[int]:
     """Return the bytes that training takes of each kind of device while a vLLM on it keeps its memory."""
     config, found = prepared.config, []
     for group in device_groups(prepared):
-        parts = [footprint(use, config, prepared.flow, group.devices) for use in group.uses]
+        parts = [footprint(use, config, prepared.executed, group.devices) for use in group.uses]
         stays = sum(size for one in parts for part, size in one.resident.items() if part not in (ENGINE, CACHE))
         working = max((sum(one.working.values()) for one in parts), default=0)
         # A sleeping engine has freed its memory while roles work; on the ranks that train it always sleeps then.

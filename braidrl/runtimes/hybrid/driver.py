@@ -347,9 +347,9 @@ class HybridBackend:
 
 
 def start_hybrid_backend(
-    prepared: Prepared, progress: Progress, folder: Path | None, train: bool = True, cluster: RayCluster | None = None
+    prepared: Prepared, progress: Progress, folder: Path | None, cluster: RayCluster | None = None
 ) -> HybridBackend:
-    """Start the workers and have them read the data and load their models; without `train` the backend only evaluates.
+    """Start the workers and have them read the data and load their models.
 
     `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
     placement does not fit, the data cannot be used, or a user's class of methods is missing.
@@ -358,7 +358,7 @@ def start_hybrid_backend(
     for own in config.roles.values():
         if own.methods:
             import_function(own.methods)
-    pools = prepared.pools(train)
+    pools = prepared.pools()
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
@@ -371,7 +371,7 @@ def start_hybrid_backend(
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
-        order = RunOrder(settings, train, folder.resolve() if folder else None, cluster.family)
+        order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
         workers = RunWorkers(groups, home, prepared, order)
         counts, admissions = workers.begin(groups), None
         for _, report in counts:
@@ -379,8 +379,7 @@ def start_hybrid_backend(
         if counts:
             weights = [source.weight for source in config.data.train]
             admissions = Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle)
-        flow = prepared.flow if train else prepared.evaluation
-        executor = StageExecutor(config, flow, (), prepared.tokenizer, None, progress)
+        executor = StageExecutor(config, prepared.executed, (), prepared.tokenizer, None, progress)
         trace = TraceWriter(folder, "controller") if folder else None
         if trace is not None:
             resources.callback(trace.close)

@@ -145,7 +145,7 @@ class HybridWorker:
         config = parse_config(order.settings)
         self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
-        places = [(pool, rank) for pool in self.prepared.pools(order.train) for rank in range(pool.workers)]
+        places = [(pool, rank) for pool in self.prepared.pools() for rank in range(pool.workers)]
         self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
         self.number, (self.pool, self.rank) = number, places[number]
         set_up_torch(config)
@@ -176,7 +176,7 @@ class HybridWorker:
 
         The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
         """
-        self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, self.order.train, kept))
+        self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, kept))
         return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
 
     @register(protocol="ONE_TO_ALL")
@@ -184,7 +184,7 @@ class HybridWorker:
         """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
         prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
-        self.flow, self.rows = prepared.flow if self.order.train else prepared.evaluation, prepared.store()
+        self.flow, self.rows = prepared.executed, prepared.store()
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)

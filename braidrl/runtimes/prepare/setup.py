@@ -51,13 +51,22 @@ class Prepared:
     flow: Flow
     evaluation: Flow
     tokenizer: PreTrainedTokenizerBase
+    train: bool = True
+    """False if the run only evaluates."""
     sources: list[LoadedSource] = field(default_factory=list)
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
 
     @property
+    def executed(self) -> Flow:
+        """Return the flow that the backend executes: in training the run's own, else the evaluation's."""
+        return self.flow if self.train else self.evaluation
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of training, and of evaluation if there are sets to evaluate."""
+        """Return the stages of training, and those of evaluation if there are sets to evaluate."""
+        if not self.train:
+            return self.evaluation.stages
         return self.flow.stages + (self.evaluation.stages if self.config.data.evaluation_sources else ())
 
     @property
@@ -65,14 +74,15 @@ class Prepared:
         """Return the roles that need an engine."""
         return tuple(dict.fromkeys(s.role for s in self.stages if s.type == "generate" and s.role))
 
-    def roles(self, train: bool = True) -> tuple[str, ...]:
-        """Return the roles that need a model: in training the flow's, else the evaluation's."""
-        return tuple(dict.fromkeys([*(self.flow if train else self.evaluation).roles, *self.generating]))
+    def roles(self) -> tuple[str, ...]:
+        """Return the roles that need a model."""
+        return tuple(dict.fromkeys([*self.executed.roles, *self.generating]))
 
-    def pools(self, train: bool = True) -> tuple[Pool, ...]:
-        """Return the pools of a hybrid run, or of its evaluation alone, with the engine processes that they start."""
-        config, roles = self.config, self.roles(train)
-        pools = with_engines(place(config.placement, self.roles(), self.generating, config.workers), config)
+    def pools(self) -> tuple[Pool, ...]:
+        """Return the pools of a hybrid run, with the engine processes that they start."""
+        config, roles, whole = self.config, self.roles(), replace(self, train=True)
+        # A placement names all roles of training, of which an evaluation starts only its own.
+        pools = with_engines(place(config.placement, whole.roles(), whole.generating, config.workers), config)
         kept = [
             replace(p, roles=tuple(role for role in p.roles if role.removesuffix(GENERATE) in roles)) for p in pools
         ]
@@ -137,7 +147,7 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
 
     `kept` holds the table folders that another process has made of `train`, `eval` and `texts`.
     """
-    return with_data(without_data(config, train, check), train, kept, check=check)
+    return with_data(without_data(config, train, check), kept, check)
 
 
 def without_data(config: Config, train: bool = True, check: Check = call) -> Prepared:
@@ -149,10 +159,10 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
         flow = Flow(flow.name, serial_chain(flow))
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
-    check(lambda: check_models(config, flow if train else evaluation, tokenizer))
+    prepared = Prepared(config, flow, evaluation, tokenizer, train)
+    check(lambda: check_models(config, prepared.executed, tokenizer))
     if "ptx_tokens" not in flow.needs_from_data() and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    prepared = Prepared(config, flow, evaluation, tokenizer)
     check(lambda: checks.check_names(config))
     check(lambda: checks.check_dtypes(config, flow))
     check(lambda: checks.check_backends(config, flow))
@@ -166,13 +176,8 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     return prepared
 
 
-def with_data(
-    prepared: Prepared,
-    train: bool,
-    kept: Mapping[str, Any] | None = None,
-    check: Check = call,
-) -> Prepared:
-    """Return a run with its data; without `train` only held-out sets are read.
+def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
+    """Return a run with its data; if it only evaluates, held-out sets alone are read.
 
     `kept` holds the table folders that another process has made. Raises UserError for data that the run cannot use.
     """
@@ -180,11 +185,11 @@ def with_data(
     own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
     given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
-    if train:
+    if prepared.train:
         train_on = partial(load_train, **own, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
         sources = check(train_on) or []
     held_out = check(partial(load_eval, **own, pairs=pairs, kept=known.get("eval"))) or {}
-    texts = load_texts(**own, kept=known.get("texts")) if train and "ptx_tokens" in needed else None
+    texts = load_texts(**own, kept=known.get("texts")) if prepared.train and "ptx_tokens" in needed else None
     tested = list(held_out.values())
     if sources and any(stage.type == "verify" for stage in flow.stages):
         check(lambda: check_answers(config, sources, config.data.training_sources))
