@@ -9,6 +9,7 @@ free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a r
 Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
@@ -28,9 +29,10 @@ from braidrl.engines.factory import (
     with_engines,
 )
 from braidrl.errors import UserError
+from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, lacking, longest, prepare_together
-from braidrl.runtimes.streaming.groups import pools_of, worker_groups
+from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
 from braidrl.training.role_settings import MOST_SLOTS
 
 VLLM_SHARE = 0.9
@@ -106,24 +108,34 @@ class DeviceGroup:
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return the run's processes with devices, and the roles whose models they hold."""
-    config, roles, trained = prepared.config, prepared.roles(), prepared.executed.trained_roles
+    config = prepared.config
     if config.runtime == "streaming" and prepared.train:
-        groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
-        each = max(1, own_engines(config) * ranks_per_node(config))
-        found = []
-        for group in groups:
-            if group.role:
-                # Engines have their own weights here.
-                generates = group.kind == "generate"
-                use = RoleUse(str(group.role), group.trained, generates, apart=generates)
-                found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
-        return found
+        evaluation = prepared.evaluation if config.data.evaluation_sources else None
+        return groups_of_workers(worker_groups(config, prepared.flow, evaluation), config, prepared.flow)
     workers = config.workers if config.runtime == "distributed" else 1
-    together = (Pool(roles, workers, generating=prepared.generating),)
-    pools = prepared.pools() if config.runtime == "hybrid" else together
+    together = (Pool(prepared.roles(), workers, generating=prepared.generating),)
+    return groups_of_pools(prepared.pools() if config.runtime == "hybrid" else together, prepared.executed)
+
+
+def groups_of_workers(groups: Sequence[Group], config: Config, flow: Flow) -> list[DeviceGroup]:
+    """Return the devices of streaming's worker groups."""
+    each = max(1, own_engines(config) * ranks_per_node(config))
+    found = []
+    for group in groups:
+        if group.role:
+            # Engines have their own weights here.
+            role, generates = str(group.role), group.kind == "generate"
+            # A role that only follows another one has no optimizer.
+            use = RoleUse(role, role in flow.trained_roles and not generates, generates, apart=generates)
+            found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
+    return found
+
+
+def groups_of_pools(pools: Sequence[Pool], flow: Flow) -> list[DeviceGroup]:
+    """Return the devices of pools."""
     found = []
     for pool in pools:
-        uses = [RoleUse(role, role in trained, role in pool.generating) for role in pool.models]
+        uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
         uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
         found.append(DeviceGroup(pool.workers, tuple(uses)))
     return found

@@ -1,6 +1,7 @@
 """Slots and tokens per micro-batch are sized to the free memory."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from braidrl.errors import UserError
 from braidrl.runtimes import sizing
 from braidrl.runtimes.evaluation import evaluate_model
 from braidrl.runtimes.memory.budget import GIB, MIB
-from braidrl.runtimes.prepare.setup import prepare
+from braidrl.runtimes.prepare.setup import prepare, without_data
 from braidrl.runtimes.sizing import (
     MOST_SLOTS,
     MOST_TOKENS,
@@ -28,6 +29,8 @@ from braidrl.runtimes.sizing import (
 )
 from braidrl.training.role_settings import slots_of
 from tests.tiny import Workshop
+
+FOLLOWING = Path(__file__).with_name("following.yaml")
 
 SEVEN_B = Demand(stays=30 * GIB, training=GIB, token=2 * MIB, slot=112 * MIB, longest=2048, rows=1024)
 """About the memory of a 7B model that is trained by adapters on rows of 2,048 tokens."""
@@ -138,3 +141,12 @@ def test_an_evaluation_on_a_device_that_is_not_there_is_refused_in_one_line(work
     config = workshop.config(device="cuda", data={"eval": {"held_out": str(workshop.data)}})
     with pytest.raises(UserError, match="device=cuda: torch sees no CUDA device here"):
         evaluate_model(config)
+
+
+def test_a_role_that_follows_another_has_no_optimizer_on_the_devices_of_any_runtime(workshop: Workshop) -> None:
+    sections = {"flow": str(FOLLOWING), "placement": "standalone", "rollout": {"slots": None}}
+    found = []
+    for runtime in ("hybrid", "streaming"):
+        groups = sizing.device_groups(without_data(workshop.config(runtime=runtime, **sections)))
+        found.append({use.role: use.trained for group in groups for use in group.uses if not use.apart})
+    assert found[0] == found[1] == {"actor": True, "reference": False}
