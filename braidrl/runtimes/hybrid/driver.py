@@ -11,7 +11,7 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
-from braidrl.flow.compute import summed
+from braidrl.flow.compute import computed, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method, registration_of
 from braidrl.importing import import_function
@@ -40,7 +40,6 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
-from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.hybrid.group import (
     Partition,
@@ -57,7 +56,7 @@ from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
-from braidrl.training.objective import UpdateCounts, with_group_tokens
+from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.role_settings import settings_of
 from braidrl.training.roles.checkpoint import Write
 
@@ -66,14 +65,11 @@ class HybridBackend:
     """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
 
     def __init__(
-        self, loader: Admissions | None, workers: RunWorkers, executor: StageExecutor, resources: ExitStack,
+        self, loader: Admissions | None, workers: RunWorkers, progress: Progress, resources: ExitStack,
         trace: TraceWriter | None,
     ) -> None:  # fmt: skip
-        """Store the parts that `start_hybrid_backend` has started.
-
-        `executor` computes on index columns and holds no role. `close` ends `resources`. Without a loader the backend only evaluates.
-        """
-        self.loader, self.workers, self.executor = loader, workers, executor
+        """Store the parts that `start_hybrid_backend` has started; `close` ends `resources`. Without a loader it only evaluates."""
+        self.loader, self.workers, self.progress, self.config = loader, workers, progress, workers.prepared.config
         self.resources, self.trace = resources, trace
         self.home, self.distinct = workers.home, list(workers.groups)
         self.groups = {role: group for group in workers.groups for role in group.pool.roles}
@@ -105,7 +101,7 @@ class HybridBackend:
             return written
         output = Output(stage, table, iteration, sums)
         # Ranks that decode together cannot abort rows: all of them decode until the last row of any has ended.
-        if segment is not None and not pools_ranks(self.executor.config):
+        if segment is not None and not pools_ranks(self.config):
             role, index = str(stage.role), self.index(table)
             group = self.groups.get(role + GENERATE, self.groups[role])
             # Groups may turn out not to be needed: every rank starts with the first ones.
@@ -125,7 +121,7 @@ class HybridBackend:
             copied = group.call("copy_weights", stage)
             self.training.append(Output(stage, None, iteration, sums, group, copied))
             return
-        index, objective = self.index(table), self.executor.objective(stage)
+        index, objective = self.index(table), Objective.of(str(stage.role), stage.params)
         for update in updates:
             rows = index.take(update)
             counts, chosen = ray.put(UpdateCounts.of(rows)), table.take(update)
@@ -150,7 +146,7 @@ class HybridBackend:
             self.workers.replace_lost()
         except WorkerError as error:
             # The caller reports the loss, and restarts the whole run.
-            self.executor.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
+            self.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
             return False
         return True
 
@@ -161,7 +157,7 @@ class HybridBackend:
         This is a table, at once, if the method writes columns; else the workers' return values. Raises UserError if the role has no
         such class, or the class no such method.
         """
-        own = self.executor.config.roles.get(role)
+        own = self.config.roles.get(role)
         if own is None or own.methods is None:
             raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
         registration = registration_of(import_function(own.methods), method)
@@ -174,7 +170,7 @@ class HybridBackend:
     def _call(self, stage: Stage, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call the user's method that a stage names by its protocol, with the mesh of the stage's role."""
         own: Registration = registration_of(*class_and_method(stage.type))
-        role, config, key = str(stage.role), self.executor.config, next(self.keys)
+        role, config, key = str(stage.role), self.config, next(self.keys)
         group = self.groups[role]
         layout = settings_of(role, config).layout.resolve(group.pool.workers)
         pooled = pools_ranks(config) and role in group.pool.generating
@@ -236,9 +232,9 @@ class HybridBackend:
         """
         begun = []
         for group in self.distinct:
-            layouts = [settings_of(role, self.executor.config).layout for role in group.pool.models]
+            layouts = [settings_of(role, self.config).layout for role in group.pool.models]
             replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
-            aside = replicated and not pools_ranks(self.executor.config)
+            aside = replicated and not pools_ranks(self.config)
             begun.append((group, group.call("save", folder.resolve(), copy, aside=aside)))
         wait_all(begun)
         return [partial(written, group, group.actors) for group in self.distinct] if copy else []
@@ -303,16 +299,15 @@ class HybridBackend:
             stage, table = output.stage, output.table
             assert table is not None
             group, parts = self._place(stage, table)
-            columns: Mapping[str, Column] = {}
-            if group is None:
+            totals, columns = None, dict[str, Column]()
+            if stage.scope is Scope.BATCH:
+                totals = self._totals(stage, table, group, parts, output.iteration)
+            if group is None and len(table):
                 with traced(self.trace, "compute", stage.name, output.iteration, rows=len(table)):
-                    columns = self.executor.run(stage, table.index, Sums())
+                    columns = computed(stage, table.index, totals)
             if columns and all(isinstance(column, Tensor) for column in columns.values()):
                 output.index, output.table = Rows(columns), None
             else:
-                totals = None
-                if stage.scope is Scope.BATCH:
-                    totals = self._totals(stage, table, group, parts, output.iteration)
                 self._begin(output, group, parts, totals)
 
     def _totals(
@@ -338,7 +333,7 @@ class HybridBackend:
     def _answers(self, output: Output) -> list[CallResult]:
         """Wait for a stage, show its progress, and add its sums."""
         name = output.stage.name
-        with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
+        with self.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
             answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
         # Ranks first: the result is then independent of what was counted before.
         output.sums.merge(Sums().merge(*(Sums(answer.sums) for answer in answers)))
@@ -379,11 +374,10 @@ def start_hybrid_backend(
         if counts:
             weights = [source.weight for source in config.data.train]
             admissions = Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle)
-        executor = StageExecutor(config, prepared.executed, (), prepared.tokenizer, None, progress)
         trace = TraceWriter(folder, "controller") if folder else None
         if trace is not None:
             resources.callback(trace.close)
-        return HybridBackend(admissions, workers, executor, resources.pop_all(), trace)
+        return HybridBackend(admissions, workers, progress, resources.pop_all(), trace)
 
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
