@@ -100,8 +100,7 @@ class HybridBackend:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
         output = Output(stage, table, iteration, sums)
-        # Ranks that decode together cannot abort rows: all of them decode until the last row of any has ended.
-        if segment is not None and not pools_ranks(self.config):
+        if segment is not None:
             role, index = str(stage.role), self.index(table)
             group = self.groups.get(role + GENERATE, self.groups[role])
             # Groups may turn out not to be needed: every rank starts with the first ones.
