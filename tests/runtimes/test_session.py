@@ -98,6 +98,13 @@ def test_roles_that_are_not_there_or_not_trained_are_refused(workshop: Workshop)
             session.reference.update(rows, loss=loss.clip())
 
 
+def test_a_verify_stage_gives_the_scores_that_its_call_names(workshop: Workshop) -> None:
+    with Session(workshop.config(**settings("eager"))) as session:
+        rows = session.actor.generate(session.prompts())
+        index = session.index(session.reward.verify(rows, correct_score=5.0, wrong_score=-2.0))
+    assert index["score"].tolist() == torch.where(index["correct"] > 0, 5.0, -2.0).tolist()
+
+
 @pytest.mark.parametrize("runtime", ["eager", "hybrid"])
 def test_session_rows_as_text_and_errors_name_missing_column(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str

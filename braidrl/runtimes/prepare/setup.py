@@ -101,18 +101,17 @@ class Prepared:
 
 
 def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
-    """Return the verifiers of a run with the scores of its `verify` stages, or None without such stages.
+    """Return the verifiers of a run, or None without `verify` stages.
 
     Their processes start at the first check. Evaluation sets are numbered after the sources.
     """
-    scores = next((stage.params for stage in stages if stage.type == "verify"), None)
-    if scores is None:
+    if not any(stage.type == "verify" for stage in stages):
         return None
     sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
     own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
     names = {i: source.label for i, source in enumerate(sources)}
     ends = end_ids_of(config.model.expanduser(), tokenizer)
-    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names, ends)
+    return RuleRewards(config.reward, own, tokenizer, names, ends)
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:

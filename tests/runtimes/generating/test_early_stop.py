@@ -19,7 +19,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.trace import read_trace
-from braidrl.rewards.verify import Pending
+from braidrl.rewards.verify import RIGHT_OR_WRONG, Pending, Scores
 from braidrl.runtimes.generating.verification import EarlyStop, segment_of
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same_weights
@@ -152,7 +152,7 @@ class Done(Pending):
     def done(self) -> bool:
         return self.ready
 
-    def result(self) -> dict[str, Any]:
+    def result(self, scores: Scores = RIGHT_OR_WRONG) -> dict[str, Any]:
         score = torch.tensor([self.score])
         return {"score": score, "correct": score}
 
