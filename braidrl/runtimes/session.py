@@ -63,7 +63,7 @@ class Session(AbstractContextManager["Session"]):
         self.progress = Progress(shown=self.world.first)
         for line in chosen:
             self.progress.print(line)
-        self.backend = start_backend(self.prepared, self.progress, world=self.world)
+        self.backend = start_backend(self.prepared, self.progress, world=self.world, any_stage=True)
         self.controller = SerialController(config, self.prepared.flow, self.backend)
         self.iteration = self.version = 0
         self.sums = Sums()

@@ -35,12 +35,12 @@ def start_fork_server(config: Config) -> None:
 
 def start_backend(
     prepared: Prepared, progress: Progress, folder: Path | None = None, world: World | None = None,
-    interrupts: Interrupts | None = None,
+    interrupts: Interrupts | None = None, any_stage: bool = False,
 ) -> SerialBackend[Any]:  # fmt: skip
     """Return the backend of `config.runtime`, whose stages the serial controller or a session calls; streaming evaluates eagerly.
 
     `folder` is the run's, for files of workers. `world` holds the ranks of a distributed run, which stop together by `interrupts`.
-    Raises UserError if the runtime does not support the request.
+    With `any_stage` the caller runs stages of its own, as a session does. Raises UserError if the runtime does not support the request.
     """
     world, interrupts = world or World(), interrupts or Interrupts()
     if prepared.config.runtime == "hybrid":
@@ -66,7 +66,8 @@ def start_backend(
         return EagerBackend(config, loader, executor, prepared.store(), world, trace)
     at_end.append(executor.close)
     trace = executor.generation.moves.trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
-    return DistributedBackend(config, flow, loader, executor, prepared.store(), world, ranks, interrupts, trace)
+    store = prepared.store()
+    return DistributedBackend(config, flow, loader, executor, store, world, ranks, interrupts, trace, any_stage)
 
 
 def start_controller(

@@ -24,7 +24,7 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
-from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
@@ -121,10 +121,14 @@ class DistributedBackend(InProcessBackend):
     def __init__(
         self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
         world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
+        any_stage: bool = False,
     ) -> None:  # fmt: skip
-        """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
+        """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else.
+
+        With `any_stage` stages come in any order and need not be in the flow: columns that it does not read any more are kept.
+        """
         super().__init__(config, loader, executor, store, world, trace)
-        self.flow, self.generating, self.interrupts = flow, generating, interrupts
+        self.flow, self.generating, self.interrupts, self.any_stage = flow, generating, interrupts, any_stage
         self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
 
     def read(self, origin: Origin) -> Shard:
@@ -170,9 +174,11 @@ class DistributedBackend(InProcessBackend):
             kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
             return table.with_columns(everywhere.index, kept)
         if stage.kind is Kind.INFER:
-            # Columns that no stage from here on reads stay behind.
-            later = self.flow.stages[self.flow.stages.index(stage) :]
-            needed = [column.name for s in later for column in self.flow.inputs[s.name]]
+            needed = self._reads(stage)
+            if needed is not None:
+                # Columns that no stage from here on reads stay behind.
+                later = self.flow.stages[self.flow.stages.index(stage) :]
+                needed = [column.name for s in later for column in self.flow.inputs[s.name]]
             # Balanced within each later update, so that the rows need not move again.
             index, owner = table.index, table.owner.clone()
             rows = self.config.trainer.rows_per_update or len(index)
@@ -183,6 +189,11 @@ class DistributedBackend(InProcessBackend):
             for update in updates:
                 owner[update] = balanced_owners(index["length"][update].tolist(), owner[update], self.world.size)
             table = self.exchange.move(stage.name, table, owner, needed)
+        elif stage.scope is Scope.GROUP:
+            groups = table.index["group"].tolist()
+            table = self.exchange.move(
+                stage.name, table, balanced_owners([1] * len(groups), table.owner, self.world.size, groups)
+            )
         elif stage.kind is Kind.GENERATE and len(table.owner):
             ranks = self.generating.get(str(stage.role), self.world.size)
             if int(table.owner.max()) >= ranks:
@@ -220,10 +231,9 @@ class DistributedBackend(InProcessBackend):
     def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[UpdateCounts, Rows]]:
         """Return one update on its training ranks: the counts of all rows, and the local rows."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
-        needed = [column.name for column in self.flow.inputs[stage.name]]
         groups = part.index["group"].tolist() if self.executor.objective(stage).whole_groups else None
         owner = balanced_owners(part.index["length"].tolist(), part.owner, self.world.size, groups)
-        part = self.exchange.move(stage.name, part, owner, needed)
+        part = self.exchange.move(stage.name, part, owner, self._reads(stage))
         with self.exchange.working(stage, part.rows):
             yield self.executor.update(stage, part.index, part.rows)
 
@@ -262,5 +272,14 @@ class DistributedBackend(InProcessBackend):
 
     def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
         """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""
-        inputs = [column.name for column in self.flow.inputs.get(stage.name, ())]
+        inputs = self._reads(stage)
+        if inputs is None:
+            # A rank without rows cannot know whether others have an optional column.
+            inputs = [*stage.reads, *(stage.optional if stage.scope is not Scope.GROUP else ())]
         return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
+
+    def _reads(self, stage: Stage) -> list[str] | None:
+        """Return the columns that a stage of the flow reads; None for another stage, of an evaluation or a session."""
+        if self.any_stage or stage.name not in self.flow.inputs:
+            return None
+        return [column.name for column in self.flow.inputs[stage.name]]
