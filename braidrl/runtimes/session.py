@@ -42,7 +42,7 @@ from braidrl.runtimes.spmd.launch import joined_world
 from braidrl.runtimes.start import start_backend
 
 SessionTable = Any
-"""Rows under eager, a handle to rows under hybrid."""
+"""A rank's shard of rows, which under eager are all rows; a handle to rows under hybrid."""
 
 
 class Session(AbstractContextManager["Session"]):

@@ -20,7 +20,7 @@ from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interfaces import Controller, Interrupts, SerialBackend
 from braidrl.runtimes.prepare.setup import Prepared, rule_rewards
-from braidrl.runtimes.spmd.rank_backend import DistributedBackend, EagerBackend
+from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
 from braidrl.training.parallel.layouts import DataParallel
@@ -60,14 +60,13 @@ def start_backend(
         [role for role, count in ranks.items() if world.rank < count],
         DataParallel(world.group, world) if world.group is not None else None,
     )  # fmt: skip
+    if config.runtime == "distributed":
+        at_end.append(executor.close)
     # Only now: a refused run leaves nothing in its folder but its configuration.
-    if config.runtime != "distributed":
-        trace = TraceWriter(folder, "eager") if folder else None
-        return EagerBackend(config, loader, executor, prepared.store(), world, trace)
-    at_end.append(executor.close)
-    trace = executor.generation.moves.trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
+    name = f"rank-{world.rank}" if config.runtime == "distributed" else "eager"
+    trace = executor.generation.moves.trace = TraceWriter(folder, name) if folder else None
     store = prepared.store()
-    return DistributedBackend(config, flow, loader, executor, store, world, ranks, interrupts, trace, any_stage)
+    return RankBackend(config, flow, loader, executor, store, world, ranks, interrupts, trace, any_stage)
 
 
 def start_controller(

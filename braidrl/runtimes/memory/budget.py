@@ -5,7 +5,6 @@ configuration or candidate ──▶ Deployment ──role_memory──▶ Footp
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
@@ -26,7 +25,6 @@ from braidrl.training.role_settings import DTYPES, inference_layouts, merges_ada
 MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
 PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
-shape_of = cache(model_shape)
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def deployment(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_
 def undeployed(use: RoleUse, config: Config, flow: Flow) -> Deployment:
     """Return the model and the use of a role in its layout as configured, on no devices yet, and without an engine."""
     own, scalar = settings_of(use.role, config), use.role in flow.scalar_roles
-    plain = shape_of(own.model, own.dtype, scalar)
+    plain = model_shape(own.model, own.dtype, scalar)
     lora = own.lora if use.trained else None
     kinds = {stage.kind for stage in flow.stages if stage.role == use.role}
     return Deployment(

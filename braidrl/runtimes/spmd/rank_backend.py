@@ -1,6 +1,4 @@
-"""The backends of processes that hold every role: eager is one process, and distributed ranks run the same chain of stages.
-
-eager    loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps      breakpoints work anywhere
+"""The backend of processes that hold every role: distributed ranks run the same chain of stages, and eager is a world of one rank.
 
 rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
 rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
@@ -15,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,32 +36,39 @@ from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
 
-class InProcessBackend:
-    """The part of a backend whose process holds every role, alone or as one of several ranks: weights, checkpoints, and the end."""
+class RankBackend:
+    """The backend of a process that holds every role. All ranks receive the same calls in the same order; eager has one."""
 
     def __init__(
-        self, config: Config, loader: PromptLoader | None, executor: StageExecutor, store: RowStore, world: World,
-        trace: TraceWriter | None = None,
+        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
+        world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
+        any_stage: bool = False,
     ) -> None:  # fmt: skip
-        """Store the parts; the first rank of the world writes what all ranks hold. Without a loader the backend only evaluates."""
-        self.config, self.loader, self.executor, self.store = config, loader, executor, store
-        self.world, self.trace, self.version = world, trace, 0
+        """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else.
+
+        Without a loader the backend only evaluates. With `any_stage` stages come in any order and need not be in the flow: columns that
+        it does not read any more are kept.
+        """
+        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
+        self.any_stage = any_stage
+        self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
 
     def publish(self, version: int) -> None:
-        self.version = version
         self.executor.publish(version)
+        self.exchange.version = version
 
     def begin_again(self) -> bool:
         """Return False: there is one process, or all ranks work together."""
         return False
 
-    def index(self, table: Any) -> Rows:
-        index: Rows = table.index
-        return index
+    def index(self, table: Shard) -> Rows:
+        return table.index
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         if copy:
             self.world.at(f"copying for {folder.name}")
+        # The first rank writes what all ranks hold.
         return self.executor.save(folder, self.world.first, copy)
 
     def load(self, folder: Path, version: int) -> None:
@@ -75,61 +79,6 @@ class InProcessBackend:
         self.executor.close()
         if self.trace is not None:
             self.trace.close()
-
-
-class EagerBackend(InProcessBackend):
-    """One executor that holds every role; the table is the rows."""
-
-    def read(self, origin: Origin) -> Rows:
-        return self.store.make(origin)
-
-    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums, segment: Segment | None = None) -> Rows:
-        stop = EarlyStop(segment, self.executor.flow, table.uids()) if segment is not None else None
-        about = {"rows": len(table), "version": self.version}
-        with traced(self.trace, stage.role or "compute", stage.name, iteration, **about) as done:
-            table = table.with_columns(self.executor.run(stage, table, sums, stop))
-            done.tokens = tokens_of(table)
-        return table
-
-    def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
-        return {name: float(total) for name, total in summed(stage, table).items()}
-
-    def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        @contextmanager
-        def traced_update(rows: Rows) -> Iterator[tuple[UpdateCounts, Rows]]:
-            about = {"rows": len(rows), "version": self.version}
-            with traced(self.trace, stage.role or "compute", stage.name, iteration, **about) as done:
-                done.tokens = int(rows["length"].sum())
-                yield self.executor.update(stage, rows.index, rows)
-
-        parts = (traced_update(table.take(update)) for update in updates)
-        self.executor.train(stage, parts, iteration, sums, sum(map(len, updates)))
-
-    def texts(self, table: Rows) -> list[RowText]:
-        return self.store.row_texts(table)
-
-    def record(self, path: Path, table: Rows, final: Rows) -> None:
-        self.store.record(path, table, final)
-
-    def save_rows(self, path: Path, table: Rows) -> None:
-        self.store.save(path, table)
-
-
-class DistributedBackend(InProcessBackend):
-    """One rank's backend; all ranks receive the same calls in the same order."""
-
-    def __init__(
-        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
-        world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
-        any_stage: bool = False,
-    ) -> None:  # fmt: skip
-        """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else.
-
-        With `any_stage` stages come in any order and need not be in the flow: columns that it does not read any more are kept.
-        """
-        super().__init__(config, loader, executor, store, world, trace)
-        self.flow, self.generating, self.interrupts, self.any_stage = flow, generating, interrupts, any_stage
-        self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
 
     def read(self, origin: Origin) -> Shard:
         """Make this rank's rows: admitted ones and held-out ones on the ranks that generate, others in equal shares.
@@ -170,7 +119,9 @@ class DistributedBackend(InProcessBackend):
             self.waves += 1
             stop = EarlyStop(segment, self.flow, table.index.uids(), self.world.notices, self.waves)
         if self._known_everywhere(stage, table):
-            everywhere = Rows(self.executor.run(stage, table.index, Sums()))
+            trace = self.trace if self.world.first else None
+            with traced(trace, "compute", stage.name, iteration, rows=len(table), version=self.exchange.version):
+                everywhere = Rows(self.executor.run(stage, table.index, Sums()))
             kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
             return table.with_columns(everywhere.index, kept)
         if stage.kind is Kind.INFER:
@@ -209,6 +160,8 @@ class DistributedBackend(InProcessBackend):
                 columns = dict(self.executor.run(stage, table.rows, own, stop, self.exchange.add_up))
                 done.tokens = tokens_of(Rows(columns)) or done.tokens
         except KeyboardInterrupt:
+            if self.interrupts.alone:
+                raise
             columns = {}  # all ranks end together, in the gather
         return self.exchange.gather(table, columns, own, sums)
 
@@ -224,7 +177,8 @@ class DistributedBackend(InProcessBackend):
         self.world.at(f"step {iteration}, {stage.name}")
         own = Sums()
         parts = (self._update(stage, table.take(update), number) for number, update in enumerate(updates, 1))
-        self.executor.train(stage, parts, iteration, own, counted=self.world.first)
+        total = sum(map(len, updates)) if self.world.size == 1 else None
+        self.executor.train(stage, parts, iteration, own, total, self.world.first)
         self.exchange.gather(replace(table, index=Rows({})), {}, own, sums)
 
     @contextmanager
@@ -265,10 +219,6 @@ class DistributedBackend(InProcessBackend):
         whole = self.exchange.move(path.name, table, torch.zeros_like(table.owner))
         if self.world.first:
             self.store.save(path, whole.rows)
-
-    def publish(self, version: int) -> None:
-        super().publish(version)
-        self.exchange.version = version
 
     def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
         """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""
