@@ -132,13 +132,14 @@ class RankBackend:
                 needed = [column.name for s in later for column in self.flow.inputs[s.name]]
             # Balanced within each later update, so that the rows need not move again.
             index, owner = table.index, table.owner.clone()
+            lengths = index["length"] if "length" in index else torch.ones_like(owner)
             rows = self.config.trainer.rows_per_update or len(index)
             updates = update_plan(
                 index["group"].tolist(), index["sample"].tolist(), epochs=1, seed=self.config.seed,
                 rows_per_update=len(index) if len(index) % rows else rows, iteration=self.exchange.iteration,
             )  # fmt: skip
             for update in updates:
-                owner[update] = balanced_owners(index["length"][update].tolist(), owner[update], self.world.size)
+                owner[update] = balanced_owners(lengths[update].tolist(), owner[update], self.world.size)
             table = self.exchange.move(stage.name, table, owner, needed)
         elif stage.scope is Scope.GROUP:
             groups = table.index["group"].tolist()
