@@ -31,7 +31,7 @@ from braidrl.engines.factory import (
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
-from braidrl.runtimes.prepare.setup import Prepared, lacking, longest, prepare_together
+from braidrl.runtimes.prepare.setup import Prepared, after_first, check_files, lacking, longest, prepare, without_data
 from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
 from braidrl.training.role_settings import MOST_SLOTS
 
@@ -154,14 +154,19 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
 
 
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
-    """Do as `prepare_together`, and return the run with sizes that fit its devices, and lines about them; all ranks call this together.
+    """Return a run as `prepare` does, with sizes that fit its devices, and lines about them; all ranks call this together.
 
     A rank's device may have less free memory than another's. All ranks take the sizes of the one with the least: ranks that share a
     model must pack the same micro-batches. Raises UserError also for what this machine lacks.
     """
     if lines := lacking(config):
         raise UserError(lines[0])
-    prepared = prepare_together(config, world, train)
+    if config.runtime == "hybrid":
+        # Its generating workers read the data, and this process only checks that it exists.
+        check_files(config, train)
+        prepared = without_data(config, train)
+    else:
+        prepared = after_first(world, lambda kept: prepare(config, train, kept))
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this process.
     free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
     own = pack_message(device_memory(config.device, free=free))

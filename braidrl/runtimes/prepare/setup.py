@@ -114,19 +114,11 @@ def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedT
     return RuleRewards(config.reward, own, tokenizer, names, ends)
 
 
-def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
-    """Do as `prepare` with several ranks: one rank writes the data tables, and the others on its machine map them.
-
-    Under hybrid the generating workers read the data, and this process only checks that it exists.
-    """
-    if config.runtime == "hybrid":
-        check_files(config, train)
-        return without_data(config, train)
-    return after_first(world, lambda kept: prepare(config, train, kept))
-
-
 def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepared]) -> Prepared:
-    """Call `read` on the first rank, then on all others with its table folders. Raises a UserError of the first rank in all of them."""
+    """Call `read` on the first rank, then on all others with its table folders, which those on its machine map.
+
+    Raises a UserError of the first rank in all of them.
+    """
     if not world.first:
         kept = world.share("data", None)
         if "refused" in kept:
