@@ -220,7 +220,7 @@ def taking_turns(
         for role, parts in resident.items()
         if {ENGINE, CACHE} & parts.keys()
     }
-    return residency_plan(flow, sizes, budget, shared, copied, sleeping)
+    return residency_plan(flow, sizes, budget, shared, copied, sleeping, generating)
 
 
 def in_units(size: int) -> str:
