@@ -29,7 +29,7 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.spmd.rank_backend import EagerBackend
+from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.start import start_backend
 from tests.commands import Command
 
@@ -179,11 +179,11 @@ def recorded(run: Path, step: int) -> Any:
     return read_rollouts(rollout_path(run, step))
 
 
-def eager_backend(config: Config) -> EagerBackend:
+def eager_backend(config: Config) -> RankBackend:
     """Return the objects that execute a run's stages, without the run: loader, workers, engines."""
     prepared = prepare(config)
     backend = start_backend(prepared, Progress(0))
-    assert isinstance(backend, EagerBackend)
+    assert isinstance(backend, RankBackend)
     return backend
 
 

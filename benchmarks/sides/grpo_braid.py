@@ -12,7 +12,7 @@ from braidrl.config import parse_config
 from braidrl.engines.requests import Request
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.spmd.rank_backend import EagerBackend
+from braidrl.runtimes.spmd.rank_backend import RankBackend
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
@@ -30,7 +30,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     for section, settings in case.get("settings", {}).items():
         tree[section] = {**tree.get(section, {}), **settings}
     run = TrainingRun(parse_config(tree))
-    assert isinstance(run.backend, EagerBackend)
+    assert isinstance(run.backend, RankBackend)
     force_lengths(run.backend.executor.engines["actor"], lengths, group)
 
     def turn() -> dict[str, float]:

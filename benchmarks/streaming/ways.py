@@ -27,7 +27,7 @@ from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import Span, read_trace
-from braidrl.plan.simulation import SimulatedSpan, Streaming, Workload
+from braidrl.plan.simulation import Streaming, Workload
 from braidrl.runtimes.run import TrainingRun
 from braidrl.weights.versions import Way
 from tests.plan.durations import long_tailed
@@ -128,7 +128,7 @@ def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
     )  # fmt: skip
 
 
-def busy_seconds(spans: Iterable[Span | SimulatedSpan], start: float, end: float) -> float:
+def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
     """Return how long some of these spans were running between two moments."""
     busy, at = 0.0, start
     for first, last in sorted((span.start, span.end) for span in spans):
@@ -138,7 +138,7 @@ def busy_seconds(spans: Iterable[Span | SimulatedSpan], start: float, end: float
     return busy
 
 
-def steady(kind: Kind, ends: Sequence[float], spans: Sequence[Span | SimulatedSpan]) -> dict[str, float]:
+def steady(kind: Kind, ends: Sequence[float], spans: Sequence[Span]) -> dict[str, float]:
     """Return an iteration's duration, without the iterations in which the pipeline fills or empties.
 
     `idle` is the share of the time in which an engine has no row; `training` is the time in which trainers work, in seconds.

@@ -29,7 +29,7 @@ def show_data(config: Config, console: Console | None = None) -> None:
     console = console or Console()
     config = with_fetched(config)
     flow, tokenizer = build_flow(config), load_tokenizer(config.model)
-    data = with_data(Prepared(config, flow, evaluation_flow(config, flow), tokenizer), bool(config.data.train))
+    data = with_data(Prepared(config, flow, evaluation_flow(config, flow), tokenizer, bool(config.data.train)))
     named = {
         **{f"data.train {i}" if i else "data.train": source for i, source in enumerate(data.sources)},
         **{f"data.eval.{name}": source for name, source in data.eval_sources.items()},

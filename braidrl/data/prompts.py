@@ -195,32 +195,19 @@ def with_progress(
                 progress.update(task, completed=done)
 
 
-@dataclass(frozen=True)
-class Readers:
-    """The processes that read the same files: the first one writes the tables, and all of them map these."""
-
-    rank: int = 0
-    size: int = 1
-    tell: Callable[[Any], list[Any]] = lambda said: [said]
-    """All-gather: returns the JSON values of all processes in the order of ranks."""
-
-
-ALONE = Readers()
-
-
 def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
-    kept: Sequence[str] | None = None, readers: Readers = ALONE,
+    kept: Sequence[str] | None = None,
 ) -> list[LoadedSource]:  # fmt: skip
     """Load every source of `data.train`. Raises UserError if there is none, or for an invalid file.
 
-    `kept` has another rank's `LoadedSource.kept` for each source; `readers` load them together.
+    `kept` has another rank's `LoadedSource.kept` for each source.
     """
     check_train(data)
     template = PromptTemplate.of(tokenizer, data)
     readings = [Reading(source, responses=responses, pairs=pairs) for source in data.training_sources]
     places = kept if kept is not None else [None] * len(readings)
-    return [load_source(one, data, template, place, readers) for one, place in zip(readings, places, strict=True)]
+    return [load_source(one, data, template, place) for one, place in zip(readings, places, strict=True)]
 
 
 def check_train(data: DataConfig) -> None:
@@ -229,53 +216,33 @@ def check_train(data: DataConfig) -> None:
 
 
 def load_eval(
-    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, str] | None = None,
-    readers: Readers = ALONE,
-) -> dict[str, LoadedSource]:  # fmt: skip
+    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, str] | None = None
+) -> dict[str, LoadedSource]:
     """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
     template, found = PromptTemplate.of(tokenizer, data), {}
     for name, source in data.evaluation_sources.items():
         reading = Reading(source, pairs=pairs, usual_split="test" if name in data.eval else "train")
-        found[name] = load_source(reading, data, template, kept[name] if kept else None, readers)
+        found[name] = load_source(reading, data, template, kept[name] if kept else None)
     return found
 
 
-def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None, readers: Readers = ALONE) -> LoadedSource:
+def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None) -> LoadedSource:
     """Load the pre-training texts of `data.ptx`. Raises UserError if there are none, or for an invalid file."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
-    return load_source(Reading(data.ptx), data, PromptTemplate(tokenizer, chat_template=False), kept, readers)
+    return load_source(Reading(data.ptx), data, PromptTemplate(tokenizer, chat_template=False), kept)
 
 
-def load_source(
-    reading: Reading, data: DataConfig, template: PromptTemplate, kept: str | None = None, readers: Readers = ALONE
-) -> LoadedSource:
+def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, kept: str | None = None) -> LoadedSource:
     """Read, tokenise and filter one source, or map another process's table of it.
 
     `kept` is another rank's `LoadedSource.kept` of it; if this machine does not have that folder, the source is read into it.
     Raises UserError if the file is invalid, or no prompt is short enough.
     """
     given = 2 if reading.pairs else int(reading.responses)
-
-    def table(folder: Path, examples: Iterator[Example]) -> LoadedSource:
-        rows = partial(rows_of, reading, examples, template, data.max_prompt_tokens, given)
-        return open_table(reading.source, folder, rows, given)
-
-    if kept is None:
-        # A UserError of the first process is raised in all of them.
-        written, refused = None, ""
-        if readers.rank == 0:
-            try:
-                written = table(*new_folder(reading, data, template))
-            except UserError as error:
-                refused = str(error)
-        first = readers.tell({"refused": refused, "found": written.kept if written else ""})[0]
-        if first["refused"]:
-            raise UserError(first["refused"])
-        if written is not None:
-            return written
-        kept = str(first["found"])
-    return table(Path(kept), iter(reading))
+    folder, examples = new_folder(reading, data, template) if kept is None else (Path(kept), iter(reading))
+    rows = partial(rows_of, reading, examples, template, data.max_prompt_tokens, given)
+    return open_table(reading.source, folder, rows, given)
 
 
 def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> tuple[Path, Iterator[Example]]:

@@ -6,6 +6,7 @@ workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ m
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,8 @@ def append_line(file: BinaryIO, record: Mapping[str, Any]) -> None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path; the file moves to `path` when the block ends without an error, else it is discarded."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    # Processes of several machines, which may have the same number, write to one file.
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         yield unfinished
         os.replace(unfinished, path)

@@ -7,13 +7,14 @@ Plan ──▶ {runtime, workers, placement, streaming.workers, roles.ROLE.layou
 from dataclasses import dataclass, replace
 from typing import Any
 
-from braidrl.cluster.pools import GENERATE, place
-from braidrl.engines.factory import generation_layout, own_engines, ranks_per_node
+from braidrl.cluster.pools import GENERATE, Pool, place
+from braidrl.engines.factory import generation_layout
 from braidrl.flow import Kind, Stage
 from braidrl.plan.choices import Choice, all_resident, in_turns
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, streaming_plan, synchronous_plan
-from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, RoleUse, deployment, role_memory
+from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, deployment, role_memory
+from braidrl.runtimes.sizing import groups_of_pools, groups_of_workers
 from braidrl.runtimes.streaming.groups import worker_groups
 
 
@@ -49,29 +50,25 @@ def predicted(problem: Problem) -> Plan:
 
 def configured_pools(problem: Problem) -> list[dict[str, Deployed]]:
     """Return the pools of a configuration: the deployments of their roles, under streaming by the worker group's name."""
-    config, models = problem.config, problem.models
-    sizes: dict[tuple[str, ...], int] = {tuple(models): config.workers if config.runtime == "distributed" else 1}
+    config, models, flow = problem.config, problem.models, problem.flow
+    generating = tuple(model.role for model in models.values() if model.generates)
     if config.runtime == "streaming":
-        groups = [group for group in worker_groups(config, problem.flow, None) if group.role]
-        each = max(1, own_engines(config) * ranks_per_node(config))
-        sizes = {(g.name,): g.processes * (each if g.kind == "generate" else 1) for g in groups}
+        groups = groups_of_workers(worker_groups(config, flow, None), config, flow)
     elif config.runtime == "hybrid":
-        generating = [model.role for model in models.values() if model.generates]
-        sizes = {
-            pool.roles: pool.workers for pool in place(config.placement, problem.flow.roles, generating, config.workers)
-        }
-    names, ranks = {name for pool in sizes for name in pool}, generation_layout(config).ranks
+        groups = groups_of_pools(place(config.placement, flow.roles, generating, config.workers), flow)
+    else:
+        workers = config.workers if config.runtime == "distributed" else 1
+        groups = groups_of_pools([Pool(tuple(models), workers, generating=generating)], flow)
+    split, ranks = {use.role for group in groups for use in group.uses if use.apart}, generation_layout(config).ranks
     pools = []
-    for pool, devices in sizes.items():
+    for group in groups:
         found = {}
-        for name in pool:
-            role = name.removesuffix(GENERATE)
-            model, apart, whole = models[role], name != role, role + GENERATE not in names
-            stages = tuple(s for s in model.stages if whole or (s.kind is Kind.GENERATE) == apart)
-            generates = any(stage.kind is Kind.GENERATE for stage in stages)
-            asked = RoleUse(role, model.use.trained and not apart, generates, apart)
-            use = deployment(asked, config, problem.flow, devices, ranks)
-            found[name] = Deployed(use, devices, stages, apart)
+        for asked in group.uses:
+            whole, name = asked.role not in split, asked.role + GENERATE * asked.apart
+            stages = models[asked.role].stages
+            stages = tuple(s for s in stages if whole or (s.kind is Kind.GENERATE) == asked.apart)
+            use = deployment(asked, config, flow, group.devices, ranks)
+            found[name] = Deployed(use, group.devices, stages, asked.apart)
         pools.append(found)
     return pools
 

@@ -167,10 +167,7 @@ def reason(plan: Plan, first: Plan) -> str:
 def spans_of(plan: Plan) -> list[Span]:
     """Return a plan's predicted trace: the simulated run of a streaming plan, else one iteration."""
     if plan.simulation is not None:
-        return [
-            Span(one.worker, one.stage.partition(".")[0], one.stage, one.iteration, one.start, one.end, one.rows)
-            for one in plan.simulation.spans
-        ]
+        return plan.simulation.spans
     workers = {stage: " ".join(one.roles) for one in plan.sets for stage in one.costs}
     default = " ".join(plan.sets[0].roles)
     return [

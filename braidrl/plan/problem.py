@@ -26,11 +26,9 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
 from braidrl.plan.rates import BUILT_IN, Cost, Rates, RuntimeRates, Work, price
 from braidrl.plan.work import IntArray, Lengths, generate_work, infer_work, share_received, train_work
-from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
+from braidrl.runtimes.memory.budget import Deployment, EngineUse, RoleUse, undeployed
 from braidrl.runtimes.prepare.checks import check_plan
-from braidrl.training.memory.footprint import model_shape
-from braidrl.training.optimizer import moment_bytes
-from braidrl.training.role_settings import DTYPES, settings_of, slots_of
+from braidrl.training.role_settings import settings_of, slots_of
 from braidrl.weights.generation_layout import GenerationLayout
 
 USABLE = 0.92
@@ -48,7 +46,7 @@ class Model:
     role: str
     dtype: str
     use: Deployment
-    """Its deployment in no layout yet, and without an engine."""
+    """Its deployment in no layout that is tried yet, and without an engine."""
     stages: tuple[Stage, ...]
     generates: bool
     infers: bool
@@ -89,18 +87,11 @@ class Problem:
         """Return the roles that need a model, in order of first use."""
         found = {}
         for role in self.flow.roles:
-            own = settings_of(role, self.config)
-            scalar, trained = role in self.flow.scalar_roles, role in self.flow.trained_roles
-            shape = plain = shape_of(own.model, DTYPES[own.dtype_name], scalar)
-            if trained and own.lora:
-                shape = model_shape(own.model, DTYPES[own.dtype_name], scalar, own.lora)
             stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
             kinds = {stage.kind for stage in stages}
-            use = Deployment(
-                shape, plain, ParallelLayout(), trained, scalar, not kinds.isdisjoint((Kind.INFER, Kind.TRAIN)), 0,
-                moment_bytes=moment_bytes(self.config.trainer),
-            )  # fmt: skip
-            found[role] = Model(role, own.dtype_name, use, stages, Kind.GENERATE in kinds, Kind.INFER in kinds)
+            use = undeployed(RoleUse(role, role in self.flow.trained_roles, False), self.config, self.flow)
+            dtype = settings_of(role, self.config).dtype_name
+            found[role] = Model(role, dtype, use, stages, Kind.GENERATE in kinds, Kind.INFER in kinds)
         return found
 
     def with_runtime(self, runtime: str, seconds: float) -> float:

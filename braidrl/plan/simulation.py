@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes, TrainingBatch, UpdatesInProgress
 from braidrl.flow.flow import Flow, is_optimized
 from braidrl.flow.stage import Kind, Stage
+from braidrl.observe.trace import Span
 from braidrl.queue.table import Lease, LeaseLost
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.schedule import StreamSchedule
@@ -57,22 +58,11 @@ class Workload:
         return [(0, group, sample) for group in groups for sample in range(self.sizes.samples_per_prompt)]
 
 
-class SimulatedSpan(NamedTuple):
-    """A span of one worker's work on rows of one iteration, in seconds."""
-
-    worker: str
-    stage: str
-    start: float
-    end: float
-    rows: int
-    iteration: int
-
-
 @dataclass
 class Simulation:
     """The result: a timeline, and the ends of iterations."""
 
-    spans: list[SimulatedSpan] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
     def seconds_per_iteration(self, skip: int = 2) -> float:
@@ -379,4 +369,5 @@ class Streaming:
         now, iteration = self.clock.now, self.schedule.iteration_of[rows[0][1]]
         for rank, share in enumerate(shares):
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
-            self.result.spans.append(SimulatedSpan(name, own.name, now, now + share, len(rows), iteration))
+            role = own.name.partition(".")[0]
+            self.result.spans.append(Span(name, role, own.name, iteration, now, now + share, len(rows)))

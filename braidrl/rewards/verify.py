@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Scores = tuple[float, float]
+"""The scores of a right and of a wrong answer."""
+RIGHT_OR_WRONG = (1.0, 0.0)
+
+
 @dataclass(frozen=True)
 class CheckFailure:
     """A check that failed and counts as wrong."""
@@ -47,20 +52,20 @@ class Pending:
         """Return whether `result` will return without waiting."""
         return all(future.done() for row in self.checks for _, future in row)
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self, scores: Scores = RIGHT_OR_WRONG) -> dict[str, Tensor]:
         """Wait, and return the columns `score`, `correct`, `reward`, (B,) float32 each, and `score_<name>` for several verifiers.
 
         `score` and, before reward shaping, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1, is the first
         verifier's verdict. `score_<name>` is NaN in rows whose source does not have that verifier.
         """
-        rows = [[(verifier, self.rewards.judge(future.result())) for verifier, future in row] for row in self.checks]
+        rows = [[(verifier, judged(future.result(), scores)) for verifier, future in row] for row in self.checks]
         total = torch.tensor([sum(v.weight * score for v, (score, _) in row) for row in rows], dtype=torch.float32)
         correct = torch.tensor([float(row[0][1][1]) for row in rows], dtype=torch.float32)
         columns = {"score": total, "correct": correct, "reward": total.clone()}
         if len(self.rewards.labels) > 1:
-            scores = [{verifier.label: score for verifier, (score, _) in row} for row in rows]
+            named = [{verifier.label: score for verifier, (score, _) in row} for row in rows]
             for label in self.rewards.labels:
-                values = [row.get(label, float("nan")) for row in scores]
+                values = [row.get(label, float("nan")) for row in named]
                 columns[f"score_{label}"] = torch.tensor(values, dtype=torch.float32)
         return {self.prefix + name: column for name, column in columns.items()}
 
@@ -74,34 +79,39 @@ class Pending:
                     failed.append(CheckFailure(number, verifier.label, reason, words))
         return failed
 
-    def metrics(self) -> Iterator[tuple[str, float]]:
+    def metrics(self, scores: Scores = RIGHT_OR_WRONG) -> Iterator[tuple[str, float]]:
         """Wait, and yield the score of each check, `checks/NAME/score_mean`, and a verifier's own numbers, `reward/NAME/number`."""
         for verifier, future in (check for row in self.checks for check in row):
-            yield f"checks/{verifier.label}/score_mean", self.rewards.judge(future.result())[0]
+            yield f"checks/{verifier.label}/score_mean", judged(future.result(), scores)[0]
             yield from ((f"reward/{verifier.label}/{name}", value) for name, value in future.result().metrics.items())
+
+
+def judged(outcome: CallOutcome, scores: Scores) -> tuple[float, bool]:
+    """Return the score and correctness of one check. A bare score of at least a right answer's is correct; a failure is wrong."""
+    right, wrong = scores
+    if outcome.failure is not None:
+        return wrong, False
+    if outcome.score is None:
+        return (right if outcome.correct else wrong), bool(outcome.correct)
+    return outcome.score, outcome.score >= right if outcome.correct is None else outcome.correct
 
 
 class RuleRewards:
     """The verifiers of a run and their processes, until `close`."""
 
     def __init__(
-        self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]], correct_score: float,
-        wrong_score: float, tokenizer: "PreTrainedTokenizerBase", source_names: Mapping[int, str] | None = None,
-        ends: Collection[int] = (),
+        self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]],
+        tokenizer: "PreTrainedTokenizerBase", source_names: Mapping[int, str] | None = None, ends: Collection[int] = (),
     ) -> None:  # fmt: skip
         """Resolve the verifiers. Raises UserError for one that cannot be called.
 
         Args:
-            config: The run's verifiers, and scores that replace the recipe's.
+            config: The run's verifiers.
             per_source: The verifiers of sources with their own, by source number.
-            correct_score: The recipe's score of a right answer.
-            wrong_score: The recipe's score of a wrong answer.
             tokenizer: Decodes responses.
             source_names: The `source` argument of verifiers, by default the source number.
             ends: Tokens that end a response, which verifiers never see.
         """
-        self.correct_score = correct_score if config.correct_score is None else config.correct_score
-        self.wrong_score = wrong_score if config.wrong_score is None else config.wrong_score
         self._tokenizer, self._ends = tokenizer, ends
         self._skips_special = config.skip_special_tokens
         self._source_names = source_names or {}
@@ -123,15 +133,6 @@ class RuleRewards:
             verifiers = self._per_source.get(source, self._default)
             checks.append([(verifier, self._pool.submit(completion, verifier)) for verifier in verifiers])
         return Pending(self, checks, prefix)
-
-    def judge(self, outcome: CallOutcome) -> tuple[float, bool]:
-        """Return the score and correctness of one check. A bare score of `correct_score` or more is correct; a failure is wrong."""
-        if outcome.failure is not None:
-            return self.wrong_score, False
-        if outcome.score is None:
-            return (self.correct_score if outcome.correct else self.wrong_score), bool(outcome.correct)
-        correct = outcome.score >= self.correct_score if outcome.correct is None else outcome.correct
-        return outcome.score, correct
 
     def close(self) -> None:
         self._pool.close()

@@ -16,9 +16,10 @@ from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
+from braidrl.runtimes.prepare.setup import set_up_torch
 from braidrl.runtimes.row_store import HeldOut
 from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
+from braidrl.runtimes.sizing import prepared_to_fit
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import start_backend
 from braidrl.runtimes.step_metrics import failures_beyond
@@ -79,10 +80,11 @@ def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
 def evaluated(config: Config, world: World) -> dict[str, float]:
     """Evaluate in one process, or as one rank; return the metrics of every set."""
     progress = Progress(shown=world.first)
-    prepared = prepare_together(config, world, train=False)
+    prepared, chosen = prepared_to_fit(config, world, train=False)
+    config = prepared.config
     if not config.data.evaluation_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
-    for line in without_effect(config):
+    for line in [*chosen, *without_effect(config)]:
         progress.print(line)
     set_up_torch(config)
     made = None
@@ -92,7 +94,7 @@ def evaluated(config: Config, world: World) -> dict[str, float]:
         write_config(made, config)
     folder = Path(world.share("folder", str(made)))
     progress.print(f"responses are kept in {folder / 'rollouts'}")
-    backend = start_backend(prepared, progress, train=False, world=world)
+    backend = start_backend(prepared, progress, world=world)
     sums = Sums()
     try:
         metrics = evaluate_sets(backend, prepared.evaluation, config, folder, 0, sums=sums)

@@ -27,7 +27,7 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.verification import EarlyStop, added_scores, verified
-from braidrl.runtimes.memory.residency import PUBLISH, Residency, needed_assets
+from braidrl.runtimes.memory.residency import Residency
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.parallel.layouts import DataParallel
@@ -225,8 +225,7 @@ class StageExecutor:
 
     def publish(self, version: int) -> None:
         """Load the trained weights into the engines under a new version."""
-        if sent := needed_assets(self.flow, self.residency.shared)[PUBLISH]:
-            self.residency.move(sent)
+        self.residency.before_publication()
         self.generation.publish(version)
 
     def save(self, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:

@@ -76,8 +76,8 @@ def as_order(origin: Origin) -> dict[str, Any]:
     match origin:
         case Admission(numbers):
             return {"numbers": list(numbers)}
-        case HeldOut(name):
-            return {"set": name}
+        case HeldOut(name, prompts):
+            return {"set": name, "prompts": prompts}
         case Surplus(path):
             return {"file": str(path)}
         case Recording():
@@ -88,7 +88,7 @@ def origin_of(order: Mapping[str, Any]) -> Origin:
     """Decode an origin of rows from a message."""
     if "numbers" in order:
         return Admission(order["numbers"])
-    return HeldOut(order["set"]) if "set" in order else Surplus(Path(order["file"]))
+    return HeldOut(order["set"], order["prompts"]) if "set" in order else Surplus(Path(order["file"]))
 
 
 class RowStore:

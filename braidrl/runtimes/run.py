@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.devices import device_memory
 from braidrl.cluster.process import interrupts_handled
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import FrozenWatch
@@ -28,12 +27,12 @@ from braidrl.runtimes.evaluation import evaluate_sets, good_enough
 from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch, vocabulary_lines
+from braidrl.runtimes.prepare.setup import set_up_torch, vocabulary_lines
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.fingerprints import fingerprints
 from braidrl.runtimes.saving.folders import held_alone, identity, new_run_folder, unused_folder, write_config
-from braidrl.runtimes.sizing import check_engine_memory, with_fitting_sizes
+from braidrl.runtimes.sizing import check_engine_memory, prepared_to_fit
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import check_runtime, start_controller
 from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, summary
@@ -66,8 +65,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if replay is not None:
             check_recorded(replay, config.trainer.steps, rollout_only)
         self.world = world or World()
-        memory = device_memory(config.device, free=config.runtime in ("eager", "distributed"))
-        self.prepared, chosen = with_fitting_sizes(prepare_together(config, self.world), memory)
+        self.prepared, chosen = prepared_to_fit(config, self.world)
         config, flow = self.config, self.flow = self.prepared.config, self.prepared.flow
         check_runtime(config, flow, generates=replay is None, trains=not rollout_only)
         if not rollout_only:

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from braidrl.cluster.devices import device_memory
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.rows import Rows
@@ -36,14 +35,14 @@ from braidrl.observe.trace import traced
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import resolve
-from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
+from braidrl.runtimes.prepare.setup import set_up_torch
 from braidrl.runtimes.row_store import Admission, RowText
-from braidrl.runtimes.sizing import with_fitting_sizes
+from braidrl.runtimes.sizing import prepared_to_fit
 from braidrl.runtimes.spmd.launch import joined_world
 from braidrl.runtimes.start import start_backend
 
 SessionTable = Any
-"""Rows under eager, a handle to rows under hybrid."""
+"""A rank's shard of rows, which under eager are all rows; a handle to rows under hybrid."""
 
 
 class Session(AbstractContextManager["Session"]):
@@ -58,15 +57,13 @@ class Session(AbstractContextManager["Session"]):
         self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
         self.world = world or self.joined or World()
         config = with_fetched(config)
-        # The memory that a process which computes on the device may use is free; others start later.
-        memory = device_memory(config.device, free=config.runtime in ("eager", "distributed"))
-        self.prepared, chosen = with_fitting_sizes(prepare_together(config, self.world), memory)
+        self.prepared, chosen = prepared_to_fit(config, self.world)
         self.config = config = self.prepared.config
         set_up_torch(config)
         self.progress = Progress(shown=self.world.first)
         for line in chosen:
             self.progress.print(line)
-        self.backend = start_backend(self.prepared, self.progress, world=self.world)
+        self.backend = start_backend(self.prepared, self.progress, world=self.world, any_stage=True)
         self.controller = SerialController(config, self.prepared.flow, self.backend)
         self.iteration = self.version = 0
         self.sums = Sums()

@@ -9,6 +9,7 @@ free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a r
 Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
@@ -16,7 +17,9 @@ import psutil
 
 from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.pools import Pool
+from braidrl.cluster.world import World
 from braidrl.config import Config
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.engines.factory import (
     generation_layout,
     hosts_vllm,
@@ -26,9 +29,10 @@ from braidrl.engines.factory import (
     with_engines,
 )
 from braidrl.errors import UserError
+from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
-from braidrl.runtimes.prepare.setup import Prepared, longest
-from braidrl.runtimes.streaming.groups import pools_of, worker_groups
+from braidrl.runtimes.prepare.setup import Prepared, after_first, check_files, lacking, longest, prepare, without_data
+from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
 from braidrl.training.role_settings import MOST_SLOTS
 
 VLLM_SHARE = 0.9
@@ -104,24 +108,34 @@ class DeviceGroup:
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return the run's processes with devices, and the roles whose models they hold."""
-    config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
-    if config.runtime == "streaming":
-        groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
-        each = max(1, own_engines(config) * ranks_per_node(config))
-        found = []
-        for group in groups:
-            if group.role:
-                # Engines have their own weights here.
-                generates = group.kind == "generate"
-                use = RoleUse(str(group.role), group.trained, generates, apart=generates)
-                found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
-        return found
+    config = prepared.config
+    if config.runtime == "streaming" and prepared.train:
+        evaluation = prepared.evaluation if config.data.evaluation_sources else None
+        return groups_of_workers(worker_groups(config, prepared.flow, evaluation), config, prepared.flow)
     workers = config.workers if config.runtime == "distributed" else 1
-    together = (Pool(roles, workers, generating=prepared.generating),)
-    pools = prepared.pools() if config.runtime == "hybrid" else together
+    together = (Pool(prepared.roles(), workers, generating=prepared.generating),)
+    return groups_of_pools(prepared.pools() if config.runtime == "hybrid" else together, prepared.executed)
+
+
+def groups_of_workers(groups: Sequence[Group], config: Config, flow: Flow) -> list[DeviceGroup]:
+    """Return the devices of streaming's worker groups."""
+    each = max(1, own_engines(config) * ranks_per_node(config))
+    found = []
+    for group in groups:
+        if group.role:
+            # Engines have their own weights here.
+            role, generates = str(group.role), group.kind == "generate"
+            # A role that only follows another one has no optimizer.
+            use = RoleUse(role, role in flow.trained_roles and not generates, generates, apart=generates)
+            found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
+    return found
+
+
+def groups_of_pools(pools: Sequence[Pool], flow: Flow) -> list[DeviceGroup]:
+    """Return the devices of pools."""
     found = []
     for pool in pools:
-        uses = [RoleUse(role, role in trained, role in pool.generating) for role in pool.models]
+        uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
         uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
         found.append(DeviceGroup(pool.workers, tuple(uses)))
     return found
@@ -130,13 +144,34 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
 def pools_of_run(prepared: Prepared) -> list[Pool]:
     """Return the processes of a run, with the engine processes that they start."""
     config = prepared.config
-    if config.runtime == "streaming":
+    if config.runtime == "streaming" and prepared.train:
         evaluation = prepared.evaluation if config.data.evaluation_sources else None
         return pools_of(worker_groups(config, prepared.flow, evaluation), config)
     if config.runtime == "hybrid":
         return list(prepared.pools())
     name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
     return list(with_engines([Pool((name,), workers, generating=(name,))], config))
+
+
+def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
+    """Return a run as `prepare` does, with sizes that fit its devices, and lines about them; all ranks call this together.
+
+    A rank's device may have less free memory than another's. All ranks take the sizes of the one with the least: ranks that share a
+    model must pack the same micro-batches. Raises UserError also for what this machine lacks.
+    """
+    if lines := lacking(config):
+        raise UserError(lines[0])
+    if config.runtime == "hybrid":
+        # Its generating workers read the data, and this process only checks that it exists.
+        check_files(config, train)
+        prepared = without_data(config, train)
+    else:
+        prepared = after_first(world, lambda kept: prepare(config, train, kept))
+    # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this process.
+    free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
+    own = pack_message(device_memory(config.device, free=free))
+    known = [unpack_message(memory) for memory in world.gather("memory of the devices", own)]
+    return with_fitting_sizes(prepared, None if None in known else min(known))
 
 
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
@@ -188,9 +223,13 @@ def demands(prepared: Prepared) -> list[Demand]:
         ranks = generation_layout(config).ranks
         groups += [DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    if not prepared.train:
+        # Under hybrid the workers count the prompts.
+        prompts = max(map(len, prepared.eval_sources.values()), default=MOST_SLOTS)
+        rows = min(prompts, config.evaluation.max_prompts or prompts) * config.evaluation.samples
     sizes, found = [with_sizes(config, 1, SAMPLED_TOKENS), with_sizes(config, 1, 2 * SAMPLED_TOKENS)], []
     for group in groups:
-        one, two = ([footprint(u, s, prepared.flow, group.devices, together) for u in group.uses] for s in sizes)
+        one, two = ([footprint(u, s, prepared.executed, group.devices, together) for u in group.uses] for s in sizes)
         working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
         token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
         training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
@@ -219,7 +258,7 @@ def beside_vllm(prepared: Prepared) -> list[int]:
     """Return the bytes that training takes of each kind of device while a vLLM on it keeps its memory."""
     config, found = prepared.config, []
     for group in device_groups(prepared):
-        parts = [footprint(use, config, prepared.flow, group.devices) for use in group.uses]
+        parts = [footprint(use, config, prepared.executed, group.devices) for use in group.uses]
         stays = sum(size for one in parts for part, size in one.resident.items() if part not in (ENGINE, CACHE))
         working = max((sum(one.working.values()) for one in parts), default=0)
         # A sleeping engine has freed its memory while roles work; on the ranks that train it always sleeps then.

@@ -19,8 +19,8 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interfaces import Controller, Interrupts, SerialBackend
-from braidrl.runtimes.prepare.setup import Prepared, lacking, rule_rewards
-from braidrl.runtimes.spmd.rank_backend import DistributedBackend, EagerBackend
+from braidrl.runtimes.prepare.setup import Prepared, rule_rewards
+from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
 from braidrl.training.parallel.layouts import DataParallel
@@ -34,13 +34,13 @@ def start_fork_server(config: Config) -> None:
 
 
 def start_backend(
-    prepared: Prepared, progress: Progress, folder: Path | None = None, train: bool = True, world: World | None = None,
-    interrupts: Interrupts | None = None,
+    prepared: Prepared, progress: Progress, folder: Path | None = None, world: World | None = None,
+    interrupts: Interrupts | None = None, any_stage: bool = False,
 ) -> SerialBackend[Any]:  # fmt: skip
     """Return the backend of `config.runtime`, whose stages the serial controller or a session calls; streaming evaluates eagerly.
 
-    `folder` is the run's, for files of workers; without `train` the backend only evaluates. `world` holds the ranks of a distributed
-    run, which stop together by `interrupts`. Raises UserError if the runtime does not support the request.
+    `folder` is the run's, for files of workers. `world` holds the ranks of a distributed run, which stop together by `interrupts`.
+    With `any_stage` the caller runs stages of its own, as a session does. Raises UserError if the runtime does not support the request.
     """
     world, interrupts = world or World(), interrupts or Interrupts()
     if prepared.config.runtime == "hybrid":
@@ -48,25 +48,25 @@ def start_backend(
         import_ray()
         from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 
-        return start_hybrid_backend(prepared, progress, folder, train)
-    config, flow = prepared.config, prepared.flow if train else prepared.evaluation
-    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if train else None
+        return start_hybrid_backend(prepared, progress, folder)
+    config, flow = prepared.config, prepared.executed
+    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if prepared.train else None
     # The first ranks generate for a role, by default all of them.
     given = {role: own.generate_workers for role, own in config.roles.items()}
     ranks = {role: given.get(role) or world.size for role in prepared.generating}
     executor = StageExecutor(
-        config, flow, prepared.roles(train), prepared.tokenizer,
+        config, flow, prepared.roles(), prepared.tokenizer,
         rule_rewards(config, prepared.stages, prepared.tokenizer), progress,
         [role for role, count in ranks.items() if world.rank < count],
         DataParallel(world.group, world) if world.group is not None else None,
     )  # fmt: skip
+    if config.runtime == "distributed":
+        at_end.append(executor.close)
     # Only now: a refused run leaves nothing in its folder but its configuration.
-    if config.runtime != "distributed":
-        trace = TraceWriter(folder, "eager") if folder else None
-        return EagerBackend(config, loader, executor, prepared.store(), world, trace)
-    at_end.append(executor.close)
-    trace = executor.generation.moves.trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
-    return DistributedBackend(config, flow, loader, executor, prepared.store(), world, ranks, interrupts, trace)
+    name = f"rank-{world.rank}" if config.runtime == "distributed" else "eager"
+    trace = executor.generation.moves.trace = TraceWriter(folder, name) if folder else None
+    store = prepared.store()
+    return RankBackend(config, flow, loader, executor, store, world, ranks, interrupts, trace, any_stage)
 
 
 def start_controller(
@@ -102,8 +102,6 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
             )
         if trainer.max_staleness < 1 or trainer.surplus != "keep":
             raise UserError(f"{given} resumes responses later; write trainer.max_staleness=1 and trainer.surplus=keep")
-    if not planned and (lines := lacking(config)):
-        raise UserError(lines[0])
     devices = device_count(config.device)
     if config.runtime == "eager" and devices is not None and not (planned and devices == 0):
         own_devices(devices, own_engines(config), generation_layout(config).ranks)

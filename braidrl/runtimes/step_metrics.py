@@ -74,16 +74,19 @@ def step_metrics(
 
 def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
     """Return the means counted by the updates, under their roles."""
-    metrics = {}
+    metrics, gaps = dict[str, float](), list[float]()
     for name, value in result.sums.means().items():
         if name.startswith(FAILURE) or (name in FAILED and not value):
             continue
         if name.endswith("/rollout_log_prob_gap"):
-            metrics[GAP] = value
+            gaps += [] if math.isnan(value) else [value]
         elif "/failures/" in name or name.endswith("/skipped_updates"):
             metrics[name] = result.sums.pairs()[name][0]
         else:
             metrics[name] = value
+    if gaps:
+        # Of several trained roles the largest.
+        metrics[GAP] = max(gaps)
     for role in dict.fromkeys(name.partition("/")[0] for name in metrics):
         parts = {name.removeprefix(f"{role}/"): value for name, value in metrics.items() if name.startswith(f"{role}/")}
         for name, (function, arguments, spent) in DERIVED.items():

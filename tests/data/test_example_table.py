@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.loader import LARGE, PromptLoader, as_rows, shuffled
-from braidrl.data.prompts import LoadedSource, Readers, load_eval, load_train, with_progress
+from braidrl.data.prompts import LoadedSource, load_eval, load_train, with_progress
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from tests.data.readers import read_together
 
 Write = Callable[..., Path]
 RECORDS = [{"prompt": "x" * (i % 7 + 1), "answer": i, "response": str(i), "level": i} for i in range(1300)]
@@ -137,19 +136,6 @@ def test_another_process_maps_the_table_that_one_has_written(
     assert theirs.prompt(5).equal(mine.prompt(5)) and len(theirs) == len(mine)
     with pytest.raises(UserError, match="line 1301 is not JSON"):
         load_eval(data, plain_tokenizer, kept={"set": str(tmp_path / "elsewhere")})
-
-
-def test_readers_map_the_table_that_the_first_of_them_writes(write_jsonl: Write, plain_tokenizer: Any) -> None:
-    data = DataConfig(train=[SourceConfig(path=write_jsonl(RECORDS))])
-    sources = read_together(3, lambda own: load_train(data, plain_tokenizer, readers=own)[0])
-    assert len({source.kept for source in sources}) == 1 and sources[2].prompt(7).equal(sources[0].prompt(7))
-    broken = data.model_copy(update={"train": [SourceConfig(path=write_jsonl([*RECORDS, {"prompt": 3}]))]})
-
-    def refused(own: Readers) -> Any:
-        with pytest.raises(UserError, match="line 1301: 'prompt' is a number; write text"):
-            load_train(broken, plain_tokenizer, readers=own)
-
-    read_together(3, refused)
 
 
 def test_a_fault_leaves_no_table(write_jsonl: Write, plain_tokenizer: Any, tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.prompts import Readers, load_eval, load_source, load_train
+from braidrl.data.prompts import load_eval, load_source, load_train
 from braidrl.data.sources import Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
-from tests.data.readers import read_together
 
 Write = Callable[..., Path]
 
@@ -91,30 +90,3 @@ def test_the_configuration_names_the_files(write_jsonl: Write, chat_tokenizer: A
     assert chat_tokenizer.decode(train[1].prompt(0)) == chat_tokenizer.decode(held_out.prompt(0)) == expected
     with pytest.raises(UserError, match=r"data.train is not set; give it a .jsonl or .parquet file"):
         load_train(DataConfig(), chat_tokenizer)
-
-
-def test_an_error_of_the_first_reader_is_raised_in_all(write_jsonl: Write, plain_tokenizer: Any) -> None:
-    path = write_jsonl([{"prompt": "x"}, {"prompt": "y"}, {"prompt": [{"role": "user", "content": ""}]}])
-
-    def refused(own: Readers) -> Any:
-        with pytest.raises(UserError, match="line 3: the tokenizer makes no token of this prompt"):
-            load_source(
-                Reading(SourceConfig(path=path)),
-                DataConfig(max_prompt_tokens=4),
-                PromptTemplate(plain_tokenizer),
-                readers=own,
-            )
-
-    read_together(4, refused)
-    short = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
-
-    def nothing_left(own: Readers) -> Any:
-        with pytest.raises(UserError, match=r"all 2 prompts are longer .* the shortest has 20 tokens"):
-            load_source(
-                Reading(SourceConfig(path=short)),
-                DataConfig(max_prompt_tokens=16),
-                PromptTemplate(plain_tokenizer),
-                readers=own,
-            )
-
-    read_together(3, nothing_left)

@@ -20,7 +20,7 @@ def test_row_alone_and_among_64_has_equal_tokens(
 ) -> None:
     tree = settings(tmp_path, tiny_models[name], sums_file, flow="dapo", dtype=dtype, rollout={"slots": 64})
     backend = eager_backend(parse_config(tree))
-    stage, rows = backend.executor.flow["actor.generate"], backend.read(Admission(range(16)))
+    stage, rows = backend.executor.flow["actor.generate"], backend.read(Admission(range(16))).rows
     together = backend.executor.run(stage, rows, Sums())
     assert len(rows) == 64 and len({tuple(together["tokens"][i].tolist()) for i in range(64)}) > 32
     for number in (0, 17, 40, 63):

@@ -19,7 +19,8 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import is_optimized, touched_weights
 from braidrl.flow.selecting import GroupSelector, Selection, Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
-from braidrl.plan.simulation import SimulatedSpan, Simulation, Workload
+from braidrl.observe.trace import Span
+from braidrl.plan.simulation import Simulation, Workload
 
 Fate = Literal["done", "dies", "late"]
 
@@ -131,7 +132,9 @@ class Iterations(ABC):
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, workers)]
 
     def note(self, worker: str, stage: Stage, start: float, seconds: float, rows: int) -> None:
-        self.result.spans.append(SimulatedSpan(worker, stage.name, start, start + seconds, rows, self.iteration))
+        self.result.spans.append(
+            Span(worker, str(stage.role), stage.name, self.iteration, start, start + seconds, rows)
+        )
 
 
 @dataclass

@@ -42,23 +42,22 @@ def rows_of(tokenizer, responses, answers, sources=None, prefix=""):
     )
 
 
-def rewards_of(tokenizer, verify, per_source=None, correct=1.0, wrong=0.0, **settings):
+def rewards_of(tokenizer, verify, per_source=None, **settings):
     config = RewardConfig(**{"verify": verify, "timeout_s": 5.0, **settings})
     ends = {tokenizer.token_to_id("<end>")}
-    return closing(RuleRewards(config, per_source or {}, correct, wrong, tokenizer, ends=ends))
+    return closing(RuleRewards(config, per_source or {}, tokenizer, ends=ends))
 
 
-def test_right_and_wrong_get_the_recipes_scores_unless_configured(tokenizer):
+def test_right_and_wrong_get_the_scores_of_each_call(tokenizer):
     rows = rows_of(tokenizer, ["#### 2", "#### 3", "2"], ["2"] * 3)
-    with rewards_of(tokenizer, "gsm8k", correct=1.0, wrong=-1.0) as rewards:
-        columns = rewards.submit(rows).result()
+    with rewards_of(tokenizer, "gsm8k") as rewards:
+        columns, others = (rewards.submit(rows).result(scores) for scores in ((1.0, -1.0), (5.0, 2.0)))
     assert {name: (column.dtype, column.tolist()) for name, column in columns.items()} == {
         "score": (torch.float32, [1.0, -1.0, -1.0]),
         "correct": (torch.float32, [1.0, 0.0, 0.0]),
         "reward": (torch.float32, [1.0, -1.0, -1.0]),
     }
-    with rewards_of(tokenizer, "gsm8k", correct_score=5.0, wrong_score=2.0) as rewards:
-        assert rewards.submit(rows).result()["reward"].tolist() == [5.0, 2.0, 2.0]
+    assert others["reward"].tolist() == [5.0, 2.0, 2.0]
 
 
 def test_only_action_tokens_are_read_also_in_several_turns(tokenizer):
@@ -104,9 +103,9 @@ def test_a_source_may_have_its_own_verifiers(tokenizer):
 
 def test_failed_checks_are_wrong_and_counted_by_reason(tokenizer):
     words = ["ok", "raise", "hang", "die", "raise", "ok"]
-    with rewards_of(tokenizer, [f"{OWN}:by_word", "exact"], wrong=-1.0, timeout_s=1.5, processes=2) as rewards:
+    with rewards_of(tokenizer, [f"{OWN}:by_word", "exact"], timeout_s=1.5, processes=2) as rewards:
         pending = rewards.submit(rows_of(tokenizer, words, ["ok"] * 6))
-        columns = pending.result()
+        columns = pending.result((1.0, -1.0))
     assert columns["score_by_word"].tolist() == [1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
     assert columns["correct"].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     failures = Counter((failure.label, failure.reason) for failure in pending.failures())

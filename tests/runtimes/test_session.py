@@ -98,6 +98,13 @@ def test_roles_that_are_not_there_or_not_trained_are_refused(workshop: Workshop)
             session.reference.update(rows, loss=loss.clip())
 
 
+def test_a_verify_stage_gives_the_scores_that_its_call_names(workshop: Workshop) -> None:
+    with Session(workshop.config(**settings("eager"))) as session:
+        rows = session.actor.generate(session.prompts())
+        index = session.index(session.reward.verify(rows, correct_score=5.0, wrong_score=-2.0))
+    assert index["score"].tolist() == torch.where(index["correct"] > 0, 5.0, -2.0).tolist()
+
+
 @pytest.mark.parametrize("runtime", ["eager", "hybrid"])
 def test_session_rows_as_text_and_errors_name_missing_column(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str
@@ -203,6 +210,34 @@ def test_ranks_run_the_loop_together(workshop: Workshop) -> None:
     task = {"config": tree, "folder": str(workshop.folder / "saved"), "cuda": False}
     assert run_ranks("tests.runtimes.test_session:loop_on_a_rank", task, 2, 200.0) == 16
     assert_same_weights(load_file(workshop.folder / "saved" / "actor" / "model.safetensors"), weights_of(recipe))
+
+
+def by_hand_beyond_the_flow(session: Session) -> Any:
+    """Make an iteration with stages that the flow does not have, and return its rows."""
+    rows = session.reward.verify(session.actor.generate(session.prompts()))
+    rows = session.actor.log_probs(rows)
+    rows = session.advantage.leave_one_out(rows)
+    rows = session.shape.overlong_filter(rows)
+    session.actor.update(rows, loss=loss.clip(low=0.3, high=0.3), aggregate="seq-mean-token-mean")
+    return rows
+
+
+def beyond_the_flow_on_a_rank(world: World, task: dict[str, Any]) -> int:
+    with Session(parse_config(task["config"]), world) as session:
+        rows = len(session.index(by_hand_beyond_the_flow(session)))
+        session.save(Path(task["folder"]))
+    return rows
+
+
+def test_ranks_run_stages_that_the_flow_does_not_have(workshop: Workshop) -> None:
+    with Session(workshop.config("alone", **settings("eager"))) as session:
+        by_hand_beyond_the_flow(session)
+        session.save(workshop.folder / "alone")
+    tree = workshop.tree("ranks", **{**settings("distributed"), "placement": "colocate"}, workers=3)
+    task = {"config": tree, "folder": str(workshop.folder / "saved"), "cuda": False}
+    assert run_ranks("tests.runtimes.test_session:beyond_the_flow_on_a_rank", task, 3, 200.0) == 16
+    name = "actor/model.safetensors"
+    assert_same_weights(load_file(workshop.folder / "saved" / name), load_file(workshop.folder / "alone" / name))
 
 
 def in_other_tokens(scorer: Path, folder: Path) -> Path:

@@ -1,11 +1,22 @@
 """Slots and tokens per micro-batch are sized to the free memory."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import World
+from braidrl.config import parse_config
+from braidrl.errors import UserError
+from braidrl.runtimes import sizing
+from braidrl.runtimes.evaluation import evaluate_model
 from braidrl.runtimes.memory.budget import GIB, MIB
-from braidrl.runtimes.prepare.setup import prepare
+from braidrl.runtimes.prepare.setup import prepare, without_data
 from braidrl.runtimes.sizing import (
     MOST_SLOTS,
     MOST_TOKENS,
@@ -18,6 +29,8 @@ from braidrl.runtimes.sizing import (
 )
 from braidrl.training.role_settings import slots_of
 from tests.tiny import Workshop
+
+FOLLOWING = Path(__file__).with_name("following.yaml")
 
 SEVEN_B = Demand(stays=30 * GIB, training=GIB, token=2 * MIB, slot=112 * MIB, longest=2048, rows=1024)
 """About the memory of a 7B model that is trained by adapters on rows of 2,048 tokens."""
@@ -80,3 +93,60 @@ def test_slots_that_are_chosen_on_a_cpu_are_those_of_a_step_and_vllm_chooses_its
     assert "rollout.slots=48" in line
     served, lines = with_fitting_sizes(prepare(workshop.config(rollout={**rollout, "engine": "vllm"})), None)
     assert (served.config.rollout.slots, slots_of(served.config), lines) == ("auto", 48, [])
+
+
+def sizes_of(world: World, task: dict[str, Any]) -> list[list[int]]:
+    """Return the sizes that each rank chooses, on devices of which the second has half the memory of the first."""
+    sizing.device_memory = lambda name, free=False: 64 * MIB >> world.rank
+    prepared, _ = sizing.prepared_to_fit(parse_config(task["config"]), world)
+    own = prepared.config.rollout.slots, prepared.config.trainer.max_tokens_per_device
+    return [json.loads(bytes(one)) for one in world.gather("sizes", json.dumps(own).encode())]
+
+
+def test_all_ranks_take_the_sizes_of_the_device_with_the_least_memory(workshop: Workshop) -> None:
+    settings = {"rollout": {"slots": None}, "trainer": {"prompts_per_step": 1024}, "runtime": "distributed"}
+    tree = workshop.tree(**settings, workers=2)
+    first, second = run_ranks("tests.runtimes.test_sizing:sizes_of", {"config": tree}, 2, 200.0)
+    sized, _ = with_fitting_sizes(prepare(parse_config(tree)), 32 * MIB)
+    assert first == second == [sized.config.rollout.slots, sized.config.trainer.max_tokens_per_device]
+    alone, _ = with_fitting_sizes(prepare(parse_config(tree)), 64 * MIB)
+    assert alone.config.rollout.slots != sized.config.rollout.slots
+
+
+@pytest.mark.parametrize("runtime", ["eager", "streaming"])
+def test_slots_of_an_evaluation_alone_are_those_of_its_own_rows_without_the_memory_of_training(
+    workshop: Workshop, runtime: str
+) -> None:
+    sections = {
+        "rollout": {"slots": None}, "data": {"eval": {"held_out": str(workshop.data)}}, "runtime": runtime,
+        "evaluation": {"samples": 3, "max_prompts": 11}, "flow": "ppo", "algorithm": {"reward": "verify"},
+    }  # fmt: skip
+    sized, _ = with_fitting_sizes(prepare(workshop.config(**sections), train=False), GIB)
+    assert (sized.config.rollout.slots, sized.config.trainer.max_tokens_per_device) == (48, None)
+    (demand,) = sizing.demands(sized)
+    assert demand.stays < max(one.stays for one in sizing.demands(prepare(workshop.config(**sections)))) / 3
+
+
+def test_braid_eval_chooses_its_slots(workshop: Workshop) -> None:
+    sections = {
+        "rollout": {"slots": "auto"}, "data": {"eval": {"held_out": str(workshop.data)}}, "evaluation": {"max_prompts": 2},
+    }  # fmt: skip
+    config = workshop.config(**sections)
+    evaluate_model(config)
+    (made,) = config.output.glob("eval-*")
+    assert yaml.safe_load((made / "config.yaml").read_text())["rollout"]["slots"] == 16
+
+
+def test_an_evaluation_on_a_device_that_is_not_there_is_refused_in_one_line(workshop: Workshop) -> None:
+    config = workshop.config(device="cuda", data={"eval": {"held_out": str(workshop.data)}})
+    with pytest.raises(UserError, match="device=cuda: torch sees no CUDA device here"):
+        evaluate_model(config)
+
+
+def test_a_role_that_follows_another_has_no_optimizer_on_the_devices_of_any_runtime(workshop: Workshop) -> None:
+    sections = {"flow": str(FOLLOWING), "placement": "standalone", "rollout": {"slots": None}}
+    found = []
+    for runtime in ("hybrid", "streaming"):
+        groups = sizing.device_groups(without_data(workshop.config(runtime=runtime, **sections)))
+        found.append({use.role: use.trained for group in groups for use in group.uses if not use.apart})
+    assert found[0] == found[1] == {"actor": True, "reference": False}

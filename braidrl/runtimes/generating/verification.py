@@ -34,7 +34,7 @@ from braidrl.flow.signatures import SUMMED, in_namespace
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
-from braidrl.rewards.verify import Pending, RuleRewards
+from braidrl.rewards.verify import Pending, RuleRewards, Scores
 
 Needless = Callable[[Mapping[int, bool]], Collection[int]]
 """Returns the groups that are no longer needed once these groups are known to be kept or dropped."""
@@ -74,13 +74,13 @@ class Checks:
             parts = []
             for part, pending in begun:
                 with WORK.waiting():  # checks have their own limits
-                    found = pending.result()
+                    found = pending.result(scores_of(stage))
                 parts.append(part.only(IDENTITY).with_columns(found))
                 bar.update(len(part))
                 failures = pending.failures()
                 for (label, reason), count in Counter((failure.label, failure.reason) for failure in failures).items():
                     sums.add(f"reward/failures/{label}/{reason}", count)
-                for name, value in pending.metrics():
+                for name, value in pending.metrics(scores_of(stage)):
                     sums.add(name, value)
                 sums.add("reward/failed_fraction", len({failure.row for failure in failures}), len(part))
                 for words, count in Counter(failure.words for failure in failures).most_common(NOTED):
@@ -174,7 +174,7 @@ class EarlyStop:
         own = []
         for rows, checks in taken:
             for stage, check in zip(self.segment.verify, checks, strict=True):
-                rows = rows.with_columns(verified(self.flow, stage, rows, check.result()))
+                rows = rows.with_columns(verified(self.flow, stage, rows, check.result(scores_of(stage))))
             own.append(rows.index)
         if self.notices is None:
             return own
@@ -235,6 +235,11 @@ def early_verify_stages(flow: Flow, stage: Stage) -> list[Stage]:
         and "of" not in verify.params
         and {stage.name} <= {column.writer for column in flow.inputs[verify.name]} <= {stage.name, ADMISSION}
     ]
+
+
+def scores_of(stage: Stage) -> Scores:
+    """Return a verify stage's scores of a right and of a wrong answer."""
+    return stage.params["correct_score"], stage.params["wrong_score"]
 
 
 def verified(flow: Flow, stage: Stage, rows: Rows, checked: Mapping[str, Column]) -> Mapping[str, Column]:

@@ -11,7 +11,7 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
-from braidrl.flow.compute import summed
+from braidrl.flow.compute import computed, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method, registration_of
 from braidrl.importing import import_function
@@ -40,7 +40,6 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
-from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.hybrid.group import (
     Partition,
@@ -57,7 +56,7 @@ from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
-from braidrl.training.objective import UpdateCounts, with_group_tokens
+from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.role_settings import settings_of
 from braidrl.training.roles.checkpoint import Write
 
@@ -66,14 +65,11 @@ class HybridBackend:
     """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
 
     def __init__(
-        self, loader: Admissions | None, workers: RunWorkers, executor: StageExecutor, resources: ExitStack,
+        self, loader: Admissions | None, workers: RunWorkers, progress: Progress, resources: ExitStack,
         trace: TraceWriter | None,
     ) -> None:  # fmt: skip
-        """Store the parts that `start_hybrid_backend` has started.
-
-        `executor` computes on index columns and holds no role. `close` ends `resources`. Without a loader the backend only evaluates.
-        """
-        self.loader, self.workers, self.executor = loader, workers, executor
+        """Store the parts that `start_hybrid_backend` has started; `close` ends `resources`. Without a loader it only evaluates."""
+        self.loader, self.workers, self.progress, self.config = loader, workers, progress, workers.prepared.config
         self.resources, self.trace = resources, trace
         self.home, self.distinct = workers.home, list(workers.groups)
         self.groups = {role: group for group in workers.groups for role in group.pool.roles}
@@ -104,8 +100,7 @@ class HybridBackend:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
         output = Output(stage, table, iteration, sums)
-        # Ranks that decode together cannot abort rows: all of them decode until the last row of any has ended.
-        if segment is not None and not pools_ranks(self.executor.config):
+        if segment is not None:
             role, index = str(stage.role), self.index(table)
             group = self.groups.get(role + GENERATE, self.groups[role])
             # Groups may turn out not to be needed: every rank starts with the first ones.
@@ -125,7 +120,7 @@ class HybridBackend:
             copied = group.call("copy_weights", stage)
             self.training.append(Output(stage, None, iteration, sums, group, copied))
             return
-        index, objective = self.index(table), self.executor.objective(stage)
+        index, objective = self.index(table), Objective.of(str(stage.role), stage.params)
         for update in updates:
             rows = index.take(update)
             counts, chosen = ray.put(UpdateCounts.of(rows)), table.take(update)
@@ -150,7 +145,7 @@ class HybridBackend:
             self.workers.replace_lost()
         except WorkerError as error:
             # The caller reports the loss, and restarts the whole run.
-            self.executor.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
+            self.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
             return False
         return True
 
@@ -161,7 +156,7 @@ class HybridBackend:
         This is a table, at once, if the method writes columns; else the workers' return values. Raises UserError if the role has no
         such class, or the class no such method.
         """
-        own = self.executor.config.roles.get(role)
+        own = self.config.roles.get(role)
         if own is None or own.methods is None:
             raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
         registration = registration_of(import_function(own.methods), method)
@@ -174,7 +169,7 @@ class HybridBackend:
     def _call(self, stage: Stage, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call the user's method that a stage names by its protocol, with the mesh of the stage's role."""
         own: Registration = registration_of(*class_and_method(stage.type))
-        role, config, key = str(stage.role), self.executor.config, next(self.keys)
+        role, config, key = str(stage.role), self.config, next(self.keys)
         group = self.groups[role]
         layout = settings_of(role, config).layout.resolve(group.pool.workers)
         pooled = pools_ranks(config) and role in group.pool.generating
@@ -236,9 +231,9 @@ class HybridBackend:
         """
         begun = []
         for group in self.distinct:
-            layouts = [settings_of(role, self.executor.config).layout for role in group.pool.models]
+            layouts = [settings_of(role, self.config).layout for role in group.pool.models]
             replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
-            aside = replicated and not pools_ranks(self.executor.config)
+            aside = replicated and not pools_ranks(self.config)
             begun.append((group, group.call("save", folder.resolve(), copy, aside=aside)))
         wait_all(begun)
         return [partial(written, group, group.actors) for group in self.distinct] if copy else []
@@ -303,16 +298,15 @@ class HybridBackend:
             stage, table = output.stage, output.table
             assert table is not None
             group, parts = self._place(stage, table)
-            columns: Mapping[str, Column] = {}
-            if group is None:
+            totals, columns = None, dict[str, Column]()
+            if stage.scope is Scope.BATCH:
+                totals = self._totals(stage, table, group, parts, output.iteration)
+            if group is None and len(table):
                 with traced(self.trace, "compute", stage.name, output.iteration, rows=len(table)):
-                    columns = self.executor.run(stage, table.index, Sums())
+                    columns = computed(stage, table.index, totals)
             if columns and all(isinstance(column, Tensor) for column in columns.values()):
                 output.index, output.table = Rows(columns), None
             else:
-                totals = None
-                if stage.scope is Scope.BATCH:
-                    totals = self._totals(stage, table, group, parts, output.iteration)
                 self._begin(output, group, parts, totals)
 
     def _totals(
@@ -338,7 +332,7 @@ class HybridBackend:
     def _answers(self, output: Output) -> list[CallResult]:
         """Wait for a stage, show its progress, and add its sums."""
         name = output.stage.name
-        with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
+        with self.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
             answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
         # Ranks first: the result is then independent of what was counted before.
         output.sums.merge(Sums().merge(*(Sums(answer.sums) for answer in answers)))
@@ -347,9 +341,9 @@ class HybridBackend:
 
 
 def start_hybrid_backend(
-    prepared: Prepared, progress: Progress, folder: Path | None, train: bool = True, cluster: RayCluster | None = None
+    prepared: Prepared, progress: Progress, folder: Path | None, cluster: RayCluster | None = None
 ) -> HybridBackend:
-    """Start the workers and have them read the data and load their models; without `train` the backend only evaluates.
+    """Start the workers and have them read the data and load their models.
 
     `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
     placement does not fit, the data cannot be used, or a user's class of methods is missing.
@@ -358,7 +352,7 @@ def start_hybrid_backend(
     for own in config.roles.values():
         if own.methods:
             import_function(own.methods)
-    pools = prepared.pools(train)
+    pools = prepared.pools()
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
@@ -371,7 +365,7 @@ def start_hybrid_backend(
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
-        order = RunOrder(settings, train, folder.resolve() if folder else None, cluster.family)
+        order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
         workers = RunWorkers(groups, home, prepared, order)
         counts, admissions = workers.begin(groups), None
         for _, report in counts:
@@ -379,12 +373,10 @@ def start_hybrid_backend(
         if counts:
             weights = [source.weight for source in config.data.train]
             admissions = Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle)
-        flow = prepared.flow if train else prepared.evaluation
-        executor = StageExecutor(config, flow, (), prepared.tokenizer, None, progress)
         trace = TraceWriter(folder, "controller") if folder else None
         if trace is not None:
             resources.callback(trace.close)
-        return HybridBackend(admissions, workers, executor, resources.pop_all(), trace)
+        return HybridBackend(admissions, workers, progress, resources.pop_all(), trace)
 
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:

@@ -203,7 +203,7 @@ class RunWorkers:
                 (answer,) = group.wait([group.call("rendezvous")])
                 formed.append((group, group.call("join_process_group", answer.result)))
         wait_all(formed)
-        reads = self.home in fresh and (self.order.train or config.data.evaluation_sources)
+        reads = self.home in fresh and (self.prepared.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
         loaded = wait_all((group, group.call("load_models")) for group in fresh)
         for group, answers in zip(fresh, loaded, strict=True):

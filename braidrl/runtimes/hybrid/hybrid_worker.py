@@ -35,8 +35,6 @@ from braidrl.cluster.process_groups import (
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
-from braidrl.data.messages import pack_message, unpack_message
-from braidrl.data.prompts import Readers
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
@@ -50,7 +48,7 @@ from braidrl.runtimes.executor import StageExecutor, checked
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.prepare.setup import Prepared, rule_rewards, set_up_torch, with_data, without_data
+from braidrl.runtimes.prepare.setup import Prepared, after_first, rule_rewards, set_up_torch, with_data, without_data
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import UpdateCounts
@@ -147,7 +145,7 @@ class HybridWorker:
         config = parse_config(order.settings)
         self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
-        places = [(pool, rank) for pool in self.prepared.pools(order.train) for rank in range(pool.workers)]
+        places = [(pool, rank) for pool in self.prepared.pools() for rank in range(pool.workers)]
         self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
         self.number, (self.pool, self.rank) = number, places[number]
         set_up_torch(config)
@@ -178,11 +176,7 @@ class HybridWorker:
 
         The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
         """
-        readers = Readers(
-            self.world.rank, self.world.size,
-            lambda said: [unpack_message(words) for words in self.world.gather("data", pack_message(said))],
-        )  # fmt: skip
-        self.prepared = with_data(self.prepared, self.order.train, readers=readers)
+        self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, kept))
         return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
 
     @register(protocol="ONE_TO_ALL")
@@ -190,7 +184,7 @@ class HybridWorker:
         """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
         prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
-        self.flow, self.rows = prepared.flow if self.order.train else prepared.evaluation, prepared.store()
+        self.flow, self.rows = prepared.executed, prepared.store()
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)

@@ -5,7 +5,6 @@ configuration or candidate ──▶ Deployment ──role_memory──▶ Footp
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
@@ -26,7 +25,6 @@ from braidrl.training.role_settings import DTYPES, inference_layouts, merges_ada
 MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
 PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
-shape_of = cache(model_shape)
 
 
 @dataclass(frozen=True)
@@ -116,32 +114,36 @@ def deployment(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_
 
     Raises UserError if the layout does not fit the devices or the model.
     """
-    role, rollout, own = use.role, config.rollout, settings_of(use.role, config)
-    scalar = role in flow.scalar_roles
-    plain = shape_of(own.model, own.dtype, scalar)
-    lora = own.lora if use.trained else None
-    shape = model_shape(own.model, own.dtype, scalar, lora) if lora else plain
-    layout = own.layout
+    role, rollout, placed = use.role, config.rollout, undeployed(use, config, flow)
+    layout = placed.layout
     if engine_processes(config):
         # Each process that generates starts engines of its own.
         decoding_ranks = generation_layout(config).ranks
         devices = decoding_ranks if use.apart else devices
     if use.apart:
         layout = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
-    layout, sizes = layout.resolve(devices), shape.sizes
+    layout, sizes = layout.resolve(devices), placed.shape.sizes
     if rollout.engine != "vllm" or not use.apart:
         layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     other = inference_layouts(config, flow).get(role) if use.trained else None
     engine = None
     if use.generates:
-        engine = engine_use(role, shape, layout, config, slots_of(config), decoding_ranks)
+        engine = engine_use(role, placed.shape, layout, config, slots_of(config), decoding_ranks)
         # An engine on devices of its own has the role's weights there, counted as such.
         engine = engine and replace(engine, own_weights=engine.own_weights and not use.apart)
-    kinds = {stage.kind for stage in flow.stages if stage.role == role}
-    computes = not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN))
+    return replace(placed, layout=layout, inference=other and other.resolve(devices), engine=engine)
+
+
+def undeployed(use: RoleUse, config: Config, flow: Flow) -> Deployment:
+    """Return the model and the use of a role in its layout as configured, on no devices yet, and without an engine."""
+    own, scalar = settings_of(use.role, config), use.role in flow.scalar_roles
+    plain = model_shape(own.model, own.dtype, scalar)
+    lora = own.lora if use.trained else None
+    kinds = {stage.kind for stage in flow.stages if stage.role == use.role}
     return Deployment(
-        shape, plain, layout, use.trained, scalar, computes, own.max_tokens,
-        own.activation_checkpointing, other and other.resolve(devices), engine, moment_bytes(config.trainer),
+        model_shape(own.model, own.dtype, scalar, lora) if lora else plain, plain, own.layout, use.trained, scalar,
+        computes=not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN)), tokens=own.max_tokens,
+        checkpointing=own.activation_checkpointing, moment_bytes=moment_bytes(config.trainer),
     )  # fmt: skip
 
 
@@ -218,7 +220,7 @@ def taking_turns(
         for role, parts in resident.items()
         if {ENGINE, CACHE} & parts.keys()
     }
-    return residency_plan(flow, sizes, budget, shared, copied, sleeping)
+    return residency_plan(flow, sizes, budget, shared, copied, sleeping, generating)
 
 
 def in_units(size: int) -> str:

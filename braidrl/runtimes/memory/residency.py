@@ -12,7 +12,7 @@ the moves:
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -30,6 +30,8 @@ from braidrl.weights.in_place import GenerationWeights
 GIB = 1 << 30
 PUBLISH = "publish"
 """The step after the last stage, in which trained weights go to engines with their own copy."""
+EVALUATION = "evaluation of "
+"""Begins the name of the step in which a role generates that does so in no stage."""
 
 
 AssetPart = Literal["weights", "optimizer", "engine", "inference"]
@@ -62,15 +64,16 @@ class ResidencyPlan:
 
 def residency_plan(
     flow: Flow, sizes: Mapping[Asset, int], budget: int | None, shared: frozenset[str] = frozenset(),
-    copied: frozenset[str] = frozenset(), asleep: Mapping[Asset, int] | None = None,
+    copied: frozenset[str] = frozenset(), asleep: Mapping[Asset, int] | None = None, generating: Collection[str] = (),
 ) -> ResidencyPlan:  # fmt: skip
     """Return the plan of one process for its assets, given by `sizes` in bytes; without a budget in bytes it keeps everything.
 
     Engines of `shared` roles use the trainer's weights; `copied` roles infer with a copy of theirs. `asleep` has the bytes of
-    sleeping engines, by default as many as awake. Raises UserError if a stage alone is over the budget.
+    sleeping engines, by default as many as awake, and `generating` further roles that generate: in evaluations alone. Raises
+    UserError if a stage alone is over the budget.
     """
-    during = sizes_during(flow, sizes, asleep or {})
-    needs = {step: needed & sizes.keys() for step, needed in needed_assets(flow, shared, copied).items()}
+    during = sizes_during(flow, sizes, asleep or {}, generating)
+    needs = {step: needed & sizes.keys() for step, needed in needed_assets(flow, shared, copied, generating).items()}
 
     def resident(step: str, kept: frozenset[Asset]) -> int:
         return sum(during[step][asset] for asset in kept | needs[step])
@@ -96,27 +99,35 @@ def residency_plan(
     return ResidencyPlan(kept, moved, max(resident(step, kept) for step in needs))
 
 
-def sizes_during(flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, int]) -> dict[str, dict[Asset, int]]:
-    """Return the bytes of each loaded asset in each step: an engine is awake only in the stages that generate with it."""
-    generating = {stage.name: stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+def sizes_during(
+    flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, int], generating: Collection[str] = ()
+) -> dict[str, dict[Asset, int]]:
+    """Return the bytes of each loaded asset in each step: an engine is awake only in the steps that generate with it."""
+    steps: dict[str, str | None] = {s.name: s.role if s.kind is Kind.GENERATE else None for s in flow.stages}
+    steps |= {**{EVALUATION + role: role for role in generating}, PUBLISH: None}
     return {
-        step: {
-            asset: size if generating.get(step) == asset.role else asleep.get(asset, size)
-            for asset, size in sizes.items()
-        }
-        for step in (*(stage.name for stage in flow.stages), PUBLISH)
+        step: {asset: size if role == asset.role else asleep.get(asset, size) for asset, size in sizes.items()}
+        for step, role in steps.items()
     }
 
 
 def needed_assets(
-    flow: Flow, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
-) -> dict[str, frozenset[Asset]]:
-    """Return the assets that each stage, and the publication after the last one, needs on the device."""
+    flow: Flow, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset(), generating: Collection[str] = ()
+) -> dict[str, frozenset[Asset]]:  # fmt: skip
+    """Return the assets that stages need on the device, evaluations by roles that no stage generates with, and the publication."""
     needs = {stage.name: stage_needs(stage, shared, copied) for stage in flow.stages}
-    generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
-    published = [role for role in flow.trained_roles if role in generating and role not in shared]
+    of_stages = {str(stage.role) for stage in flow.stages if stage.kind is Kind.GENERATE}
+    needs |= {EVALUATION + role: engine_needs(role, shared) for role in generating if role not in of_stages}
+    # Every engine with weights of its own is sent them, also those of a role that does not change.
+    published = {*of_stages, *generating} - shared
     parts: tuple[AssetPart, ...] = ("weights", "engine")
     return {**needs, PUBLISH: frozenset(Asset(role, part) for role in published for part in parts)}
+
+
+def engine_needs(role: str, shared: frozenset[str]) -> frozenset[Asset]:
+    """Return the assets with which a role generates."""
+    own = Asset(role, "engine")
+    return frozenset({own, Asset(role, "weights")} if role in shared else {own})
 
 
 def stage_needs(stage: Stage, shared: frozenset[str], copied: frozenset[str]) -> frozenset[Asset]:
@@ -124,8 +135,7 @@ def stage_needs(stage: Stage, shared: frozenset[str], copied: frozenset[str]) ->
     if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
         return frozenset()
     if stage.kind is Kind.GENERATE:
-        own = Asset(stage.role, "engine")
-        return frozenset({own, Asset(stage.role, "weights")} if stage.role in shared else {own})
+        return engine_needs(stage.role, shared)
     weights = frozenset(Asset(role, "weights") for role in touched_weights(stage))
     if stage.kind is Kind.INFER and stage.role in copied:
         # The weights too: the copy is updated from them.
@@ -194,8 +204,14 @@ class Residency:
         """Load the kept assets, once all roles are registered. Raises UserError for a stage that alone is over the budget."""
         sizes = {asset: held.size for asset, held in self.held.items()}
         asleep = {asset: held.asleep for asset, held in self.held.items() if held.asleep is not None}
-        self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied, asleep).kept
+        plan = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied, asleep, self.engines)
+        self.kept = plan.kept
         self.move(frozenset())
+
+    def before_publication(self) -> None:
+        """Load the weights that go to engines with their own copy, and these."""
+        if sent := needed_assets(self.flow, self.shared, generating=self.engines)[PUBLISH]:
+            self.move(sent)
 
     def before(self, stage: Stage) -> None:
         """Load the assets that a stage needs; a stage without a model moves nothing."""

@@ -22,11 +22,11 @@ from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
 from braidrl.data.chat import end_ids_of
-from braidrl.data.prompts import ALONE, LoadedSource, Readers, check_train, load_eval, load_texts, load_train
+from braidrl.data.prompts import LoadedSource, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
 from braidrl.engines.factory import with_engines
-from braidrl.errors import LostPeers, UserError, suggest
+from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import serial_chain
 from braidrl.rewards.verifier import resolve
@@ -51,13 +51,22 @@ class Prepared:
     flow: Flow
     evaluation: Flow
     tokenizer: PreTrainedTokenizerBase
+    train: bool = True
+    """False if the run only evaluates."""
     sources: list[LoadedSource] = field(default_factory=list)
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
 
     @property
+    def executed(self) -> Flow:
+        """Return the flow that the backend executes: in training the run's own, else the evaluation's."""
+        return self.flow if self.train else self.evaluation
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of training, and of evaluation if there are sets to evaluate."""
+        """Return the stages of training, and those of evaluation if there are sets to evaluate."""
+        if not self.train:
+            return self.evaluation.stages
         return self.flow.stages + (self.evaluation.stages if self.config.data.evaluation_sources else ())
 
     @property
@@ -65,14 +74,15 @@ class Prepared:
         """Return the roles that need an engine."""
         return tuple(dict.fromkeys(s.role for s in self.stages if s.type == "generate" and s.role))
 
-    def roles(self, train: bool = True) -> tuple[str, ...]:
-        """Return the roles that need a model: in training the flow's, else the evaluation's."""
-        return tuple(dict.fromkeys([*(self.flow if train else self.evaluation).roles, *self.generating]))
+    def roles(self) -> tuple[str, ...]:
+        """Return the roles that need a model."""
+        return tuple(dict.fromkeys([*self.executed.roles, *self.generating]))
 
-    def pools(self, train: bool = True) -> tuple[Pool, ...]:
-        """Return the pools of a hybrid run, or of its evaluation alone, with the engine processes that they start."""
-        config, roles = self.config, self.roles(train)
-        pools = with_engines(place(config.placement, self.roles(), self.generating, config.workers), config)
+    def pools(self) -> tuple[Pool, ...]:
+        """Return the pools of a hybrid run, with the engine processes that they start."""
+        config, roles, whole = self.config, self.roles(), replace(self, train=True)
+        # A placement names all roles of training, of which an evaluation starts only its own.
+        pools = with_engines(place(config.placement, whole.roles(), whole.generating, config.workers), config)
         kept = [
             replace(p, roles=tuple(role for role in p.roles if role.removesuffix(GENERATE) in roles)) for p in pools
         ]
@@ -91,40 +101,36 @@ class Prepared:
 
 
 def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
-    """Return the verifiers of a run with the scores of its `verify` stages, or None without such stages.
+    """Return the verifiers of a run, or None without `verify` stages.
 
     Their processes start at the first check. Evaluation sets are numbered after the sources.
     """
-    scores = next((stage.params for stage in stages if stage.type == "verify"), None)
-    if scores is None:
+    if not any(stage.type == "verify" for stage in stages):
         return None
     sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
     own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
     names = {i: source.label for i, source in enumerate(sources)}
     ends = end_ids_of(config.model.expanduser(), tokenizer)
-    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names, ends)
+    return RuleRewards(config.reward, own, tokenizer, names, ends)
 
 
-def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
-    """Do as `prepare` with several ranks: one rank writes the data tables, and the others on its machine map them.
+def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepared]) -> Prepared:
+    """Call `read` on the first rank, then on all others with its table folders, which those on its machine map.
 
-    Under hybrid the generating workers read the data, and this process only checks that it exists.
+    Raises a UserError of the first rank in all of them.
     """
-    if config.runtime == "hybrid":
-        check_files(config, train)
-        return without_data(config, train)
-    if world.first:
-        try:
-            prepared = prepare(config, train)
-        except UserError as error:
-            world.share("data", {"refused": str(error)})
-            raise
-        world.share("data", prepared.kept)
-        return prepared
-    kept = world.share("data", None)
-    if "refused" in kept:
-        raise LostPeers(f"rank 0 refused the configuration: {kept['refused']}")
-    return prepare(config, train, kept)
+    if not world.first:
+        kept = world.share("data", None)
+        if "refused" in kept:
+            raise UserError(kept["refused"])
+        return read(kept)
+    try:
+        prepared = read(None)
+    except UserError as error:
+        world.share("data", {"refused": str(error)})
+        raise
+    world.share("data", prepared.kept)
+    return prepared
 
 
 def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
@@ -132,7 +138,7 @@ def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None =
 
     `kept` holds the table folders that another process has made of `train`, `eval` and `texts`.
     """
-    return with_data(without_data(config, train, check), train, kept, check=check)
+    return with_data(without_data(config, train, check), kept, check)
 
 
 def without_data(config: Config, train: bool = True, check: Check = call) -> Prepared:
@@ -144,10 +150,10 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
         flow = Flow(flow.name, serial_chain(flow))
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
-    check(lambda: check_models(config, flow if train else evaluation, tokenizer))
+    prepared = Prepared(config, flow, evaluation, tokenizer, train)
+    check(lambda: check_models(config, prepared.executed, tokenizer))
     if "ptx_tokens" not in flow.needs_from_data() and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    prepared = Prepared(config, flow, evaluation, tokenizer)
     check(lambda: checks.check_names(config))
     check(lambda: checks.check_dtypes(config, flow))
     check(lambda: checks.check_backends(config, flow))
@@ -161,26 +167,20 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     return prepared
 
 
-def with_data(
-    prepared: Prepared,
-    train: bool,
-    kept: Mapping[str, Any] | None = None,
-    readers: Readers = ALONE,
-    check: Check = call,
-) -> Prepared:
-    """Return a run with its data, read by this process together with `readers`; without `train` only held-out sets are read.
+def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
+    """Return a run with its data; if it only evaluates, held-out sets alone are read.
 
     `kept` holds the table folders that another process has made. Raises UserError for data that the run cannot use.
     """
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
-    own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer, "readers": readers}
+    own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
     given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
-    if train:
+    if prepared.train:
         train_on = partial(load_train, **own, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
         sources = check(train_on) or []
     held_out = check(partial(load_eval, **own, pairs=pairs, kept=known.get("eval"))) or {}
-    texts = load_texts(**own, kept=known.get("texts")) if train and "ptx_tokens" in needed else None
+    texts = load_texts(**own, kept=known.get("texts")) if prepared.train and "ptx_tokens" in needed else None
     tested = list(held_out.values())
     if sources and any(stage.type == "verify" for stage in flow.stages):
         check(lambda: check_answers(config, sources, config.data.training_sources))

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from braidrl.config import Config
 from braidrl.errors import UserError, first_line
 from braidrl.flow.selecting import Selection
+from braidrl.observe.metrics import whole_file
 from braidrl.runtimes.interfaces import Backend, BegunBatch, Position
 from braidrl.runtimes.saving.folders import (
     LATEST,
@@ -174,10 +175,9 @@ class Checkpoints:
                 call()
             write_manifest(partial_path(path))
         pointer = path.parent / LATEST
-        moved = partial_path(pointer)
-        moved.write_text(f"{path.name}\n", encoding="utf-8")
-        sync(moved)
-        moved.replace(pointer)
+        with whole_file(pointer) as moved:
+            moved.write_text(f"{path.name}\n", encoding="utf-8")
+            sync(moved)
         known = checkpoints_of(self.run)
         for old in known[: known.index(path) + 1][:-keep_last] if keep_last is not None else ():
             shutil.rmtree(old)
@@ -250,28 +250,20 @@ def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a complete folder, and sync its files to disk."""
-    (folder / MANIFEST).write_text(json.dumps({"files": digests(folder, sync_too=True)}, indent=1))
+    """Write the manifest of a complete folder."""
+    (folder / MANIFEST).write_text(json.dumps({"files": digests(folder)}, indent=1))
 
 
-def digests(folder: Path, sync_too: bool = False) -> dict[str, list[Any]]:
-    """Return the size in bytes and the SHA-256 of each file but the manifest, by its path in the folder.
-
-    With `sync_too` some threads wait for the disk while others hash.
-    """
+def digests(folder: Path) -> dict[str, list[Any]]:
+    """Return the size in bytes and the SHA-256 of each file but the manifest, by its path in the folder."""
 
     def digest(path: Path) -> list[Any]:
         with path.open("rb") as file:
             return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-    with ThreadPoolExecutor(READERS) as waiting, ThreadPoolExecutor(READERS) as readers:
-        synced = waiting.map(sync, files if sync_too else ())
-        found = {
-            str(path.relative_to(folder)): one for path, one in zip(files, readers.map(digest, files), strict=True)
-        }
-        list(synced)
-    return found
+    with ThreadPoolExecutor(READERS) as readers:
+        return {str(path.relative_to(folder)): one for path, one in zip(files, readers.map(digest, files), strict=True)}
 
 
 def checkpoint_damage(folder: Path) -> str:
@@ -304,7 +296,8 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
     if trouble := checkpoint_damage(checkpoint):
         raise UserError(f"{checkpoint}: {trouble}; nothing was exported, name another checkpoint's folder")
-    roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+    # Surplus rows that several workers have written are folders too.
+    roles = sorted(path.parent.name for path in checkpoint.glob("*/config.json"))
     role = role or (roles[0] if len(roles) == 1 else "actor")
     source = checkpoint / role
     if role not in roles:

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
 from braidrl.errors import UserError, first_line
 from braidrl.importing import relative_to
+from braidrl.observe.metrics import whole_file
 from braidrl.parsing import JSON_BYTES, parse_json, parse_yaml, read_bytes, read_text
 
 LATEST = "latest"
@@ -40,10 +42,9 @@ ENDING_S = 3.0
 
 def write_config(folder: Path, config: Config) -> None:
     """Write the resolved configuration of a run, whole or not at all."""
-    path = folder / "config.yaml"
     text = yaml.safe_dump(absolute(config).model_dump(mode="json"), sort_keys=False)
-    partial_path(path).write_text(text, encoding="utf-8")
-    partial_path(path).replace(path)
+    with whole_file(folder / "config.yaml") as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def new_run_folder(config: Config) -> Path:
@@ -179,7 +180,7 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path of a file or folder while it is being written."""
+    """Return the path of a folder while it is being written."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -191,9 +192,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        for file in sorted(partial.rglob("*")):
-            if file.is_file():
-                sync(file)
+        # Several threads wait for the disk.
+        with ThreadPoolExecutor() as waiting:
+            list(waiting.map(sync, filter(Path.is_file, partial.rglob("*"))))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

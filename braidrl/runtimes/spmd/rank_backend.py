@@ -1,6 +1,4 @@
-"""The backends of processes that hold every role: eager is one process, and distributed ranks run the same chain of stages.
-
-eager    loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps      breakpoints work anywhere
+"""The backend of processes that hold every role: distributed ranks run the same chain of stages, and eager is a world of one rank.
 
 rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
 rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
@@ -15,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +21,7 @@ from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
 from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
-from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
@@ -39,32 +36,39 @@ from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
 
-class InProcessBackend:
-    """The part of a backend whose process holds every role, alone or as one of several ranks: weights, checkpoints, and the end."""
+class RankBackend:
+    """The backend of a process that holds every role. All ranks receive the same calls in the same order; eager has one."""
 
     def __init__(
-        self, config: Config, loader: PromptLoader | None, executor: StageExecutor, store: RowStore, world: World,
-        trace: TraceWriter | None = None,
+        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
+        world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
+        any_stage: bool = False,
     ) -> None:  # fmt: skip
-        """Store the parts; the first rank of the world writes what all ranks hold. Without a loader the backend only evaluates."""
-        self.config, self.loader, self.executor, self.store = config, loader, executor, store
-        self.world, self.trace, self.version = world, trace, 0
+        """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else.
+
+        Without a loader the backend only evaluates. With `any_stage` stages come in any order and need not be in the flow: columns that
+        it does not read any more are kept.
+        """
+        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
+        self.any_stage = any_stage
+        self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
 
     def publish(self, version: int) -> None:
-        self.version = version
         self.executor.publish(version)
+        self.exchange.version = version
 
     def begin_again(self) -> bool:
         """Return False: there is one process, or all ranks work together."""
         return False
 
-    def index(self, table: Any) -> Rows:
-        index: Rows = table.index
-        return index
+    def index(self, table: Shard) -> Rows:
+        return table.index
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         if copy:
             self.world.at(f"copying for {folder.name}")
+        # The first rank writes what all ranks hold.
         return self.executor.save(folder, self.world.first, copy)
 
     def load(self, folder: Path, version: int) -> None:
@@ -75,57 +79,6 @@ class InProcessBackend:
         self.executor.close()
         if self.trace is not None:
             self.trace.close()
-
-
-class EagerBackend(InProcessBackend):
-    """One executor that holds every role; the table is the rows."""
-
-    def read(self, origin: Origin) -> Rows:
-        return self.store.make(origin)
-
-    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums, segment: Segment | None = None) -> Rows:
-        stop = EarlyStop(segment, self.executor.flow, table.uids()) if segment is not None else None
-        about = {"rows": len(table), "version": self.version}
-        with traced(self.trace, stage.role or "compute", stage.name, iteration, **about) as done:
-            table = table.with_columns(self.executor.run(stage, table, sums, stop))
-            done.tokens = tokens_of(table)
-        return table
-
-    def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
-        return {name: float(total) for name, total in summed(stage, table).items()}
-
-    def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        @contextmanager
-        def traced_update(rows: Rows) -> Iterator[tuple[UpdateCounts, Rows]]:
-            about = {"rows": len(rows), "version": self.version}
-            with traced(self.trace, stage.role or "compute", stage.name, iteration, **about) as done:
-                done.tokens = int(rows["length"].sum())
-                yield self.executor.update(stage, rows.index, rows)
-
-        parts = (traced_update(table.take(update)) for update in updates)
-        self.executor.train(stage, parts, iteration, sums, sum(map(len, updates)))
-
-    def texts(self, table: Rows) -> list[RowText]:
-        return self.store.row_texts(table)
-
-    def record(self, path: Path, table: Rows, final: Rows) -> None:
-        self.store.record(path, table, final)
-
-    def save_rows(self, path: Path, table: Rows) -> None:
-        self.store.save(path, table)
-
-
-class DistributedBackend(InProcessBackend):
-    """One rank's backend; all ranks receive the same calls in the same order."""
-
-    def __init__(
-        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
-        world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
-    ) -> None:  # fmt: skip
-        """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
-        super().__init__(config, loader, executor, store, world, trace)
-        self.flow, self.generating, self.interrupts = flow, generating, interrupts
-        self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
 
     def read(self, origin: Origin) -> Shard:
         """Make this rank's rows: admitted ones and held-out ones on the ranks that generate, others in equal shares.
@@ -166,23 +119,33 @@ class DistributedBackend(InProcessBackend):
             self.waves += 1
             stop = EarlyStop(segment, self.flow, table.index.uids(), self.world.notices, self.waves)
         if self._known_everywhere(stage, table):
-            everywhere = Rows(self.executor.run(stage, table.index, Sums()))
+            trace = self.trace if self.world.first else None
+            with traced(trace, "compute", stage.name, iteration, rows=len(table), version=self.exchange.version):
+                everywhere = Rows(self.executor.run(stage, table.index, Sums()))
             kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
             return table.with_columns(everywhere.index, kept)
         if stage.kind is Kind.INFER:
-            # Columns that no stage from here on reads stay behind.
-            later = self.flow.stages[self.flow.stages.index(stage) :]
-            needed = [column.name for s in later for column in self.flow.inputs[s.name]]
+            needed = self._reads(stage)
+            if needed is not None:
+                # Columns that no stage from here on reads stay behind.
+                later = self.flow.stages[self.flow.stages.index(stage) :]
+                needed = [column.name for s in later for column in self.flow.inputs[s.name]]
             # Balanced within each later update, so that the rows need not move again.
             index, owner = table.index, table.owner.clone()
+            lengths = index["length"] if "length" in index else torch.ones_like(owner)
             rows = self.config.trainer.rows_per_update or len(index)
             updates = update_plan(
                 index["group"].tolist(), index["sample"].tolist(), epochs=1, seed=self.config.seed,
                 rows_per_update=len(index) if len(index) % rows else rows, iteration=self.exchange.iteration,
             )  # fmt: skip
             for update in updates:
-                owner[update] = balanced_owners(index["length"][update].tolist(), owner[update], self.world.size)
+                owner[update] = balanced_owners(lengths[update].tolist(), owner[update], self.world.size)
             table = self.exchange.move(stage.name, table, owner, needed)
+        elif stage.scope is Scope.GROUP:
+            groups = table.index["group"].tolist()
+            table = self.exchange.move(
+                stage.name, table, balanced_owners([1] * len(groups), table.owner, self.world.size, groups)
+            )
         elif stage.kind is Kind.GENERATE and len(table.owner):
             ranks = self.generating.get(str(stage.role), self.world.size)
             if int(table.owner.max()) >= ranks:
@@ -198,6 +161,8 @@ class DistributedBackend(InProcessBackend):
                 columns = dict(self.executor.run(stage, table.rows, own, stop, self.exchange.add_up))
                 done.tokens = tokens_of(Rows(columns)) or done.tokens
         except KeyboardInterrupt:
+            if self.interrupts.alone:
+                raise
             columns = {}  # all ranks end together, in the gather
         return self.exchange.gather(table, columns, own, sums)
 
@@ -213,17 +178,17 @@ class DistributedBackend(InProcessBackend):
         self.world.at(f"step {iteration}, {stage.name}")
         own = Sums()
         parts = (self._update(stage, table.take(update), number) for number, update in enumerate(updates, 1))
-        self.executor.train(stage, parts, iteration, own, counted=self.world.first)
+        total = sum(map(len, updates)) if self.world.size == 1 else None
+        self.executor.train(stage, parts, iteration, own, total, self.world.first)
         self.exchange.gather(replace(table, index=Rows({})), {}, own, sums)
 
     @contextmanager
     def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[UpdateCounts, Rows]]:
         """Return one update on its training ranks: the counts of all rows, and the local rows."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
-        needed = [column.name for column in self.flow.inputs[stage.name]]
         groups = part.index["group"].tolist() if self.executor.objective(stage).whole_groups else None
         owner = balanced_owners(part.index["length"].tolist(), part.owner, self.world.size, groups)
-        part = self.exchange.move(stage.name, part, owner, needed)
+        part = self.exchange.move(stage.name, part, owner, self._reads(stage))
         with self.exchange.working(stage, part.rows):
             yield self.executor.update(stage, part.index, part.rows)
 
@@ -256,11 +221,16 @@ class DistributedBackend(InProcessBackend):
         if self.world.first:
             self.store.save(path, whole.rows)
 
-    def publish(self, version: int) -> None:
-        super().publish(version)
-        self.exchange.version = version
-
     def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
         """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""
-        inputs = [column.name for column in self.flow.inputs.get(stage.name, ())]
+        inputs = self._reads(stage)
+        if inputs is None:
+            # A rank without rows cannot know whether others have an optional column.
+            inputs = [*stage.reads, *(stage.optional if stage.scope is not Scope.GROUP else ())]
         return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
+
+    def _reads(self, stage: Stage) -> list[str] | None:
+        """Return the columns that a stage of the flow reads; None for another stage, of an evaluation or a session."""
+        if self.any_stage or stage.name not in self.flow.inputs:
+            return None
+        return [column.name for column in self.flow.inputs[stage.name]]

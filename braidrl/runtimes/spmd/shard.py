@@ -48,6 +48,10 @@ class Shard:
         """Return the number of rows on all ranks."""
         return len(self.owner)
 
+    def __getitem__(self, name: str) -> Column:
+        """Return a column of this rank's rows."""
+        return self.rows[name]
+
     @property
     def mine(self) -> Tensor:
         """Return the positions of this rank's rows."""
@@ -88,6 +92,8 @@ class ShardExchange:
 
     def __init__(self, world: World, interrupts: Interrupts, trace: TraceWriter | None) -> None:
         self.world, self.interrupts, self.trace = world, interrupts, trace
+        # A process alone has no others to wait for.
+        self.waits = trace if world.size > 1 else None
         self.iteration = self.version = self.moved_rows = 0
 
     def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
@@ -101,7 +107,7 @@ class ShardExchange:
         if needed is not None:
             rows = rows.only([name for name in dict.fromkeys(needed) if name in rows])
         self.moved_rows += int(((owner == rank) & (source != rank)).sum())
-        with traced(self.trace, "ranks", edge, self.iteration, state="waiting", version=self.version):
+        with traced(self.waits, "ranks", edge, self.iteration, state="waiting", version=self.version):
             wanted = owner[source == rank]
             messages: list[bytes | bytearray] = [b""] * self.world.size
             for to in set(wanted.tolist()) - {rank}:
@@ -120,7 +126,7 @@ class ShardExchange:
         """
         new = Rows(columns)
         about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
-        with traced(self.trace, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
+        with traced(self.waits, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
             parts = self.all_gather("index columns", about, new.index)
         self.interrupts.agree(any(about["interrupted"] for about, _ in parts))
         for about, _ in parts:

@@ -309,7 +309,7 @@ class StageLoop:
 
 def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
     """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main process."""
-    store = with_data(without_data(config), True, kept).store()
+    store = with_data(without_data(config), kept).store()
     while (work := client.take([], 0, wait_s)).kind != "stop":
         order = work.message
         if work.kind == "order" and order["do"] == "make":

@@ -16,9 +16,7 @@ import importlib.util
 import io
 import json
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from braidrl.errors import UserError, first_line
 from braidrl.native.building import cache_folder
+from braidrl.observe.metrics import whole_file
 from braidrl.training.compute.attention import PackedSequences, parameters_of
 from braidrl.training.compute.slots import PrefillSequences, SlotCache, SlotStep
 from braidrl.training.decoders.body import PACKED, ForwardPlan, decoder_of, run_body, set_training, still, use_plan
@@ -362,11 +361,9 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
             known = json.loads(path.read_text())
         except (OSError, ValueError):
             known = measure()
-            # Written atomically: several processes may prove a model at once.
-            handle, name = tempfile.mkstemp(dir=path.parent)
-            with os.fdopen(handle, "w") as file:
-                json.dump(known, file)
-            os.replace(name, path)
+            # Several processes may prove a model at once.
+            with whole_file(path) as unfinished:
+                unfinished.write_text(json.dumps(known))
         KNOWN[key] = known
     return KNOWN[key]
 

@@ -19,7 +19,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.trace import read_trace
-from braidrl.rewards.verify import Pending
+from braidrl.rewards.verify import RIGHT_OR_WRONG, Pending, Scores
 from braidrl.runtimes.generating.verification import EarlyStop, segment_of
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same_weights
@@ -101,18 +101,21 @@ def drawn_in(run: Path) -> int:
     return sum(span.tokens for span in read_trace(run) if span.stage == "actor.generate")
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("runtime", [pytest.param("distributed", marks=pytest.mark.soak), "hybrid"])
 def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
-    workshop: Workshop, warm_cluster: WarmCluster, monkeypatch: pytest.MonkeyPatch, runtime: str
+    workshop: Workshop, warm_cluster: WarmCluster, monkeypatch: pytest.MonkeyPatch, runtime: str, tensor: int
 ) -> None:
+    """With `tensor` ranks decode together, and end rows in the same step."""
     # Each rank decodes 16 of its 54 rows at once, so most rows wait while the first groups are decided.
     rollout, trainer = {**SECTIONS["rollout"], "max_response_tokens": 50}, {**SECTIONS["trainer"], "over_sampling": 9.0}
     sections = {**SECTIONS, "rollout": rollout, "trainer": trainer, "dtype": "float64"}
-    tree = workshop.tree("early", **sections, runtime=runtime, workers=2)
+    apart = {"trainer": {**trainer, "layout": {"tensor": tensor}}, "rollout": {**rollout, "tensor": tensor}}
+    tree = workshop.tree("early", **{**sections, **apart}, runtime=runtime, workers=2)
     if runtime == "distributed":
         run_ranks("tests.runtimes.patience:run_all_patiently", {"runs": [tree]}, 2, WAIT_S)
     else:
-        workshop.run("early", **sections, runtime=runtime, workers=2)
+        workshop.run("early", **{**sections, **apart}, runtime=runtime, workers=2)
     monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda *_: None)
     early, whole = workshop.folder / "early", workshop.run("whole", **sections)
     print(f"{runtime}: {drawn_in(early)} tokens were drawn, and {drawn_in(whole)} without giving up")
@@ -149,7 +152,7 @@ class Done(Pending):
     def done(self) -> bool:
         return self.ready
 
-    def result(self) -> dict[str, Any]:
+    def result(self, scores: Scores = RIGHT_OR_WRONG) -> dict[str, Any]:
         score = torch.tensor([self.score])
         return {"score": score, "correct": score}
 

@@ -48,7 +48,8 @@ def test_an_embedded_engine_asleep_holds_no_keys_and_values(workshop: Workshop) 
     try:
         engine = backend.executor.engines["actor"]
         assert isinstance(engine, EmbeddedEngine)
-        engine.add(requests_of(backend.executor.flow.stages[0], backend.read(Admission(range(1))), backend.config)[0])
+        rows = backend.read(Admission(range(1))).rows
+        engine.add(requests_of(backend.executor.flow.stages[0], rows, backend.config)[0])
         engine.step()
         assert engine._cache.capacity > 0
         with pytest.raises(RuntimeError, match="1 rows are under way"):

@@ -8,13 +8,12 @@ from typing import Any
 
 import ray
 
-from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.flow import Flow
 from braidrl.flow.yaml_form import to_yaml
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.hybrid.driver import HybridBackend, start_hybrid_backend
-from braidrl.runtimes.prepare.setup import prepare_together
+from braidrl.runtimes.prepare.setup import without_data
 from tests.runtimes.hybrid.warm import WarmCluster
 
 
@@ -25,7 +24,7 @@ def hybrid_crew(config: Config, cluster: WarmCluster, flow: Flow | None = None) 
         path = config.output / f"{flow.name}.yaml"
         path.write_text(to_yaml(flow))
         config = config.model_copy(update={"flow": str(path)})
-    backend = start_hybrid_backend(prepare_together(config, World()), Progress(), None, cluster=cluster)
+    backend = start_hybrid_backend(without_data(config), Progress(), None, cluster=cluster)
     try:
         yield backend
     finally:

@@ -76,3 +76,14 @@ def test_a_users_mistake_found_by_a_worker_stays_one_line(workshop: Workshop, wa
         with pytest.raises(UserError) as caught:
             backend.index(all_stages(backend, CHAIN, 4))
     assert str(caught.value) == "a row is too long; write trainer.max_tokens_per_device=64"
+
+
+def test_a_data_error_of_the_rank_that_reads_is_raised_in_one_line(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    bad = workshop.folder / "bad.jsonl"
+    bad.write_text('{"question": "1+1="}\n')
+    config = workshop.config(runtime="hybrid", workers=2, data={"train": str(bad)})
+    with pytest.raises(UserError, match=r"bad\.jsonl, line 1") as caught, hybrid_crew(config, warm_cluster):
+        pass
+    assert "\n" not in str(caught.value)

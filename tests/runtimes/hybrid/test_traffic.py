@@ -11,7 +11,6 @@ import ray
 import torch
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.cluster.world import World
 from braidrl.data.codec import encode, pack_rows, read_header
 from braidrl.data.messages import CodecError, split
 from braidrl.data.rows import Objects, Rows
@@ -20,7 +19,7 @@ from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Part
-from braidrl.runtimes.prepare.setup import prepare_together
+from braidrl.runtimes.prepare.setup import without_data
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 
@@ -100,7 +99,7 @@ def test_the_driver_of_a_step_sends_and_receives_no_payload(
         flow="grpo", algorithm={"kl_coef": 0.01}, runtime="hybrid", workers=2,
         rollout={"samples_per_prompt": 4}, trainer={"prompts_per_step": 2},
     )  # fmt: skip
-    prepared = prepare_together(config, World())
+    prepared = without_data(config)
     backend = start_hybrid_backend(prepared, Progress(0), workshop.folder, cluster=warm_cluster)
     try:
         for group in backend.distinct:

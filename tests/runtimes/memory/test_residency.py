@@ -18,7 +18,7 @@ from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.run import TrainingRun
 from braidrl.training.memory.offload import storages
 from tests.runtimes.spmd.ranks import run_in_ranks
-from tests.tiny import Workshop, metrics_without_times, weights_of
+from tests.tiny import Workshop, metrics_without_times, weights_of, write_jsonl
 
 PPO: dict[str, Any] = {
     "flow": "ppo", "algorithm": {"kl_coef": 0.1, "reward": "verify"}, "rollout": {"max_response_tokens": 4, "slots": 16},
@@ -83,6 +83,25 @@ def test_engines_with_weights_of_their_own_come_and_go_too(
     assert metrics_without_times(tight) == metrics_without_times(free)
     here = {name: assets for name, assets, _ in watched}
     assert Asset("actor", "engine") in here["actor.generate"]
+    assert Asset("actor", "engine") not in here["actor.update"]
+
+
+def test_an_engine_of_evaluations_alone_comes_and_goes_too(
+    workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
+) -> None:
+    records = [{"prompt": f"{n}+1=", "response": str(n + 1), "answer": str(n + 1)} for n in range(9)]
+    data = {**PPO["data"], "train": str(write_jsonl(workshop.folder / "given.jsonl", records))}
+    sections = {
+        **PPO, "flow": "sft", "algorithm": {}, "evaluation": {"every": 1, "samples": 1},
+        "data": {**data, "eval": {"held_out": str(workshop.data)}},
+        "trainer": {"steps": 2, "prompts_per_step": 2, "lora": {"rank": 4}},
+    }  # fmt: skip
+    free = workshop.run("free", **sections)
+    watched.clear()
+    tight = workshop.run("tight", **with_budget(sections, 2.6))
+    assert metrics_without_times(tight) == metrics_without_times(free)
+    here = {name: assets for name, assets, _ in watched}
+    assert Asset("actor", "engine") in here["evaluation.generate"]
     assert Asset("actor", "engine") not in here["actor.update"]
 
 

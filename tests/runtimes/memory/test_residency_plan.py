@@ -95,3 +95,20 @@ def test_sleeping_engine_frees_room_of_keys_and_values() -> None:
     plan = residency_plan(flow, sizes, 9, asleep={engine: 1})
     assert plan.kept == {engine, weights} and sizes_during(flow, sizes, {engine: 1})["actor.update"][engine] == 1
     assert sizes_during(flow, sizes, {engine: 1})["actor.generate"][engine] == 6
+
+
+def test_a_role_that_only_evaluations_generate_with_needs_its_engine_there_and_for_new_weights() -> None:
+    flow = Flow("sft", [train("actor")])
+    engine, weights, optimizer = Asset("actor", "engine"), Asset("actor", "weights"), Asset("actor", "optimizer")
+    sizes = {engine: 6, weights: 2, optimizer: 6}
+    needs = needed_assets(flow, generating=["actor"])
+    assert needs["evaluation of actor"] == {engine} and needs[PUBLISH] == {engine, weights}
+    plan = residency_plan(flow, sizes, 9, asleep={engine: 1}, generating=["actor"])
+    assert plan.kept == {engine, weights}, "the optimizer has no room beside keys and values"
+    with pytest.raises(UserError, match="evaluation of actor needs 8 bytes"):
+        residency_plan(flow, {**sizes, engine: 8, optimizer: 1}, 7, asleep={engine: 1}, generating=["actor"])
+
+
+def test_an_engine_with_a_copy_of_frozen_weights_has_both_on_the_device_when_it_gets_them() -> None:
+    flow = Flow("distilled", [reference.generate(), train("actor")])
+    assert needed_assets(flow)[PUBLISH] == {Asset("reference", "engine"), Asset("reference", "weights")}

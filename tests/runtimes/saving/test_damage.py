@@ -199,3 +199,14 @@ def test_pickle_instead_of_tensor_index_does_not_run(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError, match=r"names posix.system"):
         TensorReader(tmp_path / "parts").read_metadata()
     assert not (tmp_path / "ran").exists()
+
+
+def test_rows_that_several_workers_have_kept_are_no_role_to_export(run: Path) -> None:
+    checkpoint = run / "checkpoints" / "step-2"
+    (checkpoint / "surplus-0.rows").mkdir()
+    (checkpoint / "surplus-0.rows" / "00000").write_bytes(b"rows")
+    (checkpoint / "actor").rename(checkpoint / "reward")
+    write_manifest(checkpoint)
+    assert "from" in export_model(run, run.parent / "exported")
+    with pytest.raises(UserError, match="holds no role 'critic', only reward; name one"):
+        export_model(run, run.parent / "again", "critic")

@@ -11,7 +11,7 @@ from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.data.rows import Rows
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.spmd.rank_backend import DistributedBackend
+from braidrl.runtimes.spmd.rank_backend import RankBackend
 
 WAIT_S = 200.0
 
@@ -24,7 +24,7 @@ def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
     for tree in task["runs"]:
         before = world.exchanged_bytes
         with TrainingRun(parse_config(tree), world=world) as run:
-            assert isinstance(run.backend, DistributedBackend)
+            assert isinstance(run.backend, RankBackend)
             make, made = run.backend.store.make, [0]
 
             def noted(*arguments: Any, make: Any = make, made: list[int] = made) -> Rows:

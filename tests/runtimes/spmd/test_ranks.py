@@ -13,7 +13,7 @@ from braidrl.observe.trace import read_trace
 from tests.invariants.traces import EVERY_STEP, TOLERANCE, assert_same, assert_same_weights, merged, trace, weights
 from tests.recipes.tiny import write_data
 from tests.runtimes.spmd.ranks import run_in_ranks
-from tests.tiny import Workshop
+from tests.tiny import Workshop, write_jsonl
 
 DIAMOND = Path(__file__).parents[1] / "diamond.yaml"
 ROWS = 16
@@ -75,3 +75,23 @@ def test_answers_are_verified_where_inference_moved_rows(workshop: Workshop) -> 
     flow = {"flow": "grpo", "algorithm": {"old": "recompute"}, "trainer": {"steps": 1, "rows_per_update": 8}}
     run_in_ranks([workshop.tree("ranks", **merged(EVERY_STEP, flow), runtime="distributed", workers=2)], 2)
     assert_same(trace(workshop.folder / "ranks"), trace(workshop.run("alone", **merged(EVERY_STEP, flow))))
+
+
+def test_a_function_of_whole_groups_that_reads_payload_gets_all_rows_of_its_groups(workshop: Workshop) -> None:
+    settings = merged(EVERY_STEP, {"flow": str(Path(__file__).with_name("whole_groups.yaml"))})
+    run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)
+    assert_same(trace(workshop.folder / "ranks"), trace(workshop.run("alone", **settings)))
+
+
+def test_ranks_evaluate_pairs_during_training_as_eager_does(workshop: Workshop) -> None:
+    pairs = [{"prompt": f"{n}+1=", "chosen": "1" * (1 + n % 7), "rejected": "2" * (1 + n % 5)} for n in range(9)]
+    path = str(write_jsonl(workshop.folder / "pairs.jsonl", pairs))
+    settings = {
+        "flow": "reward_model", "data": {"train": path, "eval": {"pairs": path}}, "dtype": "float64",
+        "rollout": {"samples_per_prompt": 2}, "evaluation": {"every": 1}, "trainer": {"steps": 1},
+    }  # fmt: skip
+    run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)
+    (ours,), (theirs,) = (read_metrics(run) for run in (workshop.folder / "ranks", workshop.run("alone", **settings)))
+    names = ("eval/pairs/pair_accuracy", "eval/pairs/margin")
+    assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-9)
+    assert ours["eval/pairs/margin"] != 0
