@@ -135,7 +135,7 @@ def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> Non
     assert max(line["streaming/in_flight"] for line in lines) > 0
     assert sum(line["streaming/weight_bytes"] for line in lines) > size * (STEPS - 2)
     mixed = [step for step in range(2, STEPS + 1) if len(recorded(run, step)["version"].unique()) == 2]
-    assert len(mixed) >= 2, "engines that go on while others load draw rows of two versions for most batches"
+    assert len(mixed) >= STEPS - 2, "engines that go on while others load draw rows of two versions for most batches"
     assert largest_gap(workshop, run) < 1e-5
 
 
