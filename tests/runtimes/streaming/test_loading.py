@@ -19,14 +19,14 @@ from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.generate import LOAD, RECEIVE
 from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
-from tests.tiny import ROOT, Workshop, recorded, sums, write_jsonl, write_model
+from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
 
-STEPS = 5
+STEPS, PROMPTS = 5, 8
 LONG: dict[str, Any] = {
     "runtime": "streaming", "algorithm": {"old": "rollout"},
     "rollout": {"max_response_tokens": 200, "samples_per_prompt": 4},
     "trainer": {
-        "steps": STEPS, "prompts_per_step": 8, "rows_per_update": 16, "max_staleness": 1, "learning_rate": 3e-3,
+        "steps": STEPS, "prompts_per_step": PROMPTS, "rows_per_update": 16, "max_staleness": 1, "learning_rate": 3e-3,
         "checkpoint_every": 1, "keep_checkpoints": STEPS,
     },
 }  # fmt: skip
@@ -36,6 +36,17 @@ class ToTheEnd:
     def __init__(self, spec): ...
     async def submit(self, request): ...
 """
+SLOW_UNTIL_LOADED = f"""
+import time
+from examples.plugins.engine import PlainEngine
+
+class SlowUntilLoaded(PlainEngine):
+    def step(self):
+        if all(group // {PROMPTS} > self.version for _, group, _ in self.rows):
+            time.sleep(0.05)
+        return super().step()
+"""
+"""An engine that is slow with the rows of a batch until it has the weights of the batch before, which a busy machine trains meanwhile."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +123,8 @@ def test_interrupted_rows_keep_log_probs_of_each_tokens_version(
 
 
 def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> None:
-    slow = {"engine": f"{ROOT}/examples/plugins/engine.py:PlainEngine", "slots": 3}
+    (workshop.folder / "slow.py").write_text(SLOW_UNTIL_LOADED)
+    slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "slots": 3, "max_response_tokens": 40}
     run, backend = streamed(workshop, "rolling", "rolling", rollout=slow)
     check_bounds(run)
     assert backend.control.loading.most_out_seen == 1
@@ -125,7 +137,7 @@ def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> Non
     assert max(line["streaming/in_flight"] for line in lines) > 0
     assert sum(line["streaming/weight_bytes"] for line in lines) > size * (STEPS - 2)
     mixed = [step for step in range(2, STEPS + 1) if len(recorded(run, step)["version"].unique()) == 2]
-    assert len(mixed) >= 2, "engines that go on while others load draw rows of two versions for most batches"
+    assert len(mixed) >= STEPS - 2, "engines that go on while others load draw rows of two versions for most batches"
     assert largest_gap(workshop, run) < 1e-5
 
 
