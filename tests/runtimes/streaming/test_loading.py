@@ -19,7 +19,7 @@ from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.generate import LOAD, RECEIVE
 from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
-from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
+from tests.tiny import ROOT, Workshop, recorded, sums, write_jsonl, write_model
 
 STEPS, PROMPTS = 5, 8
 LONG: dict[str, Any] = {
