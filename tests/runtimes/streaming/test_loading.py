@@ -19,7 +19,7 @@ from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.generate import LOAD, RECEIVE
 from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
-from tests.tiny import ROOT, Workshop, recorded, sums, write_jsonl, write_model
+from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
 
 STEPS, PROMPTS = 5, 8
 LONG: dict[str, Any] = {
@@ -152,16 +152,17 @@ def test_weight_bytes_are_those_that_engines_received_from_the_trainer(workshop:
 
 
 def test_delayed_weights_are_received_while_the_engine_generates(workshop: Workshop) -> None:
-    # A batch takes far longer to generate than to train on, so that new weights find rows under way.
-    slow = {"engine": f"{ROOT}/examples/plugins/engine.py:PlainEngine", "slots": 3, "weights": "collective"}
-    run, _ = streamed(workshop, "delayed-ahead", "delayed", rollout=slow, algorithm={"kl_coef": 0.0})
+    (workshop.folder / "slow.py").write_text(SLOW_UNTIL_LOADED)
+    slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "weights": "collective", "max_response_tokens": 40}
+    trainer = {"steps": 3, "keep_checkpoints": 3}
+    run, _ = streamed(workshop, "delayed-ahead", "delayed", rollout=slow, trainer=trainer)
     check_bounds(run)
     assert versions_within_rows(run).keys() == {1} and largest_gap(workshop, run) < 1e-5
     spans = [span for span in read_trace(run) if span.state == "busy"]
     received, loaded, drawn = (
         [span for span in spans if span.stage == stage] for stage in (RECEIVE, LOAD, "actor.generate")
     )
-    assert received and max(one.version for one in received) < STEPS, "no batch starts on the last version"
+    assert received and max(one.version for one in received) < 3, "no batch starts on the last version"
     for one in received:
         (load,) = [span for span in loaded if (span.worker, span.version) == (one.worker, one.version)]
         assert one.end <= load.start
