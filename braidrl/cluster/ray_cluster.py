@@ -77,10 +77,15 @@ class RayCluster:
                 self.ray.init(
                     address or "local", log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local
                 )
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise UserError(
-                    f"no Ray cluster at {address or 'this machine'} ({' '.join(str(error).split())}); check cluster.address"
-                ) from error
+            except Exception as error:
+                # A plain Exception: a node of this machine took more than 30 s to start.
+                if type(error) is not Exception and not isinstance(error, ConnectionError | ValueError | RuntimeError):
+                    raise
+                where, remedy = f"no Ray cluster at {address}", "check cluster.address"
+                if not address:
+                    where = "Ray does not start on this machine"
+                    remedy = "end other work here, or start it with `ray start --head` and write cluster.address=auto"
+                raise UserError(f"{where} ({' '.join(str(error).split())}); {remedy}") from error
             names = {process: name_of(process) for process in descendants(os.getpid())}
             self.needed = {process: name for process, name in names.items() if name in NEEDED_BY_RAY}
         self.own_node = str(self.ray.get_runtime_context().get_node_id())

@@ -37,6 +37,19 @@ def test_a_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.
         import_ray()
 
 
+def test_ray_that_is_late_to_start_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine Ray gives up after 30 s, with an exception of no class of its own."""
+
+    def late(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    ray = import_ray()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(UserError, match=r"Ray does not start on this machine \(The .* startup.\); end other work here"):
+        RayCluster(ClusterConfig(), "cpu")
+
+
 def test_each_pool_has_its_own_devices_and_returns_them(ray_cluster: None) -> None:
     import ray
 
