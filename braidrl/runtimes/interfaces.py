@@ -4,7 +4,7 @@ run ──iterate, position, restore──▶ Controller: SerialController, Stre
 run ──read, run, record, save──▶ Backend: all four
                                  SerialController ──generate, train, publish──▶ SerialBackend: eager, hybrid, distributed
 
-T is the backend's table: the rows themselves, a rank's shard of them, or handles to their locations.
+T is the backend's table: a rank's shard of the rows, or handles to their locations.
 """
 
 import time

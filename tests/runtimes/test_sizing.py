@@ -144,7 +144,7 @@ def test_an_evaluation_on_a_device_that_is_not_there_is_refused_in_one_line(work
 
 
 def test_a_role_that_follows_another_has_no_optimizer_on_the_devices_of_any_runtime(workshop: Workshop) -> None:
-    sections = {"flow": str(FOLLOWING), "placement": "standalone", "rollout": {"slots": None}}
+    sections = {"flow": str(FOLLOWING), "rollout": {"slots": None}}
     found = []
     for runtime in ("hybrid", "streaming"):
         groups = sizing.device_groups(without_data(workshop.config(runtime=runtime, **sections)))

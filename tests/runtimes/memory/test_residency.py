@@ -92,7 +92,7 @@ def test_an_engine_of_evaluations_alone_comes_and_goes_too(
     records = [{"prompt": f"{n}+1=", "response": str(n + 1), "answer": str(n + 1)} for n in range(9)]
     data = {**PPO["data"], "train": str(write_jsonl(workshop.folder / "given.jsonl", records))}
     sections = {
-        **PPO, "flow": "sft", "algorithm": {}, "evaluation": {"every": 1, "samples": 1},
+        "flow": "sft", "rollout": {**PPO["rollout"], "samples_per_prompt": 1}, "evaluation": {"every": 1, "samples": 1},
         "data": {**data, "eval": {"held_out": str(workshop.data)}},
         "trainer": {"steps": 2, "prompts_per_step": 2, "lora": {"rank": 4}},
     }  # fmt: skip

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.errors import UserError
-from braidrl.flow import Flow, Kind, Stage, actor, critic, reference, reward
+from braidrl.flow import Flow, Kind, Stage, actor, critic, data, reference, reward
 from braidrl.runtimes.memory.residency import (
     PUBLISH,
     Asset,
@@ -98,7 +98,7 @@ def test_sleeping_engine_frees_room_of_keys_and_values() -> None:
 
 
 def test_a_role_that_only_evaluations_generate_with_needs_its_engine_there_and_for_new_weights() -> None:
-    flow = Flow("sft", [train("actor")])
+    flow = Flow("sft", [data.join_response(), train("actor")])
     engine, weights, optimizer = Asset("actor", "engine"), Asset("actor", "weights"), Asset("actor", "optimizer")
     sizes = {engine: 6, weights: 2, optimizer: 6}
     needs = needed_assets(flow, generating=["actor"])

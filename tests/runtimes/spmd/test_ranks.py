@@ -91,7 +91,7 @@ def test_ranks_evaluate_pairs_during_training_as_eager_does(workshop: Workshop) 
         "rollout": {"samples_per_prompt": 2}, "evaluation": {"every": 1}, "trainer": {"steps": 1},
     }  # fmt: skip
     run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)
-    (ours,), (theirs,) = (read_metrics(run) for run in (workshop.folder / "ranks", workshop.run("alone", **settings)))
+    ours, theirs = (read_metrics(run)[-1] for run in (workshop.folder / "ranks", workshop.run("alone", **settings)))
     names = ("eval/pairs/pair_accuracy", "eval/pairs/margin")
     assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-9)
     assert ours["eval/pairs/margin"] != 0
