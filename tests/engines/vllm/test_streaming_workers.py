@@ -26,8 +26,9 @@ def streamed(weights: str, max_staleness: int = 1) -> dict[str, Any]:
         # While one engine of `rolling` loads, another one generates.
         "streaming": {"weights": weights, "workers": {"actor.generate": 2 if weights == "rolling" else 1}},
         "rollout": {
-            # One long row at a time, so that some are under way when a version is published.
-            "engine": "vllm", "tensor": 2, "weights": "collective", "samples_per_prompt": 2, "slots": 1,
+            # Two long rows at a time: when a batch's last one ends and the batch is trained on, the other is under way. With one
+            # slot a quick trainer publishes before the next row has a token.
+            "engine": "vllm", "tensor": 2, "weights": "collective", "samples_per_prompt": 2, "slots": 2,
             "max_response_tokens": 200 if max_staleness else 40,
             "reproducible": not max_staleness, **({"python": str(python)} if python else {}),
         },
