@@ -368,7 +368,7 @@ async def serve(connection: socket.socket, start: int, spec: EngineSpec, followe
                 await reader.read()
             return
         made: SteppingEngine | ServedEngine = (
-            LeadingEngine(spec, followers) if followers else ENGINES.find(spec.kind)(spec)
+            LeadingEngine(spec, followers) if followers else ENGINES.make(spec.kind, spec)
         )
         engine: ServedEngine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
         await engine.start()
