@@ -5,6 +5,7 @@ import os
 import reprlib
 import resource
 import shutil
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from braidrl.algorithms.registry import suggest
 
 __all__ = [
     "BadUpdate", "FailedStep", "LostPeers", "LostProcess", "Problems", "UserError", "WorkerError", "first_line",
-    "limit_reached", "no_room", "shown", "suggest",
+    "limit_reached", "no_room", "shown", "suggest", "where_raised",
 ]  # fmt: skip
 SHOWN = 200
 """Maximum number of characters of a value in a message."""
@@ -105,10 +106,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def where_raised(error: BaseException) -> str:
+    """Return the file and line that raised an exception, as in `rewards.py:3`."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
 def shown(value: Any) -> str:
     """Return a value for a message: one line without control characters; long values are shortened in the middle."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = SHOWN
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN:
         return f"a whole number of {value.bit_length()} bits"
-    return short.repr(value)
+    return " ".join(line.strip() for line in short.repr(value).splitlines())

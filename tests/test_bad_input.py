@@ -308,6 +308,10 @@ def test_a_file_that_is_not_json_is_named_with_its_line(workshop: Workshop, refu
     path = workshop.folder / "faulty.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
     assert f"{path}, line 2 is not JSON" in refusal("train", workshop.config_file(), f"data.train={path}")
+    path = workshop.folder / "faulty.json"
+    path.write_text(json.dumps({"data": sums(2)}, indent=1))
+    hint = "a .json file is a list of objects, or has one object per line"
+    assert hint in refusal("train", workshop.config_file(), f"data.train={path}")
 
 
 def test_what_is_not_there_is_named_by_every_command(workshop: Workshop, refusal: Refusal, tmp_path: Path) -> None:
@@ -451,3 +455,54 @@ def test_an_export_to_a_full_disk_is_one_line(workshop: Workshop, refusal: Refus
 def test_the_module_is_the_command(workshop: Workshop) -> None:
     run = subprocess.run([sys.executable, "-m", "braidrl.cli", "trian"], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2 and "No such command 'trian'. Did you mean 'train'?" in run.stderr
+
+
+PLUGINS = """
+class Nothing:
+    def __init__(self, *given, **settings): ...
+
+class Takes:
+    def __init__(self): ...
+    def exchange(self): ...
+    def close(self): ...
+
+def nothing(*given, **settings):
+    return 3
+
+class Failing(Takes):
+    def __init__(self, ranks, device):
+        self.sends = ranks.rank == 0
+    def exchange(self, received, sent, sizes_in, sizes_out):
+        if self.sends:
+            raise KeyError("no such peer")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("reward.verify={}:Nothing", "is a class; name a function"),
+        ("rollout.environment={}:Nothing", "is no environment: it lacks reset and step"),
+        ("trainer.backend={}:Nothing", "is no training backend: it lacks forward"),
+        ("trainer.backend={}:nothing", "is no training backend: it lacks forward"),
+        ("rollout.engine={}:Nothing", "is no rollout engine: it lacks abort"),
+        ("rollout.engine={}:nothing", "is no rollout engine: it lacks abort"),
+        ("trackers=[{}:Nothing]", "is no tracker: it lacks write and close"),
+        ("rollout.weights={}:Nothing", "is no weight transport: it lacks exchange and close"),
+        ("rollout.weights={}:Takes", "Takes() cannot be called with (ranks, device): too many positional arguments"),
+    ],
+)
+def test_a_plug_in_of_another_form_is_refused(workshop: Workshop, refusal: Refusal, setting: str, message: str) -> None:
+    path = workshop.folder / "plugins.py"
+    path.write_text(PLUGINS)
+    shutil.rmtree(workshop.folder / "formless", ignore_errors=True)
+    engines = ["rollout.engines=1"] if "weights" in setting else []
+    assert message in refusal("train", workshop.config_file("formless"), setting.format(path), *engines)
+
+
+def test_an_error_of_a_users_transport_reaches_the_engines(workshop: Workshop) -> None:
+    path = workshop.folder / "plugins.py"
+    path.write_text(PLUGINS)
+    own = {"engines": 1, "weights": f"{path}:Failing"}
+    with pytest.raises(Exception, match="no such peer"):
+        workshop.run("failing", rollout=own, cluster={"wait_limit_s": 4})

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 from braidrl.agents.tool_calls import CALL_ID, ToolCall, parse_tool_calls
 from braidrl.agents.turns import Context, Observation, outcome_of
 from braidrl.errors import UserError, suggest
-from braidrl.importing import PluginRegistry, import_function
+from braidrl.importing import PluginRegistry, check_call, import_function
 from braidrl.sandbox.answers import Answerer, Answering, Message
 
 __all__ = ["Context", "Environment", "Observation", "ToolTurns", "environments"]
@@ -56,7 +56,7 @@ class Environment(Protocol):
         """Return the observation after the model's turn."""
 
 
-ENVIRONMENTS = PluginRegistry("environment", {})
+ENVIRONMENTS = PluginRegistry("environment", {}, methods=("reset", "step"))
 """A user's class, or function of all texts so far; names with a scheme are looked up in `LIBRARIES`."""
 COLLIDES = ", where versions collide into an environment of its own, whose interpreter is rollout.environment.python"
 LIBRARIES = {
@@ -148,7 +148,7 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     scheme, _, rest = name.partition(":")
     if name.startswith(AGENT):
         agent = import_function(rest)
-        check_call(name, agent, "base_url", "example", **settings)
+        check_call(f"rollout.environment: {name}", agent, "base_url", "example", settings=settings)
         return partial(agent, **settings)
     if scheme in LIBRARIES:
         check_library(name)
@@ -162,29 +162,14 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
         return make(rest, **settings)
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
-        check_call(name, found, "texts", "example", **settings)
+        check_call(f"rollout.environment: {name}", found, "texts", "example", settings=settings)
         return partial(FunctionEnvironment, found, settings)
-    lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
-    if lacking:
-        raise UserError(f"{name} is no environment: it lacks {' and '.join(lacking)}")
-    check_call(name, found, **settings)
+    ENVIRONMENTS.check_methods(name, found)
+    check_call(f"rollout.environment: {name}", found, settings=settings)
     for method, given in (("reset", "example"), ("step", "text")):
         if inspect.isfunction(inspect.getattr_static(found, method)):
-            check_call(f"{name}: {method}", getattr(found, method), "self", given)
+            check_call(f"rollout.environment: {name}: {method}", getattr(found, method), "self", given)
     return partial(found, **settings)
-
-
-def check_call(name: str, function: Callable[..., Any], *given: str, **settings: Any) -> None:
-    """Raise UserError if a function does not take the arguments `given`, by name, and `rollout.environment.params`."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of a function in C
-        return
-    try:
-        signature.bind(*given, **settings)
-    except TypeError as error:
-        call = ", ".join([*given, *(f"{key}=..." for key in settings)])
-        raise UserError(f"rollout.environment: {name}{signature} cannot be called with ({call}): {error}") from None
 
 
 def check_library(name: str) -> None:

@@ -66,7 +66,8 @@ def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Re
             lines = iter(lambda: file.readline(LINE_BYTES + 1), b"")
             texts = enumerate(chain([next(lines, b"").removeprefix(codecs.BOM_UTF8)], lines), start=1)
             written = ((n, text if len(text) > LINE_BYTES else text.rstrip()) for n, text in texts)
-            found = ((n, parsed(place(path, n), text, LINE_BYTES)) for n, text in written if text)
+            hint = "; a .json file is a list of objects, or has one object per line" if path.suffix == ".json" else ""
+            found = ((n, parsed(place(path, n), text, LINE_BYTES, hint)) for n, text in written if text)
         for number, record in found:
             if not isinstance(record, dict):
                 where = place(path, number)
@@ -74,12 +75,12 @@ def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Re
             yield number, record
 
 
-def parsed(where: str, raw: bytes, most_bytes: int) -> Any:
-    """Return the JSON value. Raises UserError, with the location, for other text and for values too long or too deep."""
+def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:
+    """Return the JSON value. Raises UserError, with the location and a hint, for other text and for values too long or too deep."""
     try:
         return parse_json(raw, most_bytes, whole=False)  # `as_json` makes characters whole
     except ValueError as error:
-        raise UserError(f"{where} is {what_is_wrong('JSON', error)}") from None
+        raise UserError(f"{where} is {what_is_wrong('JSON', error)}{hint}") from None
 
 
 def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Record]]:

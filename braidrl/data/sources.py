@@ -263,9 +263,10 @@ def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) 
     value = find(record, field)
     if value is ABSENT:
         known = {name for name, _ in texts_and_numbers(record) if find(record, name) is not ABSENT}
-        raise UserError(
-            f"{where}: no field {field!r} for the {what}. {suggest(field, known)} Set {what}_field of this source."
+        lacks = (
+            f"the field {field!r} for the {what} is null" if field in record else f"no field {field!r} for the {what}"
         )
+        raise UserError(f"{where}: {lacks}. {suggest(field, known)} Set {what}_field of this source.")
     return value
 
 
@@ -308,6 +309,13 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
             raise UserError(f"{where}: message {number} of {field!r}: {error}") from None
         if message.get("content") is None and not found.get("tool_calls"):
             found.pop("content")
+        content = found.get("content")
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        if others := sorted({str(part.get("type")) for part in parts} - {"text"}):
+            raise UserError(
+                f"{where}: 'content' of message {number} of {field!r} has parts of type {', '.join(others)}; "
+                "only text is read: leave other parts out, as in a `convert` of your own"
+            )
         for key in ("role", "content"):
             if not isinstance(found.get(key), str):
                 said = f"is {kind_of(found[key])}" if found.get(key) is not None else "is missing"

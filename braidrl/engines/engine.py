@@ -27,6 +27,8 @@ ENGINES = PluginRegistry(
         "vllm": "braidrl.engines.engine_process:vllm_engine",
         "http": "braidrl.engines.http.http_engine:HttpEngine",
     },
+    arguments=("spec",),
+    methods=("abort",),
 )
 """Engine factories: called with an `EngineSpec`, each returns a `SteppingEngine` or a `ServedEngine`; only `http` is given servers."""
 

@@ -353,7 +353,7 @@ async def serve(connection: socket.socket) -> None:
                 writer.write(framed(EngineReply(start.id)))
                 await reader.read()
             return
-        made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
+        made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
         engine: ServedEngine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
         await engine.start()
     except (UserError, EngineError) as error:

@@ -81,7 +81,7 @@ def start_engine(
         return EngineService(engines_of(role, ranks, spec, config), limit_s, store)
     if rollout.engine != "embedded":
         # A user's engine in this process.
-        made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
+        made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
         return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s)
     # Decoding needs all weights on each rank, with adapters merged; otherwise a frozen copy, refreshed at each publication.
     shared, own_dtype = worker and worker.shared_model, getattr(torch, spec.dtype)

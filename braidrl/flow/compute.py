@@ -9,13 +9,15 @@ A state is a KL coefficient or a multiplier. It changes once per iteration, from
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from braidrl.data.rows import Column, Rows
+from braidrl.errors import UserError
 from braidrl.flow import Scope, Stage
-from braidrl.flow.signatures import compute_entry
+from braidrl.flow.signatures import called, compute_entry, form_of
 
 State = dict[str, float]
 
@@ -23,26 +25,39 @@ State = dict[str, float]
 def computed(stage: Stage, rows: Rows, totals: Mapping[str, Tensor] | None = None) -> dict[str, Column]:
     """Return the columns that a compute stage writes for any rows; for scope group, rows of complete groups.
 
-    For scope batch, `totals` is the result of `summed` over all rows. Raises ValueError if the function returns another number of
-    columns than it declares.
+    For scope batch, `totals` is the result of `summed` over all rows. Raises UserError as `called` and `checked`.
     """
     given = dict(stage.settings)
     if stage.state:
         given["state"] = {name: float(stage.params.get(name, value)) for name, value in stage.state.items()}
     if stage.scope is Scope.BATCH:
         given["totals"] = dict(totals or {})
-    result = compute_entry(stage.type).function(*arguments(stage, rows), **given)
+    result = called(compute_entry(stage.type), arguments(stage, rows), given)
     columns, writes = result if isinstance(result, tuple) else (result,), stage.writes
     if len(columns) != len(writes):
-        raise ValueError(f"{len(writes)} columns are declared ({', '.join(writes)}) but {len(columns)} were returned")
-    return dict(zip(writes, columns, strict=True))
+        returned = "1 column" if len(columns) == 1 else f"{len(columns)} columns"
+        raise UserError(f"{stage.name} returned {returned} and is registered with writes={list(writes)}")
+    return checked(stage, dict(zip(writes, columns, strict=True)), len(rows))
+
+
+def checked(stage: Stage, columns: Mapping[str, Column], size: int) -> dict[str, Column]:
+    """Return the columns of a user's function or method. Raises UserError unless they are those it writes, each of `size` rows."""
+    if set(columns) != set(stage.writes):
+        raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
+    for name, column in columns.items():
+        is_column = isinstance(column, Column) and (not isinstance(column, Tensor) or column.dim() == 1)
+        if not is_column or len(column) != size:
+            raise UserError(
+                f"{stage.name} returned {form_of(column)} as {name!r} for {size} rows; return a tensor ({size},) or a Ragged"
+            )
+    return dict(columns)
 
 
 def summed(stage: Stage, rows: Rows) -> dict[str, Tensor]:
     """Return a stage's sums over some rows; the caller adds them up over all rows."""
     entry = compute_entry(stage.type)
     assert entry.sums is not None
-    return entry.sums(*arguments(stage, rows), **named_settings(stage, entry.sums))
+    return called(replace(entry, function=entry.sums), arguments(stage, rows), named_settings(stage, entry.sums))
 
 
 def named_settings(stage: Stage, function: Callable[..., Any]) -> dict[str, Any]:
@@ -53,8 +68,19 @@ def named_settings(stage: Stage, function: Callable[..., Any]) -> dict[str, Any]
 
 
 def dropped(stage: Stage, index: Rows) -> dict[int, str]:
-    """Return the groups that a select stage drops, with the reasons."""
-    return compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
+    """Return the groups that a select stage drops, with the reasons. Raises UserError if its function returns something else."""
+    found = called(compute_entry(stage.type), arguments(stage, index), stage.params)
+    if not isinstance(found, Mapping):
+        raise UserError(
+            f"{stage.name} returned {form_of(found)}; return a dict from a dropped group's number to the reason"
+        )
+    # Keys may be tensors of one number, as of `group.unique()`.
+    reasons = {int(group): str(reason) for group, reason in found.items()}
+    if unknown := set(reasons).difference(index["group"].tolist()):
+        raise UserError(
+            f"{stage.name} dropped {sorted(unknown)}, which are no numbers of groups; return numbers of the column `group`"
+        )
+    return reasons
 
 
 def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:

@@ -40,6 +40,13 @@ class Flow:
         writers, stages wait for each other, or a stage trains or changes its state before a `select`.
         """
         self.name = name
+        for stage in stages:
+            if not isinstance(stage, Stage):
+                raise UserError(
+                    f"flow {name}: {stage!r} is no stage; call the function that makes one, as in actor.generate()"
+                )
+        if not stages:
+            raise UserError(f"flow {name} has no stages; write at least one, such as actor.generate()")
         for role in dict.fromkeys(str(stage.role) for stage in stages if stage.params.get("old") == "recompute"):
             column = log_probs_column(role)
             if not any(column in stage.writes for stage in stages):
@@ -73,6 +80,13 @@ class Flow:
         """The stages up to the last `select`, which run in waves; empty for a flow without `select`."""
         self.recorded_stages = max(places[Kind.SELECT] + places[Kind.GENERATE], default=0)
         """The number of stages before rows are recorded: all up to the last `select` or `generate`."""
+        for stage in self.stages:
+            learns_tokens = is_optimized(stage) and "log_probs" in loss_of(stage).reads
+            if stage.role in self.scalar_roles and (learns_tokens or stage.type in ("generate", "log_probs")):
+                raise UserError(
+                    f"flow {name}: {stage.name} needs a language model, and another stage of {stage.role} a head for values or scores; "
+                    "name another role there, such as critic or reward"
+                )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Flow) and (self.name, self.stages) == (other.name, other.stages)
@@ -96,7 +110,7 @@ class Flow:
         for stage in self.stages:
             is_scalar = stage.type in ("values", "score")
             if is_optimized(stage):
-                is_scalar = bool(SCALARS & set(entry_of(registry.losses, stage.params["loss"]["name"]).reads))
+                is_scalar = bool(SCALARS & set(loss_of(stage).reads))
             if stage.role and is_scalar:
                 found[stage.role] = None
         return tuple(found)
@@ -104,7 +118,7 @@ class Flow:
     @cached_property
     def trains_on_pairs(self) -> bool:
         """Return True if a loss compares given responses: each prompt of the data has a chosen and a rejected one."""
-        losses = [entry_of(registry.losses, s.params["loss"]["name"]) for s in self.stages if is_optimized(s)]
+        losses = [loss_of(stage) for stage in self.stages if is_optimized(stage)]
         return "response" in self.needs_from_data() and any(entry.needs.whole_groups for entry in losses)
 
     @cached_property
@@ -154,6 +168,11 @@ class Flow:
 def is_optimized(stage: Stage) -> bool:
     """Return True for an update with a loss, False for a copy of another role's weights."""
     return stage.kind is Kind.TRAIN and "source" not in stage.params
+
+
+def loss_of(stage: Stage) -> registry.Entry:
+    """Return the loss of an update."""
+    return entry_of(registry.losses, stage.params["loss"]["name"])
 
 
 def touched_weights(stage: Stage) -> tuple[str, ...]:

@@ -10,10 +10,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 import braidrl.algorithms.library  # noqa: F401  (registers what comes with Braid)
 from braidrl.algorithms import registry
+from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry, Registry, is_number
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError, shown, suggest
 from braidrl.flow.stage import Kind, Signature
 from braidrl.importing import LOADED_FROM_FILE, import_function
 
@@ -238,6 +241,27 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
         known = [*also, *(f"{f}.{n}" for f, registered in FAMILIES.items() for n in registered)]
         raise UserError(f"no stage type is called {type!r}. {suggest(type, known)}")
     return entry_of(FAMILIES[family], name)
+
+
+def called(entry: Entry, columns: Sequence[Any], settings: Mapping[str, Any]) -> Any:
+    """Call a registered function. Raises UserError if it changes a column in place: metrics and later stages read the same tensor."""
+    tensors = [column.values if isinstance(column, Ragged) else column for column in columns]
+    counted = [t if isinstance(t, Tensor) and not t.is_inference() else None for t in tensors]
+    before = [None if t is None else t._version for t in counted]
+    result = entry.function(*columns, **settings)
+    for parameter, tensor, version in zip((*entry.reads, *entry.optional), counted, before, strict=False):
+        if tensor is not None and tensor._version != version:
+            raise UserError(
+                f"{entry.name} changes its argument {parameter!r} in place, which other stages read; make a new tensor"
+            )
+    return result
+
+
+def form_of(value: Any) -> str:
+    """Describe what a user's function returned: its type, and the shape of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return f"a Ragged of {len(value)} rows" if isinstance(value, Ragged) else shown(value)
 
 
 def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:

@@ -69,6 +69,8 @@ TRACKERS = PluginRegistry(
         "mlflow": "braidrl.observe.trackers:MlflowTracker",
         "swanlab": "braidrl.observe.trackers:SwanlabTracker",
     },
+    arguments=("run",),
+    methods=("write", "close"),
 )
 """Opens a tracker: called with a `TrackedRun` and the configured `params`, returns a `Tracker`."""
 
@@ -84,7 +86,7 @@ class Trackers:
         self._open: list[tuple[TrackerConfig, Any]] = []
         for one in chosen:
             with self._errors_of(one.name, raised=must_open):
-                self._open.append((one, TRACKERS.find(one.name)(run, **one.params)))
+                self._open.append((one, TRACKERS.make(one.name, run, **one.params)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for one, tracker in self._open:
@@ -292,7 +294,7 @@ def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = No
     report = folder / "report.html"
     report.write_text("<p>report</p>")
     for resume_step, steps in ((None, (0, 1, 2)), (1, (2, 3))):
-        tracker = TRACKERS.find(name)(TrackedRun(folder, json.loads(json.dumps(config)), resume_step), **(params or {}))
+        tracker = TRACKERS.make(name, TrackedRun(folder, json.loads(json.dumps(config)), resume_step), **(params or {}))
         for step in steps:
             given = dict(metrics)
             tracker.write(step, given)

@@ -66,6 +66,8 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
     """
     settings = dict(settings or {})
     function = VERIFIERS.find(name)
+    if isinstance(function, type):
+        raise UserError(f"verifier {name!r} is a class; name a function, or an instance that is called like one")
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):

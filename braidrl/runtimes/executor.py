@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.config import Config, RoleConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, retokenized
-from braidrl.errors import BadUpdate, UserError
+from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Scope, Stage
-from braidrl.flow.compute import computed, of_namespace, summed
+from braidrl.flow.compute import checked, computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method
 from braidrl.observe.metrics import Sums
@@ -107,7 +107,7 @@ class StageExecutor:
             if stage.kind is Kind.GENERATE:
                 return self.generation.generate(stage, rows, sums, stop)
             if stage.role is not None and ":" in stage.type:
-                return checked(stage, self.own_method(stage)(rows, **stage.settings))
+                return checked(stage, self.own_method(stage)(rows, **stage.settings), len(rows))
             if stage.type == "verify":
                 results = self.generation.checks.results(stage, rows, sums)
                 return verified(self.flow, stage, rows, dict(results.items()))
@@ -255,10 +255,3 @@ class StageExecutor:
 
     def close(self) -> None:
         self.generation.close()
-
-
-def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-    """Return the columns of a user's method. Raises UserError if they differ from the registered `writes`."""
-    if set(columns) != set(stage.writes):
-        raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
-    return columns

@@ -41,7 +41,10 @@ FEATURES = (
     "tensor", "pipeline", "sequence", "shard", "streaming", "offload", "lora", "copies", "optimizers", "checkpoint_async",
 )  # fmt: skip
 """Features of the built-in backend, each of which another may declare in `supports`. `streaming`, `offload` and `copies` need `weights`."""
-BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.training.roles.worker:torch_backend"})
+BACKENDS = PluginRegistry(
+    "training backend", {"torch": "braidrl.training.roles.worker:torch_backend"}, arguments=("spec",),
+    methods=("forward", "forward_backward", "optim_step", "tensors", "load", "export"),
+)  # fmt: skip
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
 
 

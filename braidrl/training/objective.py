@@ -13,7 +13,7 @@ All tensors are flat over the A action tokens of a micro-batch;
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
-from braidrl.flow.signatures import columns_in_training, entry_of, log_probs_column
+from braidrl.errors import UserError
+from braidrl.flow.signatures import called, columns_in_training, entry_of, form_of, log_probs_column
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,12 @@ class Objective:
             offsets = torch.arange(len(offsets), device=offsets.device)
         device = next(iter(predicted.values())).device
         look = Lookup(self, rows, offsets, predicted)
-        per_token, metrics = self.loss.function(*look.arguments(self.loss, device), **self.settings)
+        count = int(offsets[-1])
+        per_token, metrics = terms_of(self.loss, look.arguments(self.loss, device), self.settings, count)
+        if not per_token.requires_grad and any(value.requires_grad for value in predicted.values()):
+            raise UserError(
+                f"the loss {self.loss.name} does not depend on {' or '.join(predicted)}: it has no gradient"
+            )
         if self.whole_groups:
             # Metrics of a pair count once per row, not once per token.
             metrics = {name: Ragged(value, offsets.to(device)).row_means() for name, value in metrics.items()}
@@ -144,18 +150,18 @@ class Objective:
         if self.correction is not None:
             settings = {name: value for name, value in self.correction.items() if name != "name"}
             entry = entry_of(registry.corrections, self.correction["name"])
-            weights, more = entry.function(*look.arguments(entry, device), **settings)
+            weights, more = terms_of(entry, look.arguments(entry, device), settings, count)
             per_token, metrics = per_token * weights, {**metrics, **more}
         if self.kl is not None:
             entry = entry_of(registry.divergences, self.kl["name"])
-            divergence = entry.function(*look.arguments(entry, device))
+            divergence = per_token_of(entry, called(entry, look.arguments(entry, device), {}), count)
             per_token = per_token + self.kl["coef"] * divergence
             metrics["kl_loss"] = divergence.detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
         # Computed on the host, which knows the token counts, to avoid device synchronisation.
         on_host = look.arguments(self.aggregation, offsets.device)
-        weights = self.aggregation.function(*on_host, **self.aggregation_settings)
+        weights = per_token_of(self.aggregation, called(self.aggregation, on_host, self.aggregation_settings), count)
         return {self.denominator: (per_token * weights.to(device, per_token.dtype)).sum()}, metrics
 
     def _drift(self, look: "Lookup", device: torch.device) -> dict[str, Tensor]:
@@ -218,6 +224,29 @@ def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device
         return None
     values: Tensor = found.values if isinstance(found, Ragged) else found
     return values.to(device)
+
+
+def terms_of(
+    entry: Entry, columns: Sequence[Any], settings: Mapping[str, Any], count: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a loss or a correction per token, and its metrics per token, all (A,), A = `count`. Raises UserError for other shapes."""
+    result = called(entry, columns, settings)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise UserError(
+            f"{entry.name} returned {form_of(result)}; return a tensor of one number per token, and a dict of metrics"
+        )
+    return per_token_of(entry, result[0], count), {
+        name: per_token_of(entry, value, count, f" as the metric {name!r}") for name, value in result[1].items()
+    }
+
+
+def per_token_of(entry: Entry, value: Any, count: int, name: str = "") -> Tensor:
+    """Return what a registered function returned for each token. Raises UserError for another shape, which would be broadcast."""
+    if not isinstance(value, Tensor) or value.shape != (count,):
+        raise UserError(
+            f"{entry.name} returned {form_of(value)}{name} for {count} tokens; return one number for each, ({count},)"
+        )
+    return value
 
 
 COUNTED = ("action_tokens", "group", "loss_mask", "finish_reason", "ptx_length", "correct")

@@ -193,7 +193,8 @@ class WeightOffer:
                     meeting, self.rank, size, self.device, senders.host, senders, parts, lambda held: {}, before
                 ) as transfer:
                     self.sent_bytes += transfer.run(parts, {}).sent
-            except (RuntimeError, ValueError) as error:
+            # Also an error in a user's transport: the receivers would wait for this thread.
+            except Exception as error:
                 put_message(store, f"transfer {number}/failed", first_line(error))
             number += 1
 
@@ -416,7 +417,7 @@ def transfer_group(
     # All are there: only one that dies now keeps the others waiting, and the next request with them.
     ranks = Ranks(group := group_between(store, rank, size, min(senders.limit_s, CONNECT_S), nccl, address))
     _set_pg_timeout(timedelta(seconds=senders.limit_s), group)
-    with closing(TRANSPORTS.find(senders.transport)(ranks, device)) as transport:
+    with closing(TRANSPORTS.make(senders.transport, ranks, device)) as transport:
         known = gather_shard_index(parts, ranks, machine())
         groups = known.groups(gather_shard_index(wanted(known), ranks))
         transfer = WeightTransfer(known, groups, ranks, device=device, check=senders.check, transport=transport)

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from braidrl.cluster.world import Ranks
 from braidrl.importing import PluginRegistry
 
-TRANSPORTS = PluginRegistry("weight transport", {"collective": "braidrl.weights.transfer:GroupTransport"})
+TRANSPORTS = PluginRegistry(
+    "weight transport", {"collective": "braidrl.weights.transfer:GroupTransport"}, arguments=("ranks", "device"),
+    methods=("exchange", "close"),
+)  # fmt: skip
 """The ways in which the collective publisher moves bytes between processes."""
 
 

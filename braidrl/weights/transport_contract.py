@@ -54,7 +54,7 @@ def exchange_bytes(world: World, task: dict[str, Any]) -> str:
         return torch.arange(size).add(31 * sender + 5 * receiver + number).to(torch.uint8)
 
     problem = ""
-    with closing(TRANSPORTS.find(task["name"])(Ranks(dist.group.WORLD), CPU)) as transport:
+    with closing(TRANSPORTS.make(task["name"], Ranks(dist.group.WORLD), CPU)) as transport:
         for number in range(ROUNDS):
             outgoing = [bytes_of(number, world.rank, peer) for peer in range(PROCESSES)]
             expected = [bytes_of(number, peer, world.rank) for peer in range(PROCESSES)]
@@ -77,7 +77,7 @@ def reshard(world: World, task: dict[str, Any]) -> str:
 
     is_sender, problem, before = world.rank < 2, "", None
     own = {} if is_sender else part(columns, torch.zeros(shape))
-    with closing(TRANSPORTS.find(task["name"])(ranks, CPU)) as transport:
+    with closing(TRANSPORTS.make(task["name"], ranks, CPU)) as transport:
         for version in (1, 2):
             whole[version, version::7] = version
             parts = part(rows, whole) if is_sender else {}
@@ -98,7 +98,7 @@ def lose_one(world: World, task: dict[str, Any]) -> str:
     """Let one process leave; every other has to notice it within the group's limit."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_S))
     assert isinstance(group, dist.ProcessGroup)
-    transport, problem = TRANSPORTS.find(task["name"])(Ranks(group), CPU), ""
+    transport, problem = TRANSPORTS.make(task["name"], Ranks(group), CPU), ""
     if world.rank < PROCESSES - 1:
         begun, sizes = time.monotonic(), [8] * PROCESSES
         empty = torch.zeros(sum(sizes), dtype=torch.uint8)

@@ -113,12 +113,21 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
         ),
         (
             {"text": "a", "prompt": None},
-            "no field 'prompt' for the prompt. Known: text. Set prompt_field of this source.",
+            "the field 'prompt' for the prompt is null. Known: text. Set prompt_field of this source.",
         ),
         ({"prompt": 3}, "'prompt' is a number; write text, or a list of messages {role, content}"),
         ({"prompt": ""}, "'prompt' is empty; write text, or a list of messages {role, content}"),
         ({"prompt": []}, "'prompt' is empty; write text, or a list of messages {role, content}"),
         ({"prompt": ["a"]}, "message 1 of 'prompt' is text; write {role, content}"),
+        (
+            {
+                "prompt": [
+                    {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]}
+                ]
+            },
+            "'content' of message 1 of 'prompt' has parts of type image; "
+            "only text is read: leave other parts out, as in a `convert` of your own",
+        ),
         ({"prompt": [{"role": "user"}]}, "'content' of message 1 of 'prompt' is missing; write text"),
         ({"prompt": [{"role": "user", "content": []}]}, "'content' of message 1 of 'prompt' is a list; write text"),
     ],

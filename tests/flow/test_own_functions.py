@@ -1,7 +1,9 @@
 """A user's functions in files outside the package work from Python and from YAML."""
 
+import hashlib
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from braidrl.data.rows import Rows
 from braidrl.flow import Flow, actor, advantage, reward
+from braidrl.flow.compute import computed, dropped
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import compute_entry
+from braidrl.flow.stages import make_stage
 from braidrl.flow.yaml_form import from_yaml, to_yaml
+from braidrl.training.objective import Objective
 from tests.flow.flows import message_of
 
 ADVANTAGE = """
@@ -152,7 +158,7 @@ def test_a_failing_file_is_named_and_can_be_fixed(tmp_path):
     path.write_text("raise RuntimeError('out of paper')")
     for _ in range(2):
         message = message_of(lambda: from_yaml(YAML.format(place=path, name="broken")))
-        assert message.endswith(f"{path} raised RuntimeError when loaded: out of paper")
+        assert message.endswith(f"{path} raised RuntimeError when loaded: out of paper (broken.py:1)")
     path.write_text(ADVANTAGE.format(name="broken"))
     assert "broken" in {stage.name for stage in from_yaml(YAML.format(place=path, name="broken")).stages}
 
@@ -167,3 +173,151 @@ def test_function_registered_twice_cannot_be_named_by_its_place(tmp_path):
 @pytest.mark.parametrize("name", ["own.py", "own"])
 def test_name_without_a_function_is_refused(name):
     assert message_of(lambda: load_flow(f"{name}:")).startswith(f"'{name}:' names no function")
+
+
+WRONG = """
+import torch
+from braidrl.algorithms.registry import advantages, aggregations, losses, selections
+
+
+@advantages.register(writes=["advantage"])
+def {name}_short(reward):
+    return reward[:-1]
+
+
+@advantages.register(writes=["advantage"])
+def {name}_square(reward):
+    return reward[:, None]
+
+
+@advantages.register(writes=["advantage"])
+def {name}_list(reward):
+    return reward.tolist()
+
+
+@advantages.register(writes=["advantage"])
+def {name}_two(reward):
+    return reward, reward
+
+
+@advantages.register(writes=["advantage"])
+def {name}_in_place(reward):
+    return reward.sub_(reward.mean())
+
+
+@selections.register(scope="group")
+def {name}_mask(group):
+    return group > 0
+
+
+@selections.register(scope="group")
+def {name}_place(group):
+    return {{7: "the last"}}
+
+
+@selections.register(scope="group")
+def {name}_tensors(group):
+    return {{number: "odd" for number in group.unique() if number % 2}}
+
+
+@losses.register()
+def {name}_mean(log_probs):
+    return -log_probs.mean(), {{}}
+
+
+@losses.register()
+def {name}_column(log_probs):
+    return -log_probs[:, None], {{}}
+
+
+@losses.register()
+def {name}_alone(log_probs):
+    return -log_probs
+
+
+@losses.register()
+def {name}_metric(log_probs):
+    return -log_probs, {{"mean": log_probs.mean()}}
+
+
+@losses.register()
+def {name}_constant(log_probs):
+    return -log_probs.detach(), {{}}
+
+
+@losses.register()
+def {name}_right(log_probs):
+    return -log_probs, {{}}
+
+
+@aggregations.register()
+def {name}_one(offsets):
+    return torch.ones(1)
+"""
+
+
+def wrong(folder: Path, function: str) -> str:
+    """Return the place of a function of `WRONG`, in a file of the test's own: names are registered once."""
+    path = folder / f"wrong_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}.py"
+    path.write_text(WRONG.format(name=path.stem))
+    return f"{path}:{path.stem}_{function}"
+
+
+def table() -> Rows:
+    """Return four rows of two groups, with two action tokens each."""
+    rewards, groups = torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([0, 0, 1, 1])
+    return Rows({"reward": rewards, "group": groups, "advantage": rewards.clone()})
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("short", r"returned a tensor \(3,\) as 'advantage' for 4 rows; return a tensor \(4,\)"),
+        ("square", r"returned a tensor \(4, 1\) as 'advantage' for 4 rows"),
+        ("list", r"returned \[0.0, 1.0, 2.0, 3.0\] as 'advantage' for 4 rows"),
+        ("two", r"returned 2 columns and is registered with writes=\['advantage'\]"),
+        ("in_place", r"changes its argument 'reward' in place"),
+    ],
+)
+def test_a_column_that_is_not_one_number_per_row_is_refused(tmp_path, function, message):
+    stage = make_stage(wrong(tmp_path, function))
+    assert re.search(message, message_of(lambda: computed(stage, table())))
+
+
+def test_a_selection_returns_numbers_of_groups(tmp_path):
+    stages = {name: make_stage(wrong(tmp_path, name)) for name in ("mask", "place", "tensors")}
+    assert "return a dict" in message_of(lambda: dropped(stages["mask"], table()))
+    assert "dropped [7], which are no numbers" in message_of(lambda: dropped(stages["place"], table()))
+    assert dropped(stages["tensors"], table()) == {1: "odd"}, "numbers may be tensors"
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregate", "message"),
+    [
+        ("mean", "token-mean", r"_mean returned a tensor \(\) for 8 tokens; return one number for each, \(8,\)"),
+        ("column", "token-mean", r"_column returned a tensor \(8, 1\) for 8 tokens"),
+        ("alone", "token-mean", r"_alone returned a tensor \(8,\); return a tensor of one number per token, and a dict"),
+        ("metric", "token-mean", r"returned a tensor \(\) as the metric 'mean' for 8 tokens"),
+        ("constant", "token-mean", r"does not depend on log_probs or entropy: it has no gradient"),
+        ("right", "one", r"_one returned a tensor \(1,\) for 8 tokens"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_is_not_one_number_per_token_is_refused(tmp_path, loss, aggregate, message):
+    aggregate = aggregate if aggregate == "token-mean" else wrong(tmp_path, aggregate)
+    objective = Objective.of("actor", actor.update(loss={"name": wrong(tmp_path, loss)}, aggregate=aggregate).params)
+    predicted = {"log_probs": torch.zeros(8, requires_grad=True), "entropy": torch.zeros(8)}
+    rows, offsets = table(), torch.tensor([0, 2, 4, 6, 8])
+    assert re.search(message, message_of(lambda: objective.sums(rows, offsets, predicted)))
+
+
+def test_a_flow_of_something_else_than_stages_is_refused():
+    assert "has no stages" in message_of(lambda: Flow("empty", []))
+    assert "call the function that makes one" in message_of(lambda: Flow("not called", [actor.generate]))
+    both = [actor.generate(), actor.values()]
+    assert "actor.generate needs a language model" in message_of(lambda: Flow("two heads", both))
+
+
+def test_an_exception_in_a_users_recipe_has_its_line(tmp_path):
+    (tmp_path / "typo.py").write_text("from braidrl.flow import actor\ndef recipe():\n    return actor.genrate()\n")
+    said = message_of(lambda: load_flow(f"{tmp_path}/typo.py:recipe"))
+    assert "raised AttributeError" in said and "(typo.py:3)" in said

@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from braidrl.algorithms import registry
-from braidrl.errors import UserError, suggest
-from braidrl.flow.flow import Flow
-from braidrl.flow.signatures import compute_entry, entry_of
+from braidrl.errors import UserError, suggest, where_raised
+from braidrl.flow.flow import Flow, loss_of
+from braidrl.flow.signatures import compute_entry
 from braidrl.flow.yaml_form import SUFFIXES, from_yaml
 from braidrl.importing import PluginRegistry
 
@@ -42,15 +41,21 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
         model = parameter_model(name, recipe)
         if model is None and params:
             raise UserError(f"recipe {name} takes no parameters, got {next(iter(params))!r}")
-        if model is None:
-            flow = recipe()
-        else:
+        arguments = list[BaseModel]()
+        if model is not None:
             known = {key: value for key, value in defaults.items() if key in model.model_fields}
             try:
-                checked = model.model_validate({**known, **params})
+                arguments.append(model.model_validate({**known, **params}))
             except ValidationError as error:
                 raise UserError(f"recipe {name}: {explain(error, model)}") from None
-            flow = recipe(checked)
+        try:
+            flow = recipe(*arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            if name in RECIPES:
+                raise
+            raise UserError(f"recipe {name} raised {type(error).__name__}: {error} ({where_raised(error)})") from error
         if not isinstance(flow, Flow):
             raise UserError(f"{name} must return a Flow, not {type(flow).__name__}")
     if "samples_per_prompt" in defaults:
@@ -64,7 +69,7 @@ def check_group_size(flow: Flow, samples: int) -> None:
         if stage.role is None:
             entry, settings = compute_entry(stage.type), stage.settings
         elif "loss" in stage.params:
-            entry, settings = entry_of(registry.losses, stage.params["loss"]["name"]), stage.params["loss"]
+            entry, settings = loss_of(stage), stage.params["loss"]
         else:
             continue
         needed = entry.needs.group_size

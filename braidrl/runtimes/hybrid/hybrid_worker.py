@@ -38,13 +38,13 @@ from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
-from braidrl.flow.compute import computed, summed
+from braidrl.flow.compute import checked, computed, summed
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import part_path
 from braidrl.observe.trace import TraceWriter, traced
-from braidrl.runtimes.executor import StageExecutor, checked
+from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
@@ -277,7 +277,9 @@ class HybridWorker:
             return CallResult(result=call(*arguments))
         part, *more = arguments
         if stage.writes:
-            return self._write(part, stage, iteration, key, lambda rows, _: checked(stage, call(rows, *more)))
+            return self._write(
+                part, stage, iteration, key, lambda rows, _: checked(stage, call(rows, *more), len(rows))
+            )
         if not len(part) and not self.executor.is_collective(stage):
             return CallResult()
         return self._compute(part, stage, iteration, lambda rows, _: call(rows, *more))

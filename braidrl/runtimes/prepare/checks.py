@@ -72,8 +72,8 @@ def check_names(config: Config) -> None:
         check_requirements(verifier.name, verifier.params, config.reward)
         resolve(verifier.name, verifier.params)
     for tracker in config.trackers:
-        TRACKERS.check(tracker.name)
         TRACKERS.check_settings(tracker.name, tracker.params)
+        TRACKERS.check(tracker.name, settings=tracker.params)
         # A built-in tracker has the name of its package.
         if tracker.name in TRACKERS and importlib.util.find_spec(tracker.name) is None:
             raise UserError(f"trackers={tracker.name} is not installed; write pip install 'braidrl[{tracker.name}]'")

@@ -415,7 +415,7 @@ def make_worker(
     spec = BackendSpec(
         role, config, training and trained, role in flow.scalar_roles, trained and not training, ranks or DataParallel()
     )
-    worker: TrainingBackend = BACKENDS.find(settings_of(role, config).backend)(spec)
+    worker: TrainingBackend = BACKENDS.make(settings_of(role, config).backend, spec)
     return worker
 
 
