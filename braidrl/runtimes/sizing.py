@@ -9,9 +9,10 @@ free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a r
 Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor
+from typing import Any
 
 import psutil
 
@@ -31,7 +32,7 @@ from braidrl.engines.factory import (
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
-from braidrl.runtimes.prepare.setup import Prepared, after_first, check_files, lacking, longest, prepare, without_data
+from braidrl.runtimes.prepare.setup import Prepared, after_first, check_files, lacking, longest, with_data, without_data
 from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
 from braidrl.training.role_settings import MOST_SLOTS
 
@@ -159,14 +160,19 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     A rank's device may have less free memory than another's. All ranks take the sizes of the one with the least: ranks that share a
     model must pack the same micro-batches. Raises UserError also for what this machine lacks.
     """
-    if lines := lacking(config):
-        raise UserError(lines[0])
+
+    def read(kept: Mapping[str, Any] | None) -> Prepared:
+        checked = without_data(config, train)
+        if lines := lacking(config):
+            raise UserError(lines[0])
+        return checked if config.runtime == "hybrid" else with_data(checked, kept)
+
     if config.runtime == "hybrid":
         # Its generating workers read the data, and this process only checks that it exists.
         check_files(config, train)
-        prepared = without_data(config, train)
+        prepared = read(None)
     else:
-        prepared = after_first(world, lambda kept: prepare(config, train, kept))
+        prepared = after_first(world, read)
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this process.
     free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
     own = pack_message(device_memory(config.device, free=free))
