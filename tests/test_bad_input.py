@@ -468,13 +468,6 @@ class Takes:
 
 def nothing(*given, **settings):
     return 3
-
-class Failing(Takes):
-    def __init__(self, ranks, device):
-        self.sends = ranks.rank == 0
-    def exchange(self, received, sent, sizes_in, sizes_out):
-        if self.sends:
-            raise KeyError("no such peer")
 """
 
 
@@ -498,11 +491,3 @@ def test_a_plug_in_of_another_form_is_refused(workshop: Workshop, refusal: Refus
     shutil.rmtree(workshop.folder / "formless", ignore_errors=True)
     engines = ["rollout.engines=1"] if "weights" in setting else []
     assert message in refusal("train", workshop.config_file("formless"), setting.format(path), *engines)
-
-
-def test_an_error_of_a_users_transport_reaches_the_engines(workshop: Workshop) -> None:
-    path = workshop.folder / "plugins.py"
-    path.write_text(PLUGINS)
-    own = {"engines": 1, "weights": f"{path}:Failing"}
-    with pytest.raises(Exception, match="no such peer"):
-        workshop.run("failing", rollout=own, cluster={"wait_limit_s": 4})
