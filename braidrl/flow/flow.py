@@ -81,7 +81,7 @@ class Flow:
         self.recorded_stages = max(places[Kind.SELECT] + places[Kind.GENERATE], default=0)
         """The number of stages before rows are recorded: all up to the last `select` or `generate`."""
         for stage in self.stages:
-            learns_tokens = is_optimized(stage) and "log_probs" in loss_of(stage).reads
+            learns_tokens = "loss" in stage.params and "log_probs" in loss_of(stage).reads
             if stage.role in self.scalar_roles and (learns_tokens or stage.type in ("generate", "log_probs")):
                 raise UserError(
                     f"flow {name}: {stage.name} needs a language model, and another stage of {stage.role} a head for values or scores; "
@@ -109,7 +109,7 @@ class Flow:
         found: dict[str, None] = {}
         for stage in self.stages:
             is_scalar = stage.type in ("values", "score")
-            if is_optimized(stage):
+            if "loss" in stage.params:
                 is_scalar = bool(SCALARS & set(loss_of(stage).reads))
             if stage.role and is_scalar:
                 found[stage.role] = None
