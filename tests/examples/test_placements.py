@@ -65,7 +65,7 @@ def test_each_placement_gives_the_result_of_one_process(
     config = configuration(name, made, f"name={name}")
     with TrainingRun(config) as run:
         run.train()
-    assert_same(trace(run.folder), alone[config.algorithm.get("old", "rollout")])
+    assert_same(trace(run.folder), alone[config.algorithm.get("old", "recompute")])
 
 
 def test_pools_are_those_of_the_framework_and_may_have_different_sizes(made: Path) -> None:
