@@ -55,7 +55,8 @@ class PluginRegistry:
 
     def check_methods(self, name: str, made: Any) -> None:
         """Raise UserError if an object, or a class that makes it, lacks a method."""
-        lacking = [method for method in self.methods if not callable(getattr(made, method, None))]
+        found = {method: getattr(made, method, None) for method in self.methods}
+        lacking = [n for n, one in found.items() if not callable(one) or getattr(one, "__isabstractmethod__", False)]
         if lacking:
             raise UserError(f"{name} is no {self.kind}: it lacks {' and '.join(lacking)}")
 

@@ -263,10 +263,13 @@ def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) 
     value = find(record, field)
     if value is ABSENT:
         known = {name for name, _ in texts_and_numbers(record) if find(record, name) is not ABSENT}
-        lacks = (
-            f"the field {field!r} for the {what} is null" if field in record else f"no field {field!r} for the {what}"
+        if field in record:
+            raise UserError(
+                f"{where}: the field {field!r} for the {what} is null. Leave such rows out, or set {what}_field of this source."
+            )
+        raise UserError(
+            f"{where}: no field {field!r} for the {what}. {suggest(field, known)} Set {what}_field of this source."
         )
-        raise UserError(f"{where}: {lacks}. {suggest(field, known)} Set {what}_field of this source.")
     return value
 
 

@@ -113,7 +113,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
         ),
         (
             {"text": "a", "prompt": None},
-            "the field 'prompt' for the prompt is null. Known: text. Set prompt_field of this source.",
+            "the field 'prompt' for the prompt is null. Leave such rows out, or set prompt_field of this source.",
         ),
         ({"prompt": 3}, "'prompt' is a number; write text, or a list of messages {role, content}"),
         ({"prompt": ""}, "'prompt' is empty; write text, or a list of messages {role, content}"),
@@ -162,7 +162,7 @@ def test_a_missing_or_wrong_response_is_an_error_where_asked_for(write_jsonl: Ca
 
 def test_parquet_faults_name_the_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [{"prompt": "a"}] * 1500 + [{"prompt": None}])
-    assert fault(SourceConfig(path=path)).startswith(f"{path}, row 1501: no field 'prompt' for the prompt.")
+    assert fault(SourceConfig(path=path)).startswith(f"{path}, row 1501: the field 'prompt' for the prompt is null.")
 
 
 def test_parquet_columns_without_a_json_form_become_text_or_are_dropped(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_eight_ranks_train_generate_and_infer_in_three_layouts(workshop: Worksho
             "rollout.grouping=neighbour .* write grouping=gather",
         ),
         ({"rollout": {"tensor": 2, "grouping": "gather"}}, "rollout.grouping=gather .* write shard=full"),
-        ({"rollout": {"pipeline": 2, "engines": 1}}, "are for ranks that train and generate"),
-        ({"runtime": "eager", "rollout": {"pipeline": 2}}, "rollout.pipeline=2 needs engine processes"),
+        ({"rollout": {"pipeline": 2, "engines": 1}}, "shards the embedded engine over ranks .* without rollout.engines"),
+        ({"runtime": "eager", "rollout": {"pipeline": 2}}, "shards the embedded engine over .* write runtime=distributed"),
         ({"rollout": {"grouping": "diagonal"}}, "rollout.grouping"),
     ],
 )  # fmt: skip

@@ -5,14 +5,12 @@ actor, critic     the model of a role that changes: its inference and its update
 reference         a frozen role's model: independent workers, or the ranks of a layout that shards it
 """
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from braidrl.cluster.pools import Pool
 from braidrl.config import Config
-from braidrl.engines.engine import ENGINES
 from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
@@ -152,16 +150,6 @@ def check_streaming(config: Config, flow: Flow) -> None:
             raise UserError(
                 f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, which neither "
                 "infers nor trains; write runtime=eager, hybrid or distributed"
-            )
-    way, engine = config.streaming.weights, config.rollout.engine
-    if way not in ("end", "delayed") and engine not in ENGINES and config.rollout.python is None:
-        # Rows would be preempted at a token: the user's engine must be able to end rows early.
-        made = ENGINES.find(engine)
-        abort = getattr(made, "abort", None)
-        if inspect.isclass(made) and (abort is None or getattr(abort, "__isabstractmethod__", False)):
-            raise UserError(
-                f"streaming.weights={way} sets rows down at a token, and {engine} has no method abort that hands over what they "
-                "have; write streaming.weights=end, or give it one"
             )
     groups = worker_groups(config, flow, None)
     for group in groups:

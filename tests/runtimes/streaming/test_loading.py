@@ -211,7 +211,7 @@ def test_without_staleness_every_way_gives_what_eager_gives(workshop: Workshop, 
         ({"weights": "rolling"}, "there is one; write streaming.workers.actor.generate=2, or streaming.weights="),
         (
             {"weights": "interrupt"},
-            "engines.py:ToTheEnd has no method abort .*; write streaming.weights=end, or give it",
+            "engines.py:ToTheEnd is no rollout engine: it lacks abort",
         ),
     ],
 )
