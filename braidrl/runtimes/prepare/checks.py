@@ -241,7 +241,7 @@ def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
 
 
 def without_effect(config: Config) -> list[str]:
-    """Return a line for each process setting that this runtime ignores; the run continues without it."""
+    """Return a line for each setting that the run ignores, or that has no effect; the run continues."""
     runtime, trainer, launcher = config.runtime, config.trainer, config.cluster.launcher
     ignored = {
         f"workers={config.workers}": config.workers != 1 and runtime in ("eager", "streaming"),
@@ -262,6 +262,8 @@ def without_effect(config: Config) -> list[str]:
             f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and trainer.surplus=keep do; "
             "all that it changes here is that old log-probs are recomputed and corrected"
         )
+    if config.flow == "distillation" and settings_of("reference", config).model == config.model:
+        lines.append("the teacher is the model itself, from which it learns nothing; write roles.reference.model")
     return lines
 
 

@@ -26,6 +26,8 @@ from tests.tiny import Workshop
         ({"runtime": "streaming", "trainer": {"max_staleness": 1}}, []),
         ({"runtime": "hybrid", "workers": 2}, []),
         ({"runtime": "distributed", "workers": 2, "cluster": {"launcher": "local"}}, []),
+        ({"flow": "distillation"}, ["the teacher is the model itself"]),
+        ({"flow": "distillation", "roles": {"reference": {"model": "teacher"}}}, []),
         ({}, []),
     ],
 )
