@@ -1,4 +1,4 @@
-"""Where rows come from, as a message to the process that makes them."""
+"""The origin of rows is a message to the process that makes them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ GIB = 1 << 30
 PUBLISH = "publish"
 """The step after the last stage, in which trained weights go to engines with their own copy."""
 EVALUATION = "evaluation of "
-"""Begins the name of the step in which a role generates that does so in no stage."""
+"""Prefix of the step in which a role generates for evaluations alone."""
 
 
 AssetPart = Literal["weights", "optimizer", "engine", "inference"]
@@ -209,7 +209,7 @@ class Residency:
         self.move(frozenset())
 
     def before_publication(self) -> None:
-        """Load the weights that go to engines with their own copy, and these."""
+        """Load the engines that have their own copy of the weights, and the weights that they receive."""
         if sent := needed_assets(self.flow, self.shared, generating=self.engines)[PUBLISH]:
             self.move(sent)
 

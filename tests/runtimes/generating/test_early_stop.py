@@ -106,7 +106,7 @@ def drawn_in(run: Path) -> int:
 def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
     workshop: Workshop, warm_cluster: WarmCluster, monkeypatch: pytest.MonkeyPatch, runtime: str, tensor: int
 ) -> None:
-    """With `tensor` ranks decode together, and end rows in the same step."""
+    """Ranks of one `tensor` group decode together, and end rows in the same step."""
     # Each rank decodes 16 of its 54 rows at once, so most rows wait while the first groups are decided.
     rollout, trainer = {**SECTIONS["rollout"], "max_response_tokens": 50}, {**SECTIONS["trainer"], "over_sampling": 9.0}
     sections = {**SECTIONS, "rollout": rollout, "trainer": trainer, "dtype": "float64"}
