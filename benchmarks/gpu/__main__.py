@@ -17,6 +17,7 @@ import transformers
 from transformers.utils import logging
 
 from benchmarks.gpu.checks import CHECKS, Place, lacking
+from benchmarks.gpu.engines import engines
 from benchmarks.gpu.models import SHAPES
 from benchmarks.gpu.tables import SIZES, TABLES, linear_attention, rates
 
@@ -112,7 +113,7 @@ def run(record: Record, device: str, size: str, folder: Path) -> None:
     record.part("linear attention", lambda: linear_attention(device, folder, size, SIZES[size].repeats))
     known = record.part("rates", lambda: rates(device))
     for shape in SHAPES[size] if known else ():
-        for name, table in TABLES.items():
+        for name, table in {**TABLES, "engines": engines}.items():
             record.part(f"{name}, {shape.name}", lambda t=table, s=shape: t(device, folder, s, SIZES[size], known))  # type: ignore[misc]
 
 

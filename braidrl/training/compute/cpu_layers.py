@@ -129,7 +129,9 @@ class _Gate(torch.autograd.Function):
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the weighted sums (T, D) of the experts `top_k_index` (T, K) of tokens (T, D); `self` is transformers' module."""
     many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
-    if (not many and hidden_states.dtype is not torch.float64) or hidden_states.is_meta or self._is_expert_parallel:
+    # transformers 5.17 has no such attribute.
+    is_sharded = getattr(self, "_is_expert_parallel", False)
+    if (not many and hidden_states.dtype is not torch.float64) or hidden_states.is_meta or is_sharded:
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     if not len(hidden_states):
         return hidden_states
