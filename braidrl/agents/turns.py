@@ -12,15 +12,16 @@ several turns (`exact_over_turns`); otherwise by the formats of `tool_calls`.
 
 import importlib.util
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.tool_calls import FORMATS, call_text, format_of, tagged
-from braidrl.data.chat import MARK, TRIALS, ChatMessage, Tools, normal_message, special_tokens
+from braidrl.data.chat import MARK, TRIALS, UNREAD_TOOLS, ChatMessage, Tools, normal_message, special_tokens
 from braidrl.errors import UserError
 
 # Environments import this module, and their processes need neither torch nor templates.
@@ -47,6 +48,8 @@ class TurnTemplate:
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
         """Tokenise a whole context. Raises UserError for malformed tool calls, or if the chat template refuses it."""
+        if tools and not self.template.shows_tools:
+            warn_of_unread_tools()
         return self.template.encode(context if isinstance(context, str) else [*map(normal_message, context)], tools)
 
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
@@ -119,6 +122,12 @@ class TurnTemplate:
         made = [call["function"] for call in message.get("tool_calls") or []]
         calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in made]
         return (message.get("content") or "", tagged(calls)) if calls else None
+
+
+@cache
+def warn_of_unread_tools() -> None:
+    """Log, once per process, that the model is not told of an environment's or agent's tools."""
+    logging.getLogger(__name__).warning(f"{UNREAD_TOOLS}: name them in the system prompt, or set another template")
 
 
 def exact_over_turns(template: "PromptTemplate", first: First, follow: Follow) -> bool:

@@ -39,6 +39,7 @@ RENDER_S = 5.0
 TRIAL_S = 120.0
 """Limit of a whole trial, in seconds of wall-clock time."""
 TEMPLATE_CHARACTERS = 256 << 10
+UNREAD_TOOLS = "the chat template does not show `tools` to the model"
 RENDERED_CHARACTERS = 16 << 20
 TRIAL_BYTES = 1 << 30
 """Additional memory for a trial, in bytes."""

@@ -36,6 +36,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.chat import UNREAD_TOOLS
 from braidrl.data.conversions import CONVERSIONS
 from braidrl.data.records import place, quiet
 from braidrl.data.sources import Example, Reading
@@ -69,6 +70,8 @@ class Facts:
     """Line of the first example without an answer, if any."""
     unanswered_fields: list[str] = field(default_factory=list)
     """Other fields of that example."""
+    tools_unread: int | None = None
+    """Line of the first example with tools, if the chat template does not show them."""
 
 
 class LoadedSource(Sequence[Example]):
@@ -109,6 +112,8 @@ class LoadedSource(Sequence[Example]):
         said = [f"{facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"]
         said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
         said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
+        if facts.tools_unread is not None:
+            said.append(f"{UNREAD_TOOLS}; line {facts.tools_unread} is the first example that has some")
         return f"{self.path}: {'; '.join(said)}"
 
     def first_beyond(self, size: int) -> tuple[int, int] | None:
@@ -299,6 +304,8 @@ def rows_of(
         for example in batch:
             with located(path, example):
                 texts.append(template.with_arguments(example.arguments).render(example.prompt, example.tools))
+                if example.tools and facts.tools_unread is None and not template.shows_tools:
+                    facts.tools_unread = example.line
         prompts = template.encode_texts(texts, begins=not template.is_chat)
         for example, ids in zip(batch, prompts, strict=True):
             if not ids:

@@ -20,6 +20,8 @@ from braidrl.data.chat import (
     MARK,
     RENDERED_CHARACTERS,
     TEMPLATE,
+    TOOL,
+    TRIALS,
     WATCH,
     ChatMessage,
     Overdue,
@@ -75,6 +77,12 @@ class PromptTemplate:
     def is_chat(self) -> bool:
         """Return True if prompts are rendered with the tokenizer's chat template."""
         return self.chat_template and bool(self.tokenizer.chat_template)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Return True if the chat template tells the model its tools; some templates do not read them."""
+        messages, _ = TRIALS[0]
+        return self.is_chat and self.apply(messages, (TOOL,)) != self.apply(messages)
 
     @cached_property
     def end_id(self) -> int:

@@ -28,6 +28,23 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, p
     assert source.report() == f"{path}: 5 prompts, 2 dropped as longer than data.max_prompt_tokens"
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+SHOWS = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_tools_that_the_chat_template_does_not_show_are_reported(
+    shown: bool, write_jsonl: Write, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shown:
+        monkeypatch.setattr(chat_tokenizer, "chat_template", SHOWS)
+    path = write_jsonl([{"prompt": "a"}, {"prompt": "b", "tools": [TOOL]}])
+    source = load_source(
+        Reading(SourceConfig(path=path)), DataConfig(max_prompt_tokens=100), PromptTemplate(chat_tokenizer)
+    )
+    assert ("does not show `tools` to the model; line 2" in source.report()) is not shown
+
+
 def test_a_file_without_any_remaining_example_is_refused(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
     with pytest.raises(UserError) as caught:
