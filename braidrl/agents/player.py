@@ -104,13 +104,15 @@ class AgentPlayer(Player):
     agent: Callable[..., Any]
 
     async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
-        """Run a row's agent; the number or Observation that it returns is the score."""
+        """Run a row's agent; the number or Observation that it returns is the score. An agent without a call has failed."""
         uid, endpoint = trajectory.uid, self.endpoint
         example = {**self.example_of(uid, metadata, endpoint.purpose), "api_key": endpoint.key or "-"}
         try:
             outcome = outcome_of(await self.ask(self.agent, endpoint.open(trajectory), example))
         finally:
             await endpoint.close(uid)
+        if not trajectory.sequence_lengths:
+            raise EnvironmentFailed("no call", "the agent returned without a call of its endpoint, base_url")
         trajectory.add_reward(outcome.reward, outcome.correct, self.limits.max_abs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -205,10 +204,9 @@ def test_agents_that_fail_or_take_too_long_end_their_own_rows() -> None:
             return await AgentPlayer(endpoint, agent, limits=limits).play(rows)
 
     played = asyncio.run(run())
-    assert [e.failure for e in played] == [None, "KeyError", "timeout", None, "TypeError"]
+    assert [e.failure for e in played] == [None, "KeyError", "timeout", "no call", "TypeError"]
     assert [e.turns for e in played] == [1, 1, 2, 0, 1]
-    assert Counter(one.failure for one in played if one.failure) == {"KeyError": 1, "timeout": 1, "TypeError": 1}
-    assert [e.finish_reason for e in played].count(FinishReason.ERROR) == 3
+    assert [e.finish_reason for e in played].count(FinishReason.ERROR) == 4
     assert trajectory_columns(played, LIMITS)["action_tokens"].tolist()[3] == 0  # type: ignore[union-attr]
 
 

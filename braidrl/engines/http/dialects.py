@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.engines.requests import Request, SamplingParams, draw_arguments
+from braidrl.errors import UserError
 
 Json = Mapping[str, Any]
 ServerCall = tuple[str, Json]
@@ -55,7 +56,7 @@ class Dialect:
 
     generate: Callable[[ReplyPart], ServerCall]
     read: Callable[[Json], tuple[Sequence[int], Sequence[float]]]
-    """Returns the tokens that a server drew, and their log-probs. Raises ValueError for an answer without them."""
+    """Returns the tokens that a server drew, and their log-probs. Raises UserError for an answer without them."""
     abort: Callable[[str], ServerCall]
     """Ends a request, given its name; the server answers with the tokens drawn so far."""
     load_weights: Callable[[str, str], Sequence[ServerCall]]
@@ -102,7 +103,7 @@ def vllm_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:
     (choice,) = answer["choices"]
     tokens = choice.get("token_ids")
     if tokens is None:
-        raise ValueError("gives no token ids; use vLLM 0.11 or later")
+        raise UserError("gives no token ids; use vLLM 0.11 or later")
     return tokens, (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
 
 
@@ -175,7 +176,7 @@ def sglang_generate(part: ReplyPart) -> ServerCall:
 def sglang_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:
     drawn = answer["meta_info"].get("output_token_logprobs")
     if drawn is None:
-        raise ValueError("gives no log-probs of its tokens")
+        raise UserError("gives no log-probs of its tokens")
     return [token for _, token, *_ in drawn], [log_prob for log_prob, *_ in drawn]
 
 

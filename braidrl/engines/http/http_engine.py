@@ -29,7 +29,7 @@ from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load
 from braidrl.engines.http.dialects import Dialect, ReplyPart, ServerNeeds
 from braidrl.engines.requests import EngineRow, Request, Response, remaining_request, row_of
-from braidrl.errors import UserError
+from braidrl.errors import UserError, shown
 from braidrl.observe.stalls import WORK
 from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WeightFile, stored_in_folder
@@ -168,8 +168,10 @@ class HttpEngine:
             state.call = None
         try:
             tokens, log_probs = self.spec.dialect.read(answer)
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"rollout.servers: {self.url} {error}") from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"rollout.servers: {self.url} gives an answer without tokens: {shown(answer)}") from error
         await self.check_weights()
         return list(zip(tokens, log_probs, strict=True))
 

@@ -297,6 +297,20 @@ def test_an_address_of_another_program_is_a_user_error(said: str, message: str) 
         asyncio.run(connect())
 
 
+@pytest.mark.parametrize(
+    "said", [{"error": "busy"}, {"meta_info": None}, {"meta_info": {"output_token_logprobs": [[]]}}]
+)
+def test_an_answer_without_tokens_is_a_user_error(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(self: SglangSpeaker, asked: web.Request) -> web.Response:
+        return web.json_response(said)
+
+    monkeypatch.setattr(SglangSpeaker, "_generate", answer)
+    asked = Asked(SGLANG)
+    with pytest.raises(UserError, match="gives an answer without tokens"):
+        asked.runner.run(asked.engine.submit(Request((0, 0, 0), torch.tensor([1]), SamplingParams(max_tokens=4))))
+    asked.close()
+
+
 def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> dict[str, Any]:
     model = {"logits_processors": processors, "logprobs_mode": mode, "max_model_len": room}
     return {"vllm_config": {"model_config": model, "scheduler_config": {"async_scheduling": ahead}}}
