@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from braidrl.config.layout import ParallelLayout
-from braidrl.config.section import MOST_PROCESSES, MOST_ROWS, MOST_STEPS, MOST_TOKENS, DType, Section
+from braidrl.config.section import MOST_ROWS, MOST_STEPS, MOST_TOKENS, DType, Section
 
 MOST_LEARNING_RATE = 100.0
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -155,5 +155,3 @@ class RoleConfig(Section):
     methods: str | None = None
     """Class with your own methods for this role's workers, `module:Class` or `file.py:Class`; a session calls them under
     `runtime: hybrid`."""
-    generate_workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Number of ranks, from the first, that generate for this role under `runtime: distributed`; by default all."""
