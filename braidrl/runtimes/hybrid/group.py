@@ -22,7 +22,7 @@ from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.flow.signatures import registration_of
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part
-from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, StageFailure, sign_of
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, sign_of
 from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, settings_of
@@ -31,14 +31,6 @@ DEATH_S = 2.0
 """Seconds until Ray reports a worker's end that others have noticed."""
 Partition = Sequence[Sequence[int]]
 """The row positions of each rank, ascending."""
-
-
-class WorkerFailure(WorkerError):
-    """Raised by the driver to end the run: a worker failed, died, or sent no heartbeat for too long."""
-
-
-class WorkerDied(WorkerFailure, LostProcess):
-    """Raised by the driver to end the run: a worker is gone."""
 
 
 @dataclass(eq=False)
@@ -106,7 +98,7 @@ class WorkerGroup:
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
         """Return the answers of this group's calls, in the order of the futures, which then know where their rows are.
 
-        `arrived` is called with each completed future. Raises WorkerFailure if a worker failed or sent no answer for too long, and
+        `arrived` is called with each completed future. Raises WorkerError if a worker failed or sent no answer for too long, and
         UserError if a worker raised it.
         """
         waiting = {future.ref: future for future in futures}
@@ -115,7 +107,7 @@ class WorkerGroup:
             ready = self.cluster.ready(list(waiting), self.limit_s)
             if not ready:
                 whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.part.uids())})" for f in waiting.values())
-                raise WorkerFailure(
+                raise WorkerError(
                     f"waited {self.limit_s:g} s without an answer from {whom}; "
                     "raise cluster.wait_limit_s if this may take longer"
                 )
@@ -123,7 +115,7 @@ class WorkerGroup:
                 future = waiting.pop(ref)
                 try:
                     answers[ref] = self._result(future)
-                except WorkerFailure as failure:
+                except WorkerError as failure:
                     self._raise_deaths(list(waiting.values()), failure)
                     raise
                 # Index columns and sums go to the caller; the future keeps the location of the payload.
@@ -139,33 +131,33 @@ class WorkerGroup:
             cause = error.cause
             if isinstance(cause, UserError):
                 raise (BadUpdate if isinstance(cause, BadUpdate) else UserError)(str(cause)) from None
-            story = str(cause) if isinstance(cause, StageFailure) else f"{future.who} failed in {future.what}:\n{error}"
-            raise WorkerFailure(story) from None
+            story = str(cause) if isinstance(cause, WorkerError) else f"{future.who} failed in {future.what}:\n{error}"
+            raise WorkerError(story) from None
         except (RayActorError, OutOfMemoryError) as error:
             who = self.cluster.names.get(str(getattr(error, "actor_id", "")), future.who)
-            raise WorkerDied(
+            raise LostProcess(
                 f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
             ) from None
         except RayError as error:
-            raise WorkerFailure(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
+            raise WorkerError(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result
 
-    def _raise_deaths(self, others: Sequence[Future], failure: WorkerFailure) -> None:
-        """Raise WorkerDied for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
+    def _raise_deaths(self, others: Sequence[Future], failure: WorkerError) -> None:
+        """Raise LostProcess for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
             try:
                 if future.ref in ready:
                     self._result(future)
-            except WorkerDied:
+            except LostProcess:
                 raise
-            except (WorkerFailure, UserError):
+            except (WorkerError, UserError):
                 continue
         # The cause may be a dead worker of any pool whose rows or weights these calls needed.
-        gone = [] if isinstance(failure, WorkerDied) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
+        gone = [] if isinstance(failure, LostProcess) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
         if gone:
             names = ", ".join(self.cluster.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
-            raise WorkerDied(f"{names} died; others were waiting for it") from failure
+            raise LostProcess(f"{names} died; others were waiting for it") from failure
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
-from braidrl.errors import UserError, no_room
+from braidrl.errors import UserError, WorkerError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import checked, computed, summed
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
@@ -81,10 +81,6 @@ def sign_of(prepared: Prepared) -> int:
     return zlib.crc32(repr((*prepared.flow.stages, *prepared.evaluation.stages)).encode())
 
 
-class StageFailure(Exception):
-    """Raised in a worker; its text holds everything, since the exception behind it may not be serializable."""
-
-
 class HybridWorker:
     """One rank of all roles of a pool. Calls come through `perform`, in the driver's order."""
 
@@ -118,7 +114,8 @@ class HybridWorker:
         """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
         answers of earlier calls that hold the arguments' rows.
 
-        Raises UserError if the method raised it, and StageFailure for any other error, also if rows did not arrive.
+        Raises UserError if the method raised it, and WorkerError for any other error, also if rows did not arrive: its text holds
+        everything, since the exception behind it may not be serializable.
         """
         for key in released:
             self.kept.pop(key, None)
@@ -133,7 +130,7 @@ class HybridWorker:
             who = f"{role} rank {self.rank}"
             if full := no_room(error, "RUN"):
                 raise UserError(f"{who} failed in {doing}: {full}") from None
-            raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
+            raise WorkerError(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
         return answer if isinstance(answer, CallResult) else CallResult(result=answer)
 
     @register(protocol="ALL_TO_ALL")
@@ -340,20 +337,16 @@ class HybridWorker:
         return CallResult(index, names, self.number, key, answer.sums, answer.seconds)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> CallResult:
-        """Return the result of `run` for the rows of a part, its metric sums, and its seconds."""
-        rows, sums, role = self._gather(part, stage, iteration), Sums(), stage.role or "compute"
+        """Return the result of `run` for a part's rows with the columns that the stage may read, its metric sums, and its seconds."""
+        self.call.doing = (stage.role or self.pool.name, f"{stage.name} (iteration {iteration})", part)
+        sums, role = Sums(), stage.role or "compute"
+        with traced(self.trace, role, stage.name, iteration, rows=len(part), state="waiting"):
+            rows = self._rows_of(part, columns_read(stage))
         start = time.perf_counter()
         with traced(self.trace, role, stage.name, iteration, rows=len(rows), version=self.version) as done:
             result = run(rows, sums)
             done.tokens = tokens_of(Rows(result) if "length" in stage.writes and result else rows)
         return CallResult(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
-
-    def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
-        """Return the part's rows with the columns that the stage may read."""
-        self.call.doing = (stage.role or self.pool.name, f"{stage.name} (iteration {iteration})", part)
-        role = stage.role or "compute"
-        with traced(self.trace, role, stage.name, iteration, rows=len(part), state="waiting"):
-            return self._rows_of(part, columns_read(stage))
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
         """Return the rows of a part with their index columns and the payload to read; None reads all, index columns included.

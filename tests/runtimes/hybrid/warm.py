@@ -53,8 +53,11 @@ class RehearsingWorker(HybridWorker):
         if order == "linger":
             self.released.wait(seconds)
         if order == "raise":
-            self._gather(part, stage, iteration)
-            raise ZeroDivisionError("as rehearsed")
+
+            def fails(rows: Rows, sums: Sums) -> None:
+                raise ZeroDivisionError("as rehearsed")
+
+            self._compute(part, stage, iteration, fails)
         if order == "refuse":
             raise UserError("a row is too long; write trainer.max_tokens_per_device=64")
         if order == "die":
