@@ -79,21 +79,9 @@ class PluginRegistry:
         if self.methods:
             check_call(f"{self.kind} {name}", found, *self.arguments, settings=settings)
 
-    def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Check the settings that a configuration gives to a plug-in.
-
-        Args:
-            name: A short name, `module:name` or `file.py:name`.
-            settings: Values by parameter name; the plug-in's first parameter is not a setting.
-
-        Raises:
-            UserError: The plug-in has no such parameter.
-        """
-        parameters = list(inspect.signature(self.find(name)).parameters.values())[1:]
-        known = [parameter.name for parameter in parameters]
-        for setting in settings:
-            if setting not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-                raise UserError(f"{self.kind} {name!r} has no setting {setting!r}. {suggest(setting, known)}")
+    def check_settings(self, name: str, settings: Iterable[str]) -> None:
+        """Raise UserError for a setting that the plug-in `name` does not have; its first parameter is none."""
+        check_settings(f"{self.kind} {name!r}", self.find(name), settings)
 
     def place(self, name: str) -> str:
         """Return the `module:name` of a plug-in. Raises UserError for an unknown short name."""
@@ -121,6 +109,15 @@ def check_call(name: str, function: Callable[..., Any], *given: str, settings: I
     except TypeError as error:
         call = ", ".join([*given, *(f"{key}=..." for key in settings)])
         raise UserError(f"{name}{signature} cannot be called with ({call}): {error}") from None
+
+
+def check_settings(name: str, function: Callable[..., Any], settings: Iterable[str]) -> None:
+    """Raise UserError, with the most similar one, for a setting that is no parameter of a function after its first one."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    known = [parameter.name for parameter in parameters]
+    for setting in settings:
+        if setting not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            raise UserError(f"{name} has no setting {setting!r}. {suggest(setting, known)}")
 
 
 def version_of(package: str) -> str:
