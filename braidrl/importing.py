@@ -61,14 +61,9 @@ class PluginRegistry:
             raise UserError(f"{name} is no {self.kind}: it lacks {' and '.join(lacking)}")
 
     def check(self, name: str, load: bool = True, settings: Iterable[str] = ()) -> None:
-        """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called or lacks a method.
+        """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called with `settings` or lacks a method.
 
-        Built-in plug-ins are not imported: only another process may have their packages.
-
-        Args:
-            name: A short name, `module:name` or `file.py:name`.
-            load: Import a user's own plug-in.
-            settings: Names of the keyword arguments with which it is called.
+        Built-in plug-ins are not imported: only another process may have their packages. Without `load` a user's own is not either.
         """
         place = self.place(name)
         if not load or name in self.built_in:

@@ -208,13 +208,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def check_requirements(name: str, params: Mapping[str, Any], settings: RewardConfig) -> None:
-    """Raise UserError if a verifier of that name cannot be called. Nothing is imported.
-
-    Args:
-        name: The name in the configuration.
-        params: The verifier's own settings.
-        settings: The settings of all verifiers.
-    """
+    """Raise UserError if a verifier with its own `params`, and the `settings` of all, cannot be called. Nothing is imported."""
     if name == "code" and not settings.run_programs_without_walls:
         if settings.sandbox != "bubblewrap" or not settings.processes:
             raise UserError(

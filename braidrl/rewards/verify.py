@@ -104,12 +104,8 @@ class RuleRewards:
     ) -> None:  # fmt: skip
         """Resolve the verifiers. Raises UserError for one that cannot be called.
 
-        Args:
-            config: The run's verifiers.
-            per_source: The verifiers of sources with their own, by source number.
-            tokenizer: Decodes responses.
-            source_names: The `source` argument of verifiers, by default the source number.
-            ends: Tokens that end a response, which verifiers never see.
+        `per_source` has the verifiers of sources with their own, and `source_names` the `source` argument of verifiers, by default the
+        number. `ends` are tokens that end a response, which verifiers never see.
         """
         self._tokenizer, self._ends = tokenizer, ends
         self._skips_special = config.skip_special_tokens
