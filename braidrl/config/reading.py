@@ -24,8 +24,6 @@ OTHERS_SETTINGS = re.compile(r".*\.(params|vllm|engine_settings|optimizer_settin
 """Keys with free text, which is not checked for code."""
 UNION_MEMBER = re.compile(r"[\[(<]|^(str|int|float|bool)$")
 """A part of an error's location that pydantic adds to the keys."""
-GONE = {"generate_workers": "every rank generates, as it trains; remove it"}
-"""Removed keys, and what to do."""
 READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)(\.path)?|rollout\.servers\.folder")
 """Keys with input paths, which are searched in the folder of the configuration file."""
 
@@ -158,9 +156,8 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]
             continue
         place = shown(".".join(map(str, keys))).strip("'")
         if first["type"] == "extra_forbidden":
-            key = str(first["loc"][-1])
-            known = suggest(key, section_keys(first["loc"][:-1], root))
-            lines[keys] = f"{place} is gone: {GONE[key]}" if key in GONE else f"unknown key {place!r}. {known}"
+            known = suggest(str(first["loc"][-1]), section_keys(first["loc"][:-1], root))
+            lines[keys] = f"unknown key {place!r}. {known}"
         elif first["type"] == "missing":
             lines[keys] = f"{place!r} is not set; give it in the file or as {place}=..."
         elif first["type"] == "model_type" and first["input"] is None:
