@@ -135,8 +135,7 @@ class DeviceUsage:
         ranks = generation_layout(config).ranks if copies or pools_ranks(config) else 1
         if copies:
             threads = default_threads(copies * ranks) or int(os.environ["OMP_NUM_THREADS"])
-            if (each := own_rates(self.device, threads)) is None:
-                return
+            each = own_rates(self.device, threads) or self.rates
             ranks, bandwidth = 1, copies * ranks * each.bandwidth
         tokens, seen = zip(*drawn, strict=True)
         own_slots = max(1, slots // ranks)
