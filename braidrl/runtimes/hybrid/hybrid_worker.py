@@ -92,9 +92,6 @@ class HybridWorker:
         self.resources = ExitStack()
         self.writing = BackgroundWriter()
         self.version = 0
-        self._forget_run()
-
-    def _forget_run(self) -> None:
         self.number, self.rank, self.pool = -1, 0, Pool(("worker",), 1)
         self.world = World()
         self.trace: TraceWriter | None = None
@@ -104,9 +101,8 @@ class HybridWorker:
         """Other workers of the run, found by name on first use."""
 
     def close(self) -> None:
-        """End the reward processes, and forget rows, files and ranks."""
+        """End the reward processes, and close files and process groups."""
         self.resources.close()
-        self._forget_run()
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
         """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
