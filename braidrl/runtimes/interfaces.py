@@ -160,7 +160,7 @@ class Restart(Enum):
     WITH_ROWS = auto()
     """Only training processes restart; the others continue, and all rows stay."""
     FROM_CHECKPOINT = auto()
-    """Lost processes and their group restart; the others keep their models, and rows are forgotten."""
+    """Only training processes restart, and rows are forgotten."""
     OF_ALL = auto()
     """All processes restart."""
 

@@ -5,7 +5,6 @@ other workers ──fetch──▶ rows in chunks, by Ray's object store, also w
 """
 
 import gc
-import os
 import secrets
 import threading
 import time
@@ -166,11 +165,9 @@ class HybridWorker:
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)
-        # The driver shows progress; a worker's own would go to a log file.
-        silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
         self.executor = StageExecutor(
             prepared.config, self.flow, pool.models, prepared.tokenizer,
-            rule_rewards(prepared.config, prepared.stages, prepared.tokenizer), Progress(stream=silent), pool.generating,
+            rule_rewards(prepared.config, prepared.stages, prepared.tokenizer), Progress(shown=False), pool.generating,
             DataParallel(self.world.group),
         )  # fmt: skip
         self.resources.callback(self.executor.close)
