@@ -202,10 +202,8 @@ def _load_file(path: Path) -> ModuleType:
     # The file may import the modules in its folder, as `python file.py` does. The folder comes after installed packages in the search
     # path, so that it hides none, and before the folders of other users' files; modules of these with the same names are removed, and are
     # imported again.
-    folder, others = (
-        path.parent,
-        [p for p in sys.path if p.endswith(USER_FOLDER) and p != f"{path.parent}{USER_FOLDER}"],
-    )
+    folder = path.parent
+    others = [place for place in sys.path if place.endswith(USER_FOLDER) and place != f"{folder}{USER_FOLDER}"]
     for neighbour in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
         known = neighbour.stem if neighbour.parent == folder else neighbour.parent.name
         file = getattr(sys.modules.get(known), "__file__", None)

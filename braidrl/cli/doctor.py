@@ -165,17 +165,11 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
     """Return the findings on each live node. Raises UserError if this machine cannot write the run's folder."""
     ray, limit_s = cluster.ray, cluster.config.start_limit_s
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    folder, mark = (
-        None if config is None else Path(os.path.abspath(config.output)),
-        f".braid-doctor-{secrets.token_hex(8)}",
-    )
-    own = {
-        node["NodeID"]: ray.remote(num_cpus=0, scheduling_strategy=affinity(node["NodeID"], soft=False))(
-            Inspector
-        ).remote()
-        for node in ray.nodes()
-        if node["Alive"]
-    }
+    folder = None if config is None else Path(os.path.abspath(config.output))
+    mark, own = f".braid-doctor-{secrets.token_hex(8)}", dict[str, Any]()
+    for node in (node["NodeID"] for node in ray.nodes() if node["Alive"]):
+        options = {"num_cpus": 0, "scheduling_strategy": affinity(node, soft=False)}
+        own[node] = ray.remote(**options)(Inspector).remote()
     silent = {"Ray": f"it did not answer within {limit_s:g} s"}
     reports = {node: NodeReport(f"node {node[:8]}", unseen=silent) for node in own}
     try:
