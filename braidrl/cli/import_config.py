@@ -236,10 +236,8 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             one.left[key] = "verl's own configuration has no such key; see docs/coming-from-verl.md"
         elif "rule" in row or "to" in row:
             if one.flow in row.get("of", one.flow).split():
-                to, values = (
-                    row.get("to", ""),
-                    {str(given).lower(): made for given, made in row.get("values", {}).items()},
-                )
+                to = row.get("to", "")
+                values = {str(given).lower(): made for given, made in row.get("values", {}).items()}
                 if not values:
                     made = RULES[row.get("rule", "")](one, value, to)
                 else:
