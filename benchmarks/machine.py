@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import platform
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from braidrl.training.operations import measured_rates
+SIDE, NUMBERS = 2048, 1 << 26
+"""Rows of the square matrices that are multiplied, and float32 elements that are read."""
+REPEATS, SECONDS = 7, 0.3
+"""Least number of timings of each kind, and least seconds: with other programs running, few timings are undisturbed."""
+DTYPES = ("float32", "bfloat16", "float64")
 
 
 def describe(threads: int) -> dict[str, Any]:
@@ -34,9 +41,26 @@ def describe(threads: int) -> dict[str, Any]:
 def measure(threads: int) -> dict[str, float]:
     """Return floating-point operations per second by dtype (the faster of torch's two libraries) and bytes read per second."""
     torch.set_num_threads(threads)
-    rates = measured_rates()
-    named = {f"{dtype}_operations_per_second": rate for dtype, rate in rates.operations.items()}
-    return {**named, "bytes_per_second": rates.bandwidth}
+    found = {}
+    for name in DTYPES:
+        a, b = (torch.randn(SIDE, SIDE).to(getattr(torch, name)) for _ in range(2))
+        ways: list[Callable[[], Any]] = [partial(torch.matmul, a, b)]
+        if torch.backends.mkldnn.is_available() and name != "float64":
+            ways.append(partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], ""))
+        found[f"{name}_operations_per_second"] = max(2 * SIDE**3 / shortest(way) for way in ways)
+    store = torch.ones(NUMBERS)
+    return {**found, "bytes_per_second": store.nbytes / shortest(store.sum)}
+
+
+def shortest(work: Callable[[], Any]) -> float:
+    """Return the minimum of several timings in seconds: disturbances only add time."""
+    work()
+    times: list[float] = []
+    while len(times) < REPEATS or sum(times) < SECONDS:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 if __name__ == "__main__":

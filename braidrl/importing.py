@@ -61,14 +61,9 @@ class PluginRegistry:
             raise UserError(f"{name} is no {self.kind}: it lacks {' and '.join(lacking)}")
 
     def check(self, name: str, load: bool = True, settings: Iterable[str] = ()) -> None:
-        """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called or lacks a method.
+        """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called with `settings` or lacks a method.
 
-        Built-in plug-ins are not imported: only another process may have their packages.
-
-        Args:
-            name: A short name, `module:name` or `file.py:name`.
-            load: Import a user's own plug-in.
-            settings: Names of the keyword arguments with which it is called.
+        Built-in plug-ins are not imported: only another process may have their packages. Without `load` a user's own is not either.
         """
         place = self.place(name)
         if not load or name in self.built_in:
@@ -79,21 +74,9 @@ class PluginRegistry:
         if self.methods:
             check_call(f"{self.kind} {name}", found, *self.arguments, settings=settings)
 
-    def check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
-        """Check the settings that a configuration gives to a plug-in.
-
-        Args:
-            name: A short name, `module:name` or `file.py:name`.
-            settings: Values by parameter name; the plug-in's first parameter is not a setting.
-
-        Raises:
-            UserError: The plug-in has no such parameter.
-        """
-        parameters = list(inspect.signature(self.find(name)).parameters.values())[1:]
-        known = [parameter.name for parameter in parameters]
-        for setting in settings:
-            if setting not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-                raise UserError(f"{self.kind} {name!r} has no setting {setting!r}. {suggest(setting, known)}")
+    def check_settings(self, name: str, settings: Iterable[str]) -> None:
+        """Raise UserError for a setting that the plug-in `name` does not have; its first parameter is none."""
+        check_settings(f"{self.kind} {name!r}", self.find(name), settings)
 
     def place(self, name: str) -> str:
         """Return the `module:name` of a plug-in. Raises UserError for an unknown short name."""
@@ -121,6 +104,15 @@ def check_call(name: str, function: Callable[..., Any], *given: str, settings: I
     except TypeError as error:
         call = ", ".join([*given, *(f"{key}=..." for key in settings)])
         raise UserError(f"{name}{signature} cannot be called with ({call}): {error}") from None
+
+
+def check_settings(name: str, function: Callable[..., Any], settings: Iterable[str]) -> None:
+    """Raise UserError, with the most similar one, for a setting that is no parameter of a function after its first one."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    known = [parameter.name for parameter in parameters]
+    for setting in settings:
+        if setting not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            raise UserError(f"{name} has no setting {setting!r}. {suggest(setting, known)}")
 
 
 def version_of(package: str) -> str:
@@ -210,10 +202,8 @@ def _load_file(path: Path) -> ModuleType:
     # The file may import the modules in its folder, as `python file.py` does. The folder comes after installed packages in the search
     # path, so that it hides none, and before the folders of other users' files; modules of these with the same names are removed, and are
     # imported again.
-    folder, others = (
-        path.parent,
-        [p for p in sys.path if p.endswith(USER_FOLDER) and p != f"{path.parent}{USER_FOLDER}"],
-    )
+    folder = path.parent
+    others = [place for place in sys.path if place.endswith(USER_FOLDER) and place != f"{folder}{USER_FOLDER}"]
     for neighbour in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
         known = neighbour.stem if neighbour.parent == folder else neighbour.parent.name
         file = getattr(sys.modules.get(known), "__file__", None)

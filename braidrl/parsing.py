@@ -29,16 +29,9 @@ LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True, whole: bool = True) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text. Raises ValueError, in one line, if it is not JSON or exceeds a limit.
 
-    Args:
-        text: UTF-8, or text.
-        most_bytes: Maximum length.
-        finite: Refuse NaN and numbers beyond double precision.
-        whole: Refuse lone surrogates.
-
-    Raises:
-        ValueError: The text is not JSON or exceeds a limit; the message has one line.
+    `finite` refuses NaN and numbers beyond double precision, `whole` lone surrogates.
     """
     if len(text) > most_bytes:
         raise ValueError(f"it has {len(text)} bytes, and at most {most_bytes} are read")
@@ -199,15 +192,9 @@ def read_text(path: Path) -> str:
 
 
 def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return the value of a YAML text.
+    """Return the value of a YAML text; `place` is its file or override, for messages, and `loader` may have special resolvers.
 
-    Args:
-        text: The text.
-        place: Its file or override, for messages.
-        loader: A loader class with special resolvers.
-
-    Raises:
-        UserError: The text is not YAML, has a duplicate key, or has a colon without a space after it in a key.
+    Raises UserError if it is not YAML, has a duplicate key, or has a colon without a space after it in a key.
     """
     try:
         check_events(text)

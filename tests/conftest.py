@@ -24,7 +24,6 @@ from xdist.scheduler import LoadFileScheduling
 
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
-from braidrl.training.operations import DeviceRates, keep_rates
 
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster
@@ -35,8 +34,6 @@ from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 # Keep shared memory apart from that of other test runs and other users of this machine.
 OWN_MEMORY = tempfile.TemporaryDirectory(prefix="braid-tests-", dir=shared_folder())
 os.environ["BRAID_SHARED_MEMORY"] = OWN_MEMORY.name
-os.environ["BRAID_RATES"] = f"{OWN_MEMORY.name}/rates.json"
-keep_rates(DeviceRates(dict.fromkeys(("float32", "bfloat16", "float64"), 1e15), 1e15))
 torch.set_num_threads(1)
 gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # Same settings as in the command and its processes.
 gc.enable()

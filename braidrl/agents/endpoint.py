@@ -1,7 +1,7 @@
 """An OpenAI-compatible endpoint in front of an engine, which trains an external agent as a black box.
 
 agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ session ──token ids──▶ engine
-  ▲        or /completions, or /responses                   │  what is new in `messages`, tokenised alone
+  ▲                                                         │  what is new in `messages`, tokenised alone
   └──────────────── the reply as text ◀── token ids, log-probs, versions, appended to the session's trajectory
 
 A session is one row. While the agent's messages extend the conversation, tokens are only appended; other messages (a summary, a second
@@ -13,7 +13,7 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,17 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from braidrl.agents.listening import BACKLOG, BoundedConnections
-from braidrl.agents.openai_api import (
-    CHAT,
-    COMPLETIONS,
-    MODEL,
-    RESPONSES,
-    Protocol,
-    TurnReply,
-    TurnRequest,
-    event,
-    reply,
-)
+from braidrl.agents.openai_api import MODEL, TurnReply, TurnRequest, event, events, read, reply, whole
 from braidrl.agents.trajectory import Trajectory
 from braidrl.agents.turns import TurnTemplate
 from braidrl.data.chat import ChatMessage
@@ -57,12 +47,10 @@ INLINE_BYTES = 16 << 10
 THREADS = 4
 LINGER_S = 1.0
 """Seconds for which the rest of a refused body is read, so that its client sees the answer."""
-PROTOCOLS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES}
-"""The protocols by path below a session's URL."""
+PATH = "chat/completions"
+"""The path of turns below a session's URL."""
 WORD_EVERY_S, UNDER_WAY = 10.0, ": the turn is under way\n\n"
 """The interval and text of the keep-alive comment that a streaming client gets while its turn is in progress."""
-UNFINISHED = "\ufffd"
-"""A decoder's output for bytes that are not a complete character yet."""
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
@@ -73,52 +61,10 @@ class EndpointSession:
     trajectory: Trajectory
     said: list[ChatMessage] = field(default_factory=list)
     """All messages so far, including replies, as they were sent."""
-    text: str = ""
-    """The prompt and its continuation, for `completions`."""
-    responses: dict[str, list[ChatMessage]] = field(default_factory=dict)
-    """The conversation up to the end of each response, by the response's name."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a turn, since a row's turns are sequential."""
     requests: int = 0
     """Requests that are being read or answered."""
-
-
-class TurnStream:
-    """A turn that is streamed to its client while it is drawn: its tokens, and the pieces of their text that may be sent."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self.name, self.pieces = "", list[str]()
-        self.drawn = asyncio.Event()
-        self._decode, self._stops = decode, stops
-        self._held = max(map(len, stops), default=1) - 1
-        """Characters at the text's end that are not sent yet: a stop text may begin there."""
-        self._tokens: list[int] = []
-        self._text, self._sent, self._from, self._read = "", 0, 0, 0
-
-    def add_token(self, number: int, token: int) -> None:
-        """Add a token by its index in the response, and ignore a token that another engine draws again."""
-        if number == len(self._tokens):
-            self._tokens.append(token)
-            self.drawn.set()
-
-    def add_piece(self) -> bool:
-        """Add the next piece of the text: whole characters, and nothing that may belong to a stop text.
-
-        Returns False if there is none yet.
-        """
-        self.drawn.clear()
-        # Decoded with earlier tokens, since a decoder may treat the first token of a text differently.
-        before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
-        if not now.endswith(UNFINISHED):
-            self._text += now[len(before) :]
-            self._from, self._read = self._read, len(self._tokens)
-        # A stop text that is complete begins in the part that was not sent.
-        end = first_stop(self._text, self._stops, self._sent)
-        end = len(self._text) - self._held if end is None else end
-        piece = self._text[self._sent : max(end, self._sent)]
-        self._sent += len(piece)
-        self.pieces += [piece] if piece else []
-        return bool(piece)
 
 
 class Endpoint:
@@ -162,8 +108,7 @@ class Endpoint:
 
     async def __aenter__(self) -> "Endpoint":
         application = web.Application(middlewares=[self._admit])
-        for path in PROTOCOLS:
-            application.router.add_post(f"/sessions/{{name}}/v1/{{path:{path}}}", self._handle)
+        application.router.add_post(f"/sessions/{{name}}/v1/{PATH}", self._handle)
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
         # A compressed body could have any size.
@@ -222,7 +167,7 @@ class Endpoint:
         try:
             return await handler(request)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
-            served = f"only POST {', '.join(PROTOCOLS)} and GET models under a session's URL"
+            served = f"only POST {PATH} and GET models under a session's URL"
             return failed(404, f"{request.method} {request.path} is not served here: {served}")
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
@@ -257,19 +202,14 @@ class Endpoint:
             self._held_bytes -= len(raw)
 
     async def _answer(self, http: web.Request, session: EndpointSession, raw: bytes) -> web.StreamResponse:
-        protocol = PROTOCOLS[http.match_info["path"]]
         try:
             try:
                 body = parse_json(raw, finite=False)
             except ValueError as error:
                 raise UserError(f"the body is not JSON: {error}") from error
-            asked = protocol.read(body if isinstance(body, dict) else {})
-            # A possible tool call is sent when it is complete.
-            stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
-            turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
-            if asked.stream:
-                return await streamed(http, protocol, asked, turn, stream or TurnStream(self.template.text, ()))
-            return web.json_response(protocol.whole(asked, await turn))
+            asked = read(body if isinstance(body, dict) else {})
+            turn = asyncio.ensure_future(self._turn(session, asked, len(raw) > INLINE_BYTES))
+            return await streamed(http, asked, turn) if asked.stream else web.json_response(whole(asked, await turn))
         except UserError as error:
             return failed(400, str(error))
         except EngineError as error:
@@ -280,9 +220,7 @@ class Endpoint:
         one = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _turn(
-        self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None, is_long: bool
-    ) -> TurnReply:
+    async def _turn(self, session: EndpointSession, asked: TurnRequest, is_long: bool) -> TurnReply:
         """Generate a row's next turn, one at a time, and remember the conversation up to it."""
         trajectory = session.trajectory
         async with session.lock:
@@ -290,61 +228,35 @@ class Endpoint:
                 raise UserError("the session of this row is closed")
             if trajectory.turns >= MOST_TURNS:
                 raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
-            asked, ids, opens = await self._read_messages(session, asked, is_long)
+            try:
+                if is_long:
+                    loop = asyncio.get_running_loop()
+                    ids, opens = await loop.run_in_executor(self._threads, self._context, session, asked)
+                else:
+                    ids, opens = self._context(session, asked)
+            # A chat template may raise any exception for a client's message.
+            except Exception as error:
+                said = shown(str(error))[1:-1]
+                raise UserError(
+                    f"the messages are none for the chat template: {type(error).__name__}: {said}"
+                ) from error
             stops = (*self.sampling.stop, *asked.stops)
             sampling = replace(self.sampling, max_tokens=asked.limit or self.sampling.max_tokens, stop=stops)
             name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
-            if stream is not None:
-                stream.name = name
             # The row is unchanged if this fails: the client may repeat its request.
             tokens = await trajectory.sample_turn(
-                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage,
-                opens=opens, on_token=stream.add_token if stream else None,
-            )  # fmt: skip
+                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage, opens=opens
+            )
             text = self.template.text(tokens, asked.tools)
             # The reply lacks the stop text that ended it, whose tokens are trained on all the same.
             text = text[: first_stop(text, asked.stops)]
             message = reply(text, bool(asked.tools))
-            if asked.prompt is not None:
-                session.said, session.text = [], asked.prompt + text
-            else:
-                session.said, session.text = [*asked.messages, message], ""
-                session.responses[name] = session.said
+            session.said = [*asked.messages, message]
             reason = "tool_calls" if "tool_calls" in message else REASONS[trajectory.finish_reason]
             return TurnReply(name, message, reason, len(trajectory.sequence) - len(tokens), len(tokens))
 
-    async def _read_messages(
-        self, session: EndpointSession, asked: TurnRequest, is_long: bool
-    ) -> tuple[TurnRequest, list[int], bool]:
-        """Return the request with its whole conversation, the token ids to append before the reply, and whether these open a new sequence.
-
-        Raises UserError for an unknown earlier response, and for messages that the chat template refuses.
-        """
-        if asked.previous is not None:
-            if asked.previous not in session.responses:
-                raise UserError(f"this session has no response {asked.previous!r}")
-            earlier, system = session.responses[asked.previous], asked.messages[:1]
-            if system[0]["role"] != "system":
-                asked = replace(asked, messages=[*earlier, *asked.messages])
-            else:
-                # A new system message replaces the earlier one.
-                kept = earlier[1:] if earlier[0]["role"] == "system" else earlier
-                asked = replace(asked, messages=[*system, *kept, *asked.messages[1:]])
-        try:
-            if is_long:
-                loop = asyncio.get_running_loop()
-                return asked, *await loop.run_in_executor(self._threads, self._context, session, asked)
-            return asked, *self._context(session, asked)
-        # A chat template may raise any exception for a client's message.
-        except Exception as error:
-            said = shown(str(error))[1:-1]
-            raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {said}") from error
-
     def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[list[int], bool]:
-        if asked.prompt is not None:
-            extends = bool(session.text) and asked.prompt.startswith(session.text)
-            new = asked.prompt[len(session.text) :] if extends else asked.prompt
-            return self.template.plain(new, session.trajectory.sequence[-1] if extends else None), not extends
+        """Return the token ids to append before the reply, and whether these open a new sequence."""
         known, messages = len(session.said), asked.messages
         # Client libraries add empty fields.
         before, said = (
@@ -356,44 +268,33 @@ class Endpoint:
         return self.template.first(messages, asked.tools), True
 
 
-async def streamed(
-    http: web.Request, protocol: Protocol, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", stream: TurnStream
-) -> web.StreamResponse:
-    """Stream a turn as events while its tokens are drawn, with a keep-alive comment every `WORD_EVERY_S`, and the rest at its end.
+async def streamed(http: web.Request, asked: TurnRequest, turn: "asyncio.Future[TurnReply]") -> web.StreamResponse:
+    """Send a turn's events when it is over, and until then a keep-alive comment every `WORD_EVERY_S`.
 
     Raises UserError or EngineError if the turn fails before anything was sent.
     """
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    is_over = False
     try:
-        while not is_over:
-            coming = asyncio.ensure_future(stream.drawn.wait())
-            await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-            coming.cancel()
-            is_over, has_drawn = turn.done(), stream.drawn.is_set()
-            events: Iterable[str] = ()
-            if is_over:
-                error = turn.exception()
-                if error is not None and not answer.prepared:
-                    raise error
-                failure = [event({"error": {"message": str(error)}})]
-                events = failure if error else protocol.events(asked, turn.result().name, stream.pieces, turn.result())
-            elif stream.add_piece():
-                events = protocol.events(asked, stream.name, stream.pieces, None)
-            elif not has_drawn:
-                events = (UNDER_WAY,)
-            for each in events:
-                if not answer.prepared:
-                    await answer.prepare(http)
-                await answer.write(each.encode())
+        while not (await asyncio.wait((turn,), timeout=WORD_EVERY_S))[0]:
+            if not answer.prepared:
+                await answer.prepare(http)
+            await answer.write(UNDER_WAY.encode())
+        error = turn.exception()
+        if not answer.prepared:
+            if error is not None:
+                raise error
+            await answer.prepare(http)
+        failure = [event({"error": {"message": str(error)}})]
+        for each in failure if error else events(asked, turn.result()):
+            await answer.write(each.encode())
     except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
         await asyncio.wait((turn,))
     return answer
 
 
-def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
-    """Return the first position from `begin` on at which a text has one of the stop texts; None if it has none."""
-    return min((place for stop in stops if (place := text.find(stop, begin)) >= 0), default=None)
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Return the first position at which a text has one of the stop texts; None if it has none."""
+    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
 
 
 def failed(status: int, message: str) -> web.Response:

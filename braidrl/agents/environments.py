@@ -33,8 +33,8 @@ from typing import Any, Protocol
 
 from braidrl.agents.tool_calls import CALL_ID, ToolCall, parse_tool_calls
 from braidrl.agents.turns import Context, Observation, outcome_of
-from braidrl.errors import UserError, suggest
-from braidrl.importing import PluginRegistry, check_call, import_function
+from braidrl.errors import UserError
+from braidrl.importing import PluginRegistry, check_call, check_settings, import_function
 from braidrl.sandbox.answers import Answerer, Answering, Message
 
 __all__ = ["Context", "Environment", "Observation", "ToolTurns", "environments"]
@@ -154,11 +154,7 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
         check_library(name)
         # Here, and by name: it imports this module.
         make = getattr(importlib.import_module("braidrl.agents.libraries"), scheme)
-        known = inspect.getfullargspec(make)
-        for key in settings:
-            if known.varkw is None and key not in known.kwonlyargs:
-                nearest = suggest(key, known.kwonlyargs)
-                raise UserError(f"rollout.environment.params: {scheme}: has no setting {key!r}. {nearest}")
+        check_settings(f"rollout.environment.params: {scheme}:", make, settings)
         return make(rest, **settings)
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):

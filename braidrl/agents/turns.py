@@ -64,17 +64,9 @@ class TurnTemplate:
         after = self.template.apply([*turn, *messages], tools, opens=True).partition(MARK)[2]
         if MARK in after:
             raise UserError(f"an environment says {MARK!r}, which stands for the assistant's turn; say something else")
-        return self.plain(after, last_token)
-
-    def plain(self, text: str, last_token: int | None) -> list[int]:
-        """Tokenise text that opens a sequence, or that continues after a sampled turn, given its last token.
-
-        Text after a turn gets no special tokens before it, and not the turn's end, if that was sampled.
-        """
-        if last_token is None:
-            return self.template.encode_texts([text], begins=True)[0]
-        text = text.removeprefix(special_tokens(self.template.tokenizer).get(last_token, ""))
-        return self.template.encode_texts([text])[0]
+        # The turn's end is not written twice, if it was sampled.
+        after = after.removeprefix(special_tokens(self.template.tokenizer).get(last_token, ""))
+        return self.template.encode_texts([after])[0]
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
         """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in Hermes' format."""

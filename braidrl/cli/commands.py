@@ -237,7 +237,6 @@ def plan(
         list[str] | None, typer.Option(help="STAGE=SECONDS per iteration, for a stage without a cost model.")
     ] = None,
     rates: Annotated[Path | None, typer.Option(help="A file of rates, as written by --calibrate.")] = None,
-    like: Annotated[str | None, typer.Option(hidden=True)] = None,
     max_staleness: Annotated[
         int | None, typer.Option(help="Consider streaming with a staleness of up to this many versions.")
     ] = None,
@@ -248,40 +247,24 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(help="Write the best plan's predicted timeline into this file, for Perfetto.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(hidden=True)] = None,
     calibrate: Annotated[
         list[Path] | None, typer.Option(help="A run to fit rates to; they are saved to --rates.")
     ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure", help="Fit rates to short runs of CONFIG on a device here; they are saved to --rates."
-        ),
-    ] = False,
 ) -> None:
     """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
     from rich.console import Console
 
-    from braidrl.cli.plan_command import Wanted, calibrated, measured
+    from braidrl.cli.plan_command import Wanted, calibrated
     from braidrl.cli.plan_command import plan as find_plans
     from braidrl.config import load_config
 
-    if html is not None:
-        raise UserError("--html is gone; write --trace FILE.json, and open the file at ui.perfetto.dev")
-    file = rates or Path("rates.yaml")
     if calibrate:
+        file = rates or Path("rates.yaml")
         calibrated(calibrate, devices, file)
         typer.echo(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
         return
-    config = load_config(*split(settings))
-    if measure:
-        measured(config, devices, file, typer.echo)
-        typer.echo(f"rates of {devices} are in {file}; use them with --rates {file}")
-        return
-    if like:
-        raise UserError(f"--like is gone; examples/placements/ has the placement of {like} as a configuration")
     wanted = Wanted(devices, lengths, seconds or (), rates, max_staleness, time_limit)
-    find_plans(config, wanted, overlay, trace, Console())
+    find_plans(load_config(*split(settings)), wanted, overlay, trace, Console())
 
 
 @app.command()

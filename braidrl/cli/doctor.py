@@ -24,7 +24,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from braidrl.cluster.devices import assign_devices, device_lines
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.process import usable_cores
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import ClusterConfig, Config
 from braidrl.errors import UserError
@@ -33,11 +32,8 @@ from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.training.compute.attention import ATTENTION, PackedSequences
 from braidrl.training.compute.log_probs import linear_log_probs
 from braidrl.training.decoders.body import run_body
-from braidrl.training.operations import keep_rates, measured_rates, rates_file
 
 LEAST_DISK = 1 << 30
-RATES_SIDE, RATES_NUMBERS = 1024, 1 << 24
-"""Sizes for measuring rates in about two seconds."""
 CONNECT_LIMIT_S = 5.0
 
 
@@ -57,15 +53,6 @@ def examine(say: Callable[[str], None]) -> bool:
         say(f"of {devices} ranks, {line}")
     if not torch.cuda.is_available():
         say("no CUDA device: runs use the CPU")
-        # The peak rates of this machine's cores are kept for the metrics of runs.
-        before = torch.get_num_threads()
-        torch.set_num_threads(usable_cores())
-        try:
-            rates = keep_rates(measured_rates(RATES_SIDE, RATES_NUMBERS))
-        finally:
-            torch.set_num_threads(before)
-        each = ", ".join(f"{rate / 1e9:,.0f} billion {name} operations/s" for name, rate in rates.operations.items())
-        say(f"{usable_cores()} cores reach {each} and {rates.bandwidth / 1e9:,.0f} GB/s; kept in {rates_file()}")
     room = shutil.disk_usage(Path.cwd()).free
     say(f"{room / 2**30:.1f} GiB free on disk here")
     if room < LEAST_DISK:
@@ -178,17 +165,11 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
     """Return the findings on each live node. Raises UserError if this machine cannot write the run's folder."""
     ray, limit_s = cluster.ray, cluster.config.start_limit_s
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    folder, mark = (
-        None if config is None else Path(os.path.abspath(config.output)),
-        f".braid-doctor-{secrets.token_hex(8)}",
-    )
-    own = {
-        node["NodeID"]: ray.remote(num_cpus=0, scheduling_strategy=affinity(node["NodeID"], soft=False))(
-            Inspector
-        ).remote()
-        for node in ray.nodes()
-        if node["Alive"]
-    }
+    folder = None if config is None else Path(os.path.abspath(config.output))
+    mark, own = f".braid-doctor-{secrets.token_hex(8)}", dict[str, Any]()
+    for node in (node["NodeID"] for node in ray.nodes() if node["Alive"]):
+        options = {"num_cpus": 0, "scheduling_strategy": affinity(node, soft=False)}
+        own[node] = ray.remote(**options)(Inspector).remote()
     silent = {"Ray": f"it did not answer within {limit_s:g} s"}
     reports = {node: NodeReport(f"node {node[:8]}", unseen=silent) for node in own}
     try:

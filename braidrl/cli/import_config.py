@@ -29,7 +29,6 @@ FLOWS = {
 }  # fmt: skip
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 HAVE_KL_IN_REWARD = ("ppo", "rloo", "reinforce_plus_plus")
-DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
 TOOL_FORMATS = ("hermes", "llama", "mistral", "deepseek", "glm")
 ONE = (("rollout.tensor", 1), ("rollout.pipeline", 1))
@@ -188,40 +187,17 @@ def trackers(one: Imported, value: Any, to: str) -> Any:
     return Left(f"no tracker is called {', '.join(unknown)}; see `braid list trackers`") if unknown else None
 
 
-def engine(one: Imported, value: Any, to: str) -> Any:
-    if value in ("vllm", "hf", *UNSET):
-        return "vllm" if value == "vllm" else None
-    return Left(
-        f"start servers of {value} and write rollout.engine=http, rollout.servers={{urls: [...], dialect: {value}}}"
-    )
-
-
-def dtype(one: Imported, value: Any, to: str) -> Any:
-    named = DTYPES.get(str(value), Left(f"{to} is bfloat16 or float32"))
-    return None if (to, named) == ("dtype", "bfloat16") else named  # the default on CUDA
-
-
 RULES: dict[str, Callable[[Imported, Any, str], Any]] = {
     "": lambda one, value, to: None if value in UNSET else value,
     "flow": flow, "kl": kl, "clip": clip, "correction": correction, "eval_sets": eval_sets, "field_name": of_source, "first": of_source,
     "lora": lora, "shard": shard, "vllm_more": vllm_more, "verify": verify, "reward_model": reward_model, "workers": workers,
-    "trackers": trackers, "engine": engine, "dtype": dtype,
+    "trackers": trackers,
     **{name: partial(axis, name) for name in ("tensor", "pipeline", "sequence")},
     "dynamic": lambda one, value, to: one.flow,
-    "loss": lambda one, value, to: (
-        None if value == "vanilla" else Left(f"algorithm.loss, where `braid list losses` has one like {value}")
-    ),
-    "schedule": lambda one, value, to: (
-        value if value in ("constant", "linear", "cosine") else Left("trainer.schedule is constant, linear or cosine")
-    ),
     "at_least_zero": lambda one, value, to: max(0, int(value)),
     "positive": lambda one, value, to: int(value) if int(value) > 0 else None,
     "rows": lambda one, value, to: int(value) * int(one.given.get(f"{ROLLOUT}.n") or 1),
-    "bypass": lambda one, value, to: "rollout" if value else None,
-    "greedy": lambda one, value, to: None if value else 0.0,
-    "device": lambda one, value, to: value if value in ("cuda", "cpu") else None,
     "reference": lambda one, value, to: value if value not in UNSET and one.made.get("algorithm.kl_coef") else None,
-    "runtime": lambda one, value, to: "streaming" if value == "separate_async" else None,
     "staleness": lambda one, value, to: (
         int(value) if one.given.get("trainer.v1.trainer_mode") == "separate_async" else None
     ),
@@ -260,7 +236,12 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             one.left[key] = "verl's own configuration has no such key; see docs/coming-from-verl.md"
         elif "rule" in row or "to" in row:
             if one.flow in row.get("of", one.flow).split():
-                made, to = RULES[row.get("rule", "")](one, value, row.get("to", "")), row.get("to", "")
+                to = row.get("to", "")
+                values = {str(given).lower(): made for given, made in row.get("values", {}).items()}
+                if not values:
+                    made = RULES[row.get("rule", "")](one, value, to)
+                else:
+                    made = values.get(str(value).lower(), Left(row["else"]) if "else" in row else None)
                 if isinstance(made, Left):
                     one.left[key] = made
                 elif made is not None:

@@ -5,25 +5,22 @@ config ──flow, lengths──▶ Problem ──search──▶ plans ──�
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 
 import yaml
 from rich.console import Console
 
 from braidrl.cluster.device_kinds import Cluster, read_cluster
-from braidrl.config import Config, PlacementConfig, StreamingConfig, parse_config
-from braidrl.config.layout import ParallelLayout
+from braidrl.config import Config
 from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
 from braidrl.observe.trace import read_trace, write_chrome_trace
-from braidrl.plan.calibration import WARM_UP, Observed, calibrate
-from braidrl.plan.configured import overlay_of, predicted
+from braidrl.plan.calibration import Observed, calibrate
+from braidrl.plan.configured import overlay_of
 from braidrl.plan.plan_report import show, spans_of
 from braidrl.plan.problem import Problem, batch_lengths, step_lengths
 from braidrl.plan.rates import Rates, read_rates
@@ -31,14 +28,10 @@ from braidrl.plan.search import Plan, Search
 from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
-from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from braidrl.training.loading import load_tokenizer
-from braidrl.training.role_settings import slots_of
 
 SHOWN = 8
-MEASURED_ROWS, MEASURED_TOKENS, MEASURED_STEPS = 64, 1024, 4
-"""Rows, longest response and steps of the runs of `--measure`."""
 
 
 @dataclass(frozen=True)
@@ -133,50 +126,6 @@ def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
     every = {**known, cluster.groups[0].kind: rates}
     plain = {kind: one.model_dump(mode="json") for kind, one in every.items()}
     file.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-    return rates
-
-
-def measured(config: Config, devices: str, file: Path, say: Callable[[str], object]) -> Rates:
-    """Fit rates to short runs of a configuration on one device of this machine, and add them to a file as `calibrated`.
-
-    The runs differ in rows and lengths. They use the configuration's model, data and engine, have no layouts, evaluation,
-    checkpoints or trackers, and are deleted afterwards. Raises UserError if the configuration cannot run here.
-    """
-    rows = slots_of(config) if config.rollout.slots else MEASURED_ROWS
-    groups = max(2, min(config.trainer.prompts_per_step, rows // config.rollout.samples_per_prompt))
-    tokens = min(config.rollout.max_response_tokens, MEASURED_TOKENS)
-    sizes = ((groups, tokens), (groups // 2, tokens), (groups, tokens // 4 or 1))
-    without_layout = {"layout": None, "inference_layout": None}
-    roles = {role: own.model_copy(update=without_layout) for role, own in config.roles.items()}
-    with TemporaryDirectory() as folder:
-        runs = []
-        for number, (prompts, longest) in enumerate(sizes):
-            trainer = config.trainer.model_copy(update={
-                "steps": WARM_UP + MEASURED_STEPS, "prompts_per_step": prompts, "rows_per_update": None, "layout": ParallelLayout(),
-                "inference_layout": None, "max_staleness": 0, "checkpoint_every": 0, "resident_gib": None,
-            })  # fmt: skip
-            rollout = config.rollout.model_copy(
-                update={"max_response_tokens": longest, "tensor": 1, "pipeline": 1, "grouping": None}
-            )
-            # Validated again: keys depend on each other.
-            short = config.model_copy(update={
-                "runtime": "eager", "workers": 1, "placement": PlacementConfig(), "streaming": StreamingConfig(), "trainer": trainer,
-                "rollout": rollout, "roles": roles, "output": Path(folder), "name": f"measure-{number}", "trackers": [],
-                "evaluation": config.evaluation.model_copy(update={"every": 0}),
-            })  # fmt: skip
-            sized = parse_config(short.model_dump(mode="json", exclude_unset=True))
-            with TrainingRun(sized) as run:
-                run.train()
-            runs.append(run.folder)
-        rates = calibrated(runs, devices, file)
-        cluster = read_cluster(devices)
-        for seen in (observe(run, cluster) for run in runs):
-            steps = list(seen.steps())
-            said = [predicted(replace(problem, rates={cluster.groups[0].kind: rates})) for _, problem in steps]
-            took = median(seen.step_seconds[step] for step, _ in steps)
-            say(
-                f"{steps[0][1].rows} rows: {took:.3g} s a step, {median(plan.seconds for plan in said):.3g} s by the fitted rates"
-            )
     return rates
 
 

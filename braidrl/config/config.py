@@ -161,6 +161,18 @@ class ServersConfig(Section):
     """Folder for weights, which the servers and the run see at the same path; by default this machine's folder for temporary files."""
 
 
+VLLM_SHAPE = {
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+    "data_parallel_size": "engines for copies of an engine",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"),
+        "nodes for one over several nodes",
+    ),
+}
+"""Settings of vLLM that `rollout.vllm` does not take, and the key that says the same of every engine."""
+
+
 class RolloutConfig(Section):
     """Sampling of responses."""
 
@@ -221,34 +233,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_shape(self) -> "RolloutConfig":
-        """Take vLLM's own words for an engine's shape as that shape. Raises ValueError where the two contradict."""
-        if self.engine != "vllm":
-            return self
-        if self.vllm.get("data_parallel_size", 1) != 1:
-            copies = self.vllm["data_parallel_size"]
-            raise ValueError(
-                f"vllm.data_parallel_size={copies}: copies of an engine are engines; write rollout.engines={copies}"
-            )
-        for axis in ("tensor", "pipeline"):
-            key = f"{axis}_parallel_size"
-            if key not in self.vllm:
-                continue
-            ranks = self.vllm[key]
-            if not isinstance(ranks, int) or ranks < 1:
-                raise ValueError(f"vllm.{key}={ranks} is no number of ranks; write rollout.{axis}=2")
-            if axis in self.model_fields_set and getattr(self, axis) != ranks:
-                raise ValueError(
-                    f"vllm.{key}={ranks} contradicts rollout.{axis}={getattr(self, axis)}; write rollout.{axis} alone"
-                )
-            self.__dict__[axis] = ranks
-            self.model_fields_set.add(axis)
-        for key in ("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"):
-            if key in self.vllm:
-                raise ValueError(
-                    f"vllm.{key} is set for each engine; remove it, and write rollout.nodes for one over several nodes"
-                )
-        shape = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        self.__dict__["vllm"] = {key: value for key, value in self.vllm.items() if key not in shape}
+        """Raises ValueError for vLLM's own word of what a key of Braid's says."""
+        for given, key in VLLM_SHAPE.items():
+            if self.engine == "vllm" and given in self.vllm:
+                raise ValueError(f"vllm.{given} is set for each engine; remove it, and write rollout.{key}")
         return self
 
     check_weights: bool = False
@@ -322,8 +310,7 @@ class Config(Section):
     flow: str
     """A recipe's name, a .yaml flow, `module:function` or `file.py:function`."""
     model: Path
-    """A Hugging Face directory: weights, configuration and tokenizer; or a model of the hub, `ORG/NAME` or `ORG/NAME@revision`; or a
-    GGUF file, whose dequantised weights are trained."""
+    """A Hugging Face directory: weights, configuration and tokenizer; or a model of the hub, `ORG/NAME` or `ORG/NAME@revision`."""
     algorithm: dict[str, Any] = {}
     """Settings of the recipe, such as `clip_high`."""
     data: DataConfig = DataConfig()

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from braidrl.config.layout import ParallelLayout
-from braidrl.config.section import MOST_PROCESSES, MOST_ROWS, MOST_STEPS, MOST_TOKENS, DType, Section
+from braidrl.config.section import MOST_ROWS, MOST_STEPS, MOST_TOKENS, DType, Section
 
 MOST_LEARNING_RATE = 100.0
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -98,7 +98,7 @@ class TrainerConfig(Section):
     max_restarts: int = Field(0, ge=0, le=MOST_ROWS)
     """Number of automatic restarts from the newest whole checkpoint after the loss of an essential process: a rank, a trainer, or a worker
     under hybrid. Under streaming only training processes restart, and rows in the queue stay if the checkpoint has the last published
-    version; under hybrid only the worker's pool restarts. A process that fails with its own error is not restarted."""
+    version. A process that fails with its own error is not restarted."""
     deterministic: bool = False
     """Use only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"
@@ -155,5 +155,13 @@ class RoleConfig(Section):
     methods: str | None = None
     """Class with your own methods for this role's workers, `module:Class` or `file.py:Class`; a session calls them under
     `runtime: hybrid`."""
-    generate_workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Number of ranks, from the first, that generate for this role under `runtime: distributed`; by default all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _generates_on_every_rank(cls, value: Any) -> Any:
+        """Take a key of earlier versions out, which a recorded configuration has. Raises ValueError where it was set."""
+        if not isinstance(value, dict) or "generate_workers" not in value:
+            return value
+        if value["generate_workers"] is not None:
+            raise ValueError("generate_workers is gone: every rank generates, as it trains; remove it")
+        return {key: own for key, own in value.items() if key != "generate_workers"}

@@ -125,10 +125,7 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         # A user's own backend without an index of its weights: every full tensor by its name.
         shared = worker.shared_model is not None and isinstance(engine, EmbeddedEngine)
         return InPlacePublisher(engine, source=None if shared else worker)
-    parts, own = worker.weights, config.roles.get(worker.role)
-    # Ranks with all weights may generate alone: they do not wait for the others.
-    together = worker.ranks.is_sharded or own is None or own.generate_workers is None
-    ranks = worker.ranks if together else DataParallel()
+    parts, ranks = worker.weights, worker.ranks
     if lora := adapters_sent(worker, config):
         adapters = partial(torch_worker(worker).weights, adapters_alone=True)
         return FilePublisher(WeightWriter(adapters(), ranks, adapter=adapter_config(lora)), adapters, engine)

@@ -2,7 +2,7 @@
 
 submit ──▶ event loop in a thread ──▶ sandbox: a host for each verifier, a copy of it for each call, `processes` calls at a time
    │                 ├───────────────▶ no sandbox, or Braid's own: `processes` hosts, one call at a time each
-   │                 └───────────────▶ the same, `async`: one host for each verifier, many calls at a time
+   │                 └───────────────▶ the same, `async`: awaited on this loop, many calls at a time
    └──▶ no processes: called in this process, for a debugger
 """
 
@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -91,7 +91,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._idle = list(self._one_by_one)
         self._places = asyncio.Semaphore(places)
         self._hosts: dict[str, CodeHost] = {}
-        self._together: dict[str, asyncio.Semaphore] = {}
+        """The hosts of verifiers in the sandbox."""
+        self._calls: dict[str, asyncio.Semaphore] = {}
+        """The places of calls of each verifier that has a host or is `async`."""
         self._talks: dict[CodeHost, Talk] = {}
         self._checked = set[str]()
         self._closed = False
@@ -113,10 +115,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 is_built_in = verifier.name in VERIFIERS
                 # Of Braid's own verifiers only `code` runs foreign code.
                 walled = settings.sandbox != "none" and (not is_built_in or verifier.name == "code")
-                if walled or verifier.asynchronous:  # it needs a host of its own, with the code as it is now
-                    file = None if is_built_in else source_of(verifier.name)
-                    self._hosts[key] = self._host(file=file, trusted=not walled, together=True)
-                    self._together[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
+                if walled:  # it needs a host of its own, with the code as it is now
+                    self._hosts[key] = self._host(file=None if is_built_in else source_of(verifier.name))
+                self._calls[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
                 self._checked.add(key)
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
@@ -124,8 +125,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             request = json.dumps({"check": argument}).encode() + b"\n"
             future: Future[CallOutcome] = Future()
             future.set_running_or_notify_cancel()
-            if settings.processes or verifier.asynchronous:
-                asyncio.run_coroutine_threadsafe(self._serve(key, request, future), self._loop)
+            has_process = (key in self._hosts) if verifier.asynchronous else settings.processes > 0
+            if has_process or verifier.asynchronous:
+                ask = partial(self._in_process, key, request) if has_process else partial(call, verifier, argument)
+                asyncio.run_coroutine_threadsafe(self._serve(key, ask, future), self._loop)
                 return future
         found = call(verifier, argument)
         if inspect.isawaitable(found):
@@ -133,28 +136,31 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         future.set_result(CallOutcome.of(found, settings.max_abs))
         return future
 
-    async def _serve(self, key: str, request: bytes, future: Future[CallOutcome]) -> None:
-        """Make a call, and set its future."""
-        own = self._hosts.get(key)
-        # A call whose process was killed from outside is repeated once. One that shared a process with a call that blocked or ended it
-        # is repeated alone.
-        tries = [own, own] if own and own.policy.walls else [own, None, None] if own else [None, None]
+    async def _serve(self, key: str, ask: Callable[[], Any], future: Future[CallOutcome]) -> None:
+        """Make a call when there is a place for it, and set its future."""
         try:
-            for shared in tries:
-                async with self._together[key] if shared else self._places:
-                    host = shared or self._idle.pop()  # or in a process without other calls
-                    try:
-                        found = await self._asked(host, key, request)
-                    finally:
-                        self._idle += [] if shared else [host]
-                if not found.get("again"):
-                    break
+            async with self._calls[key]:
+                found = ask()
+                found = await found if inspect.isawaitable(found) else found
         except asyncio.CancelledError:
             future.set_exception(CancelledError(ABANDONED))
         except Exception as error:  # an error of the pool, not of the verifier: the caller gets it
             future.set_exception(error)
         else:
             future.set_result(CallOutcome.of(found, self.settings.max_abs))
+
+    async def _in_process(self, key: str, request: bytes) -> Message:
+        """Return a process's answer. A call whose process was killed from outside is repeated once."""
+        own = self._hosts.get(key)
+        for _ in range(2):
+            host = own or self._idle.pop()
+            try:
+                found = await self._asked(host, key, request)
+            finally:
+                self._idle += [] if own else [host]
+            if not found.get("again"):
+                break
+        return found
 
     async def _asked(self, host: CodeHost, key: str, request: bytes) -> Message:
         """Return a host's answer, after it has imported the verifier."""
@@ -202,13 +208,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def check_requirements(name: str, params: Mapping[str, Any], settings: RewardConfig) -> None:
-    """Raise UserError if a verifier of that name cannot be called. Nothing is imported.
-
-    Args:
-        name: The name in the configuration.
-        params: The verifier's own settings.
-        settings: The settings of all verifiers.
-    """
+    """Raise UserError if a verifier with its own `params`, and the `settings` of all, cannot be called. Nothing is imported."""
     if name == "code" and not settings.run_programs_without_walls:
         if settings.sandbox != "bubblewrap" or not settings.processes:
             raise UserError(
@@ -223,7 +223,3 @@ def check_requirements(name: str, params: Mapping[str, Any], settings: RewardCon
         raise UserError(f"{setting} needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
     if key and key not in os.environ:
         raise UserError(f"{setting}: its key is to be in the variable {key}, which is not set; write export {key}=...")
-    if key and key not in settings.environment:
-        raise UserError(
-            f"{setting}: its key is in {key}, which verifiers are not given; write reward.environment=[{key}]"
-        )

@@ -4,7 +4,7 @@ rows ──submit──> one check per row and verifier ──> pool (beside gen
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from braidrl.config import RewardConfig, VerifierConfig
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
+from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, Verifier, resolve
 
@@ -25,18 +26,8 @@ if TYPE_CHECKING:
 Scores = tuple[float, float]
 """The scores of a right and of a wrong answer."""
 RIGHT_OR_WRONG = (1.0, 0.0)
-
-
-@dataclass(frozen=True)
-class CheckFailure:
-    """A check that failed and counts as wrong."""
-
-    row: int
-    label: str
-    reason: str
-    """timeout, exception, died or result."""
-    words: str
-    """The failure as a message."""
+NOTED = 3
+"""Number of failure messages kept from some rows: the most frequent."""
 
 
 @dataclass(eq=False)
@@ -69,21 +60,29 @@ class Pending:
                 columns[f"score_{label}"] = torch.tensor(values, dtype=torch.float32)
         return {self.prefix + name: column for name, column in columns.items()}
 
-    def failures(self) -> list[CheckFailure]:
-        """Wait, and return the checks that raised, hung, died or returned no score."""
-        failed = []
+    def count(self, scores: Scores, sums: Sums) -> dict[tuple[str, str], str]:
+        """Wait, and add each check's score, its verifier's own numbers and its failure to the sums.
+
+        Returns a message for each kind of failure: a verifier's label, and timeout, exception, died or result.
+        """
+        messages, failed = dict[tuple[str, str], str](), set[int]()
+        said: Counter[str] = Counter()
         for number, row in enumerate(self.checks):
             for verifier, future in row:
-                if (reason := future.result().failure) is not None:
-                    words = f"verifier {verifier.label}: {reason}: {future.result().detail}"
-                    failed.append(CheckFailure(number, verifier.label, reason, words))
-        return failed
-
-    def metrics(self, scores: Scores = RIGHT_OR_WRONG) -> Iterator[tuple[str, float]]:
-        """Wait, and yield the score of each check, `checks/NAME/score_mean`, and a verifier's own numbers, `reward/NAME/number`."""
-        for verifier, future in (check for row in self.checks for check in row):
-            yield f"checks/{verifier.label}/score_mean", judged(future.result(), scores)[0]
-            yield from ((f"reward/{verifier.label}/{name}", value) for name, value in future.result().metrics.items())
+                outcome, label = future.result(), verifier.label
+                sums.add(f"checks/{label}/score_mean", judged(outcome, scores)[0])
+                for name, value in outcome.metrics.items():
+                    sums.add(f"reward/{label}/{name}", value)
+                if outcome.failure is not None:
+                    failed.add(number)
+                    words = f"verifier {label}: {outcome.failure}: {outcome.detail}"
+                    said[words] += 1
+                    messages.setdefault((label, outcome.failure), words)
+                    sums.add(f"reward/failures/{label}/{outcome.failure}", 1)
+        sums.add("reward/failed_fraction", len(failed), len(self.checks))
+        for words, count in said.most_common(NOTED):
+            sums.add(FAILURE + words, 0.0, count)
+        return messages
 
 
 def judged(outcome: CallOutcome, scores: Scores) -> tuple[float, bool]:
@@ -105,12 +104,8 @@ class RuleRewards:
     ) -> None:  # fmt: skip
         """Resolve the verifiers. Raises UserError for one that cannot be called.
 
-        Args:
-            config: The run's verifiers.
-            per_source: The verifiers of sources with their own, by source number.
-            tokenizer: Decodes responses.
-            source_names: The `source` argument of verifiers, by default the source number.
-            ends: Tokens that end a response, which verifiers never see.
+        `per_source` has the verifiers of sources with their own, and `source_names` the `source` argument of verifiers, by default the
+        number. `ends` are tokens that end a response, which verifiers never see.
         """
         self._tokenizer, self._ends = tokenizer, ends
         self._skips_special = config.skip_special_tokens

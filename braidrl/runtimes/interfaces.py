@@ -101,9 +101,6 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
     def publish(self, version: int) -> None:
         """Wait for all training and load the trained weights into the engines."""
 
-    def begin_again(self) -> bool:
-        """Restart lost processes and forget all rows; return False if all processes must restart."""
-
 
 @dataclass
 class IterationResult(Generic[T]):
@@ -163,7 +160,7 @@ class Restart(Enum):
     WITH_ROWS = auto()
     """Only training processes restart; the others continue, and all rows stay."""
     FROM_CHECKPOINT = auto()
-    """Lost processes and their group restart; the others keep their models, and rows are forgotten."""
+    """Only training processes restart, and rows are forgotten."""
     OF_ALL = auto()
     """All processes restart."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from braidrl.cluster.process import interrupts_handled
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import FrozenWatch
-from braidrl.cluster.world import Ranks, World
+from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
@@ -318,7 +318,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
         """Record the batch of a failed update; return a message about it."""
-        words = Ranks(self.world.group, self.world).all_gather("failure", str(error), str)
+        words = [bytes(word).decode() for word in self.world.gather("failure", str(error).encode())]
         # If several ranks failed, the message names those with non-finite numbers.
         said = max(words, key=lambda word: NAMES_A_TOKEN in word)
         if error.batch is not None:

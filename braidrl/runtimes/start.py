@@ -51,13 +51,10 @@ def start_backend(
         return start_hybrid_backend(prepared, progress, folder)
     config, flow = prepared.config, prepared.executed
     loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if prepared.train else None
-    # The first ranks generate for a role, by default all of them.
-    given = {role: own.generate_workers for role, own in config.roles.items()}
-    ranks = {role: given.get(role) or world.size for role in prepared.generating}
     executor = StageExecutor(
         config, flow, prepared.roles(), prepared.tokenizer,
         rule_rewards(config, prepared.stages, prepared.tokenizer), progress,
-        [role for role, count in ranks.items() if world.rank < count],
+        prepared.generating,
         DataParallel(world.group, world) if world.group is not None else None,
     )  # fmt: skip
     if config.runtime == "distributed":
@@ -66,7 +63,7 @@ def start_backend(
     name = f"rank-{world.rank}" if config.runtime == "distributed" else "eager"
     trace = executor.generation.moves.trace = TraceWriter(folder, name) if folder else None
     store = prepared.store()
-    return RankBackend(config, flow, loader, executor, store, world, ranks, interrupts, trace, any_stage)
+    return RankBackend(config, flow, loader, executor, store, world, interrupts, trace, any_stage)
 
 
 def start_controller(

@@ -145,9 +145,7 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
             parts.append(f"{label} {form.format(value)}")
     for label, prefix in (("MFU", "utilisation/operations/"), ("bandwidth", "utilisation/bandwidth/")):
         if found := [value for name, value in metrics.items() if name.startswith(prefix) and value is not None]:
-            # Capped at 1: the peak was measured while other programs ran.
-            over = " (more than `braid doctor` measured)" if max(found) > 1 else ""
-            parts.append(f"{label} {max(found):.0%}{over}")
+            parts.append(f"{label} {max(found):.0%}")
     if taken := [value for name, value in metrics.items() if name.startswith("memory/") and value is not None]:
         parts.append(f"memory {in_units(int(max(taken)))}")
     updates = sum(value for name, value in metrics.items() if name.endswith("/update_seconds") and value is not None)

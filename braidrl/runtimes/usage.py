@@ -6,7 +6,6 @@ rows ──bytes───────▶ over seconds · bytes per second       
 A share travels as two sums, so that the total over processes and device kinds is all work done over all work possible.
 """
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from braidrl.agents.trajectory import Trajectory
 from braidrl.cluster.devices import choose_device
-from braidrl.cluster.process import default_threads
 from braidrl.config import Config
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import engine_processes, generation_layout, pools_ranks
@@ -134,10 +132,7 @@ class DeviceUsage:
         copies, bandwidth = engine_processes(config), self.rates.bandwidth
         ranks = generation_layout(config).ranks if copies or pools_ranks(config) else 1
         if copies:
-            threads = default_threads(copies * ranks) or int(os.environ["OMP_NUM_THREADS"])
-            if (each := own_rates(self.device, threads)) is None:
-                return
-            ranks, bandwidth = 1, copies * ranks * each.bandwidth
+            ranks, bandwidth = 1, copies * ranks * bandwidth
         tokens, seen = zip(*drawn, strict=True)
         own_slots = max(1, slots // ranks)
         steps = decoding(np.array(tokens), own_slots).steps if crowd is None else sum(tokens) / crowd

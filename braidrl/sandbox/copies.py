@@ -112,13 +112,7 @@ class SandboxedCopies:
     """The running copies of this process."""
 
     def __init__(self, run: socket.socket, serve: Callable[[socket.socket], None], limits: SandboxLimits) -> None:
-        """Start no copy yet.
-
-        Args:
-            run: The connection over which the run asks for copies.
-            serve: Called in a copy with its end of the talk.
-            limits: The limits of a copy.
-        """
+        """Start no copy yet. The run asks for copies over `run`; a copy calls `serve` with its end of the talk."""
         self.run, self.serve, self.limits, self.isolated = run, serve, limits, bool(limits.fresh)
         self.copies: dict[int, SandboxedCopy] = {}
         self.actions: dict[int, Callable[[int], None]] = {}

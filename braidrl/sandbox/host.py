@@ -1,9 +1,8 @@
 """The process that imports untrusted code and answers requests to it, in copies of itself or in itself.
 
--> {"entry": "module:function", "arguments", "limits", "seconds", "together"}
+-> {"entry": "module:function", "arguments", "limits", "seconds"}
 -> HERE and the end of a socket      this process answers its requests, and does nothing else meanwhile
 -> APART and the end of a socket     a sandboxed copy of this process answers its requests (`copies.py`)
--> TOGETHER and the end of a socket  this process answers its requests, beside others on an event loop
 -> LISTEN                            <- a socket to serve agents on, in this process's network
 
 A socket carries {method: argument}, a line each, and answers. When the other end closes, its talk ends; so does this process with the run.
@@ -25,10 +24,10 @@ import traceback
 from braidrl.sandbox.answers import Answerer, Message
 from braidrl.sandbox.copies import SandboxedCopies, SandboxLimits
 
-LISTEN, HERE, APART, TOGETHER = b"N", b"H", b"A", b"T"
+LISTEN, HERE, APART = b"N", b"H", b"A"
 LOAD_LIMIT_S = 120.0
 """Seconds to start Python and import the code on a busy machine; the time limit of a call begins afterwards."""
-ORPHAN_GRACE_S, HEARTBEAT_S = 3.0, 0.5
+ORPHAN_GRACE_S = 3.0
 
 
 def main(descriptor: int) -> None:
@@ -45,12 +44,7 @@ def main(descriptor: int) -> None:
         asked = json.loads(run.recv(size, socket.MSG_WAITALL))
         module, _, function = asked["entry"].partition(":")
         answer: Answerer = getattr(importlib.import_module(module), function)(**asked["arguments"])
-        if asked["together"]:
-            import asyncio  # here: most functions do not need it, and it takes long to load
-
-            asyncio.run(serve_together(run, answer, asked["seconds"]))
-        else:
-            serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
+        serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -114,59 +108,3 @@ def failure_of(error: BaseException) -> Message:
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in place)
     return {"failure": type(error).__name__, "detail": str(error)[:500], "where": where}
-
-
-async def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None:
-    """Answer one request of each socket, all concurrently on this event loop, until the run is gone.
-
-    The kernel ends this process if its event loop is blocked for longer than the limit of an answer, `seconds`, or of an import. Normally
-    the run kills it earlier, but the run may be gone.
-    """
-    import asyncio
-
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    tasks = set[asyncio.Task[None]]()
-
-    def on_asked() -> None:
-        asked, ends, _, _ = socket.recv_fds(run, 1, 1)
-        if not asked:
-            ended.set()
-            return
-        task = loop.create_task(answer_one(answer, ends[0], seconds + ORPHAN_GRACE_S))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    loop.add_reader(run.fileno(), on_asked)
-    while not ended.is_set():
-        signal.setitimer(signal.ITIMER_REAL, seconds + ORPHAN_GRACE_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), HEARTBEAT_S)
-
-
-async def answer_one(answer: Answerer, end: int, seconds: float) -> None:
-    """Answer the request of a socket, unless its other end closes before; the kernel ends this process if that blocks for `seconds`."""
-    import asyncio
-
-    async def answered(method: str, argument: object) -> Message:
-        signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S if method == "load" else seconds)
-        try:
-            found = answer(method, argument)
-            return await found if inspect.isawaitable(found) else found
-        except raised() as error:
-            return failure_of(error)
-
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=end), limit=1 << 30)
-    try:
-        ((method, argument),) = json.loads(await reader.readline()).items()
-        gone = asyncio.ensure_future(reader.read(1))
-        made = asyncio.ensure_future(answered(method, argument))
-        await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
-        if made.done():
-            writer.write(json.dumps(made.result()).encode() + b"\n")
-            await writer.drain()
-        made.cancel()
-        gone.cancel()
-    except ConnectionError:
-        return
-    finally:
-        writer.close()

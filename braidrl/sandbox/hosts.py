@@ -27,7 +27,7 @@ from braidrl.config.section import SandboxConfig
 from braidrl.errors import UserError
 from braidrl.sandbox.answers import Message, checked_answer
 from braidrl.sandbox.copies import PROGRAMS, REASON, SandboxLimits
-from braidrl.sandbox.host import APART, HERE, LISTEN, LOAD_LIMIT_S, TOGETHER
+from braidrl.sandbox.host import APART, HERE, LISTEN, LOAD_LIMIT_S
 from braidrl.sandbox.walls import POLICIES, CodeFiles, bubblewrap, view, walls_missing
 
 PASSED = (
@@ -37,8 +37,6 @@ PASSED = (
 """Environment variables of the run that untrusted code gets."""
 ARENAS = "MALLOC_ARENA_MAX"
 PIECE_BYTES = 1 << 16
-STUCK_AFTER_S = 1.0
-"""Seconds after the limit of calls that share an event loop until it counts as blocked."""
 ENDING_S = 2.0
 """Seconds in which a closed host ends its copies."""
 ANSWERING_S = 10.0
@@ -57,7 +55,7 @@ class Talk:
 
     def __init__(self, host: "CodeHost", closed: Callable[["Talk"], object] = lambda talk: None) -> None:
         """Open a talk with a copy of the host, or without a sandbox with the host itself; `closed` is called at its end."""
-        self._end = host.connect(APART if host.policy.walls else TOGETHER if host.together else HERE)
+        self._end = host.connect(APART if host.policy.walls else HERE)
         self._end.setblocking(False)
         self._host, self._process, self._closed = host, host.process, closed
         self._unread, self.ready = bytearray(), True
@@ -65,13 +63,13 @@ class Talk:
     async def answer_to(self, request: bytes) -> Message:
         """Return the answer to a request, or a failure, after which no request may follow.
 
-        In a failure `again` says that other code, or a kill from outside, was the cause.
+        In a failure `again` says that a kill from outside was the cause.
         """
         assert self.ready, "the last request has no answer"
         self.ready, host = False, self._host
         late: Message = {"failure": "timeout", "detail": f"no answer within {host.limits.seconds:g} s"}
         try:
-            async with asyncio.timeout(host.limits.seconds + (STUCK_AFTER_S if host.together else 0)):
+            async with asyncio.timeout(host.limits.seconds):
                 found = await self._next(request)
         except TimeoutError:
             found = None
@@ -82,9 +80,9 @@ class Talk:
                     found = await self._next()
                 found = late if "failure" in found else found  # the answer may be there already
         if found is None:
-            # Either the host is stuck, or this call blocks it; or, where calls share an event loop, one of them.
+            # Either the host is stuck, or this call blocks it.
             await asyncio.get_running_loop().run_in_executor(None, host.kill, self._process)
-            found = late | {"again": host.policy.walls or host.together}
+            found = late | {"again": host.policy.walls}
         self.ready = "failure" not in found
         return found
 
@@ -113,7 +111,7 @@ class Talk:
         if process.alive:
             return {"failure": "died", "detail": "its process closed the connection", "again": True}
         how = process.describe_end()
-        return {"failure": "died", "detail": f"its process died: {how}", "again": how in KILLED or self._host.together}
+        return {"failure": "died", "detail": f"its process died: {how}", "again": how in KILLED}
 
     def close(self) -> None:
         """End the process."""
@@ -129,7 +127,6 @@ class CodeHost:
         self, name: str, entry: str, arguments: Mapping[str, Any], key: str, settings: SandboxConfig,
         variables: Sequence[str] = (), python: Path | None = None, seconds: float = 0.0, answers: int = 1,
         answer_bytes: int = 1 << 16, file: Path | None = None, agent: bool = False, trusted: bool = False,
-        together: bool = False,
     ) -> None:  # fmt: skip
         """Describe the process without starting it.
 
@@ -147,12 +144,10 @@ class CodeHost:
             file: The user's code.
             agent: Whether its code calls an endpoint over the host's network.
             trusted: Whether it runs only Braid's own code, which needs no sandbox.
-            together: Whether calls are answered concurrently if there is no sandbox.
         """
         self.name, self.entry, self.arguments, self.key, self.settings = name, entry, arguments, key, settings
         self.variables, self.agent = variables, agent
         self.policy = POLICIES["none" if trusted else settings.sandbox]
-        self.together = together and not self.policy.walls
         memory = int(settings.memory_gib * 2**30)
         self.limits = SandboxLimits(seconds, seconds * answers, memory, settings.max_processes, answer_bytes)
         self.python = shutil.which(python or sys.executable)
@@ -188,7 +183,7 @@ class CodeHost:
         for descriptor in descriptors:
             os.close(descriptor)
         asked: dict[str, Any] = {"entry": self.entry, "arguments": self.arguments, "limits": limits and asdict(limits)}
-        asked |= {"seconds": self.limits.seconds, "together": self.together}
+        asked["seconds"] = self.limits.seconds
         self.loaded.clear()
         with contextlib.suppress(OSError):  # the first talk notices a process that has ended
             process.connection.send_bytes(json.dumps(asked).encode())
@@ -204,7 +199,7 @@ class CodeHost:
                     self._end()
                     self.process = self._spawned()
                 process, line = self.process, b""
-            with self.connect(TOGETHER if self.together else HERE) as end:
+            with self.connect(HERE) as end:
                 end.settimeout(LOAD_LIMIT_S)
                 try:
                     end.sendall(json.dumps({"load": argument}).encode() + b"\n")

@@ -46,41 +46,20 @@ raise SystemExit("its processes get no namespaces" if os.wait()[1] else 0)
 
 @dataclass(frozen=True)
 class Policy:
-    """The permissions of code in one mode. Each field is a line of the security page's table: `QUESTIONS`."""
+    """The permissions of code in one mode. The security page has a table of what follows, and a probe for each of its cells."""
 
-    processes: bool
-    environment: bool
-    memory: bool
-    leftovers: bool
-    writes: bool
-    devices: bool
-    sockets: bool
+    walls: bool
+    """Whether each call has processes of its own."""
     reads: bool
-    home: bool
+    """Whether it reads files beside Python, libraries and the folder of its own code; else its home directory is an empty one."""
     network: bool
-
-    @property
-    def walls(self) -> bool:
-        """Return whether each call has processes of its own."""
-        return not self.processes
+    """Whether it reaches the network, with UNIX sockets that have no file; an agent always reaches its endpoint."""
 
 
 POLICIES = {
-    "process": Policy(*[False] * 7, *[True] * 3),
-    "bubblewrap": Policy(*[False] * 10),
-    "none": Policy(*[True] * 10),
-}
-QUESTIONS = {
-    "processes": "sees other processes, can signal or trace them",
-    "environment": "has all variables of the run's environment; else PATH and the like, and those that are named",
-    "memory": "has no limits of memory (private, shared, /tmp), processes, threads, files, output and processor time",
-    "leftovers": "leaves processes, files in /tmp and /dev/shm, shared memory or keys behind a call or trajectory",
-    "writes": "writes what the run trusts: kernels, packages, code, configuration, run folder, home",
-    "devices": "changes settings of the kernel or opens disks, where it runs as root",
-    "sockets": "reaches UNIX sockets below /run, /var and /tmp",
-    "reads": "reads files beside Python, libraries and the folder of its own code",
-    "home": "reads the home directory; else it has an empty one",
-    "network": "reaches the network, with UNIX sockets that have no file; an agent always reaches its endpoint",
+    "process": Policy(walls=True, reads=True, network=True),
+    "bubblewrap": Policy(walls=True, reads=False, network=False),
+    "none": Policy(walls=False, reads=True, network=True),
 }
 
 
@@ -143,7 +122,7 @@ class View:
 def view(policy: Policy, python: str, code: CodeFiles) -> View:
     """Return the file system of a process under `policy` with the interpreter `python`."""
     fresh = [Path(place).resolve() for place in FRESH if os.path.isdir(place)]
-    fresh += [] if policy.home else [Path.home().resolve()]
+    fresh += [] if policy.reads else [Path.home().resolve()]
     hidden = {*fresh, *map(Path, HIDDEN)}
     needed = python_places(python) | ({code.folder} if code.folder else set())
     if policy.reads:

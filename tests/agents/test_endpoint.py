@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,7 @@ import aiohttp
 import pytest
 import torch
 
-from braidrl.agents.endpoint import Endpoint, TurnStream
+from braidrl.agents.endpoint import Endpoint
 from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
@@ -30,11 +29,12 @@ USER = [{"role": "user", "content": "a b"}]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
-async def post(url: str, messages: list[Any], **more: Any) -> tuple[int, Any]:
+async def post(url: str, messages: list[Any], key: str = "-", **more: Any) -> tuple[int, Any]:
     """Send the messages as any client library does; return the status and the answer."""
+    body, headers = {"model": "m", "messages": messages, **more}, {"Authorization": f"Bearer {key}"}
     async with (
         aiohttp.ClientSession() as client,
-        client.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more}) as response,
+        client.post(f"{url}/chat/completions", json=body, headers=headers) as response,
     ):
         return response.status, await response.json()
 
@@ -105,7 +105,7 @@ def test_unsupported_requests_get_an_error_and_leave_the_row_unchanged() -> None
             with pytest.raises(ValueError, match="open already"):
                 endpoint.open(Trajectory((0, 0, 0)))
             answers = [
-                await post(url, user, echo=True),
+                await post(url, user, audio=True),
                 await post(url, user, n=2),
                 await post(url, []),
                 await post(url, ["a"]),
@@ -118,7 +118,7 @@ def test_unsupported_requests_get_an_error_and_leave_the_row_unchanged() -> None
     statuses, messages = zip(*answers, strict=True)
     assert statuses == (400, 400, 400, 400, 400, 404)
     for message, part in zip(
-        messages, ["'echo' is not served", "n must be 1", "`messages` must be", "a message is", "leaves no room", "no session"],
+        messages, ["'audio' is not served", "n must be 1", "`messages` must be", "a message is", "leaves no room", "no session"],
         strict=True,
     ):  # fmt: skip
         assert part in message
@@ -281,7 +281,7 @@ def test_a_client_finds_the_model_and_gets_errors_for_other_paths() -> None:
             url = endpoint.open(Trajectory((0, 0, 0)))
             answers = []
             async with aiohttp.ClientSession() as client:
-                for path in ("/models", "/models/org/mine", "/embeddings", "/chat/completions"):
+                for path in ("/models", "/models/org/mine", "/responses", "/chat/completions"):
                     async with client.get(url + path) as response:
                         answers.append((response.status, await response.json()))
                 async with client.get(url.replace("0.0.0", "0.0.1") + "/models") as response:
@@ -291,64 +291,19 @@ def test_a_client_finds_the_model_and_gets_errors_for_other_paths() -> None:
     listed, named, unknown, wrong, stranger = asyncio.run(run())
     assert listed[0] == 200 and [model["id"] for model in listed[1]["data"]] == ["actor"]
     assert named[0] == 200 and named[1]["id"] == "org/mine"
-    assert (
-        unknown[0] == 404
-        and "only POST chat/completions, completions, responses and GET models" in unknown[1]["error"]["message"]
-    )
+    assert unknown[0] == 404 and "only POST chat/completions and GET models" in unknown[1]["error"]["message"]
     assert wrong[0] == 404 and stranger[0] == 404 and "no session" in stranger[1]["error"]["message"]
 
 
-async def streamed(url: str, path: str, key: str = "-", **body: Any) -> list[Any]:
-    """Return kind and data of each event of a turn."""
-    headers = {"Authorization": f"Bearer {key}"}
+async def streamed(url: str, **body: Any) -> list[Any]:
+    """Return the data of each event of a turn."""
     async with (
         aiohttp.ClientSession() as client,
-        client.post(f"{url}/{path}", json={"model": "m", "stream": True, **body}, headers=headers) as response,
+        client.post(f"{url}/chat/completions", json={"model": "m", "stream": True, **body}) as response,
     ):
         assert (response.status, response.content_type) == (200, "text/event-stream")
-        blocks = [
-            dict(line.split(": ", 1) for line in b.split("\n")) for b in (await response.text()).split("\n\n") if b
-        ]
-    return [(b.get("event"), b["data"] if b["data"] == "[DONE]" else json.loads(b["data"])) for b in blocks]
-
-
-class PausedAmidATurn(EngineReplica):
-    """Engine that finishes a turn only after its client received some pieces of it."""
-
-    client_has_some: asyncio.Event
-
-    async def hold(self) -> None:
-        step = self.engine.step
-        self.engine.step = list  # type: ignore[method-assign]
-        await self.client_has_some.wait()
-        self.engine.step = step  # type: ignore[method-assign]
-
-    async def submit(self, request: Request) -> Response:
-        def hear(number: int, token: int) -> None:
-            assert request.on_token is not None
-            request.on_token(number, token)
-            if number == 20:
-                self._holding = asyncio.ensure_future(self.hold())
-
-        return await super().submit(replace(request, on_token=hear))
-
-
-async def pieces(engine: PausedAmidATurn, url: str, path: str, **body: Any) -> list[str]:
-    """Return the pieces of a streamed turn's text."""
-    found, engine.client_has_some = [], asyncio.Event()
-    async with (
-        aiohttp.ClientSession() as client,
-        client.post(f"{url}/{path}", json={"stream": True, **body}) as response,
-    ):
-        async for line in response.content:
-            data = json.loads(line[6:]) if line.startswith(b"data: {") else {}
-            (choice,) = data.get("choices") or [{}]
-            of_response = data.get("delta") if data.get("type") == "response.output_text.delta" else None
-            text = of_response or choice.get("text") or choice.get("delta", {}).get("content")
-            found += [text] if text else []
-            if len(found) == 2:
-                engine.client_has_some.set()
-    return found
+        found = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
+    return [data if data == "[DONE]" else json.loads(data) for data in found]
 
 
 def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
@@ -375,34 +330,6 @@ def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
     asyncio.run(run())
 
 
-def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
-    tokenizer, model = engine_parts("chatml")
-    engine, template = PausedAmidATurn(EmbeddedEngine(model, tokenizer, 16, 400)), turn_template(tokenizer)
-    asked = {"chat/completions": {"messages": USER}, "completions": {"prompt": "a b"}, "responses": {"input": "a b"}}
-
-    async def run() -> None:
-        async with Endpoint(engine, template, SamplingParams(max_tokens=40, ends=False), 400) as endpoint:
-            for number, (path, body) in enumerate(asked.items()):
-                url = endpoint.open(Trajectory((0, number, 0)))
-                found = await asyncio.wait_for(pieces(engine, url, path, **body), 60)
-                session = await endpoint.close((0, number, 0))
-                assert "".join(found) == template.text(session.tokens[-len(session.log_probs[-1]) :])
-
-    asyncio.run(run())
-
-
-def test_a_streamed_piece_has_whole_characters_and_no_part_of_a_stop_text() -> None:
-    decode = turn_template(tokenizer := make_chat_tokenizer("chatml")).text
-    # Three characters could begin the stop text, and are sent with the end of the turn.
-    for text, told in (("né 🙂 a bcd", "né 🙂 a "), ("né STOP x", "né "), ("a STO b S", "a STO ")):
-        turn = TurnStream(decode, ["STOP"])
-        for number, token in enumerate(tokenizer.encode(text)):
-            turn.add_token(number, token)
-            turn.add_token(0, token)
-            turn.add_piece()
-        assert "".join(turn.pieces) == told and len(turn.pieces) > 1
-
-
 CALL = 'so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
 
 
@@ -415,10 +342,8 @@ def test_a_turn_is_streamed_as_chunks_that_add_up_to_the_message() -> None:
             Script(tokenizer, [CALL, "it is 12"]), turn_template(tokenizer), SamplingParams(), 600
         ) as endpoint:  # type: ignore[arg-type]
             url = endpoint.open(Trajectory((0, 0, 0)))
-            chunks = await streamed(
-                url, "chat/completions", messages=[user], tools=TOOLS, stream_options={"include_usage": True}
-            )
-            (call,) = chunks[1][1]["choices"][0]["delta"]["tool_calls"]
+            chunks = await streamed(url, messages=[user], tools=TOOLS, stream_options={"include_usage": True})
+            (call,) = chunks[1]["choices"][0]["delta"]["tool_calls"]
             del call["index"]
             message = {"role": "assistant", "content": "so", "refusal": None, "tool_calls": [call]}
             result = {"role": "tool", "content": "12", "tool_call_id": call["id"]}
@@ -426,66 +351,11 @@ def test_a_turn_is_streamed_as_chunks_that_add_up_to_the_message() -> None:
             return chunks, second, await endpoint.close((0, 0, 0))
 
     chunks, second, session = asyncio.run(run())
-    assert chunks[-1] == (None, "[DONE]") and chunks[-2][1]["usage"]["completion_tokens"] > 3
-    assert [c[1]["choices"][0]["finish_reason"] for c in chunks[:3]] == [None, None, "tool_calls"]
-    assert chunks[0][1]["choices"][0]["delta"] == {"role": "assistant", "content": "so"}
+    assert chunks[-1] == "[DONE]" and chunks[-2]["usage"]["completion_tokens"] > 3
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:3]] == [None, None, "tool_calls"]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "so"}
     assert second["choices"][0]["message"]["content"] == "it is 12"
     assert len(session.sequence_lengths) == 1, "the joined chunks equal the message"
-
-
-def test_responses_continue_one_another_by_name_and_by_items() -> None:
-    tokenizer = make_chat_tokenizer("chatml")
-    tools = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
-
-    async def run() -> tuple[Any, list[Any], Any, Any]:
-        async with Endpoint(
-            Script(tokenizer, [CALL, "it is 12", "bye"]), turn_template(tokenizer), SamplingParams(), 900
-        ) as endpoint:  # type: ignore[arg-type]
-            url = endpoint.open(Trajectory((0, 0, 0)))
-            asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "look"}]}]
-            first = await posted(url, "responses", input=asked, tools=tools, instructions="be brief")
-            output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "12"}
-            asked += [*first["output"], output]
-            events = await streamed(url, "responses", input=asked, tools=tools, instructions="be brief")
-            last = await posted(
-                url, "responses", input="more", previous_response_id=events[-1][1]["response"]["id"], tools=tools
-            )
-            return first, events, last, await endpoint.close((0, 0, 0))
-
-    first, events, last, session = asyncio.run(run())
-    assert [item["type"] for item in first["output"]] == ["message", "function_call"]
-    assert first["output"][1]["arguments"] == '{"at": 3}' and first["status"] == "completed"
-    assert [kind for kind, _ in events][:1] == ["response.created"] and events[-1][0] == "response.completed"
-    assert "".join(data["delta"] for kind, data in events if kind == "response.output_text.delta") == "it is 12"
-    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
-    assert last["output"][0]["content"][0]["text"] == "bye"
-    assert session.turns == 3 and len(session.sequence_lengths) == 1, "each response continues the previous one"
-
-
-async def posted(url: str, path: str, key: str = "-", status: int = 200, **body: Any) -> Any:
-    headers = {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession() as client, client.post(f"{url}/{path}", json=body, headers=headers) as response:
-        assert response.status == status, await response.text()
-        return await response.json()
-
-
-def test_a_completion_continues_its_own_text_with_the_drawn_tokens() -> None:
-    tokenizer = make_chat_tokenizer("chatml")
-
-    async def run() -> tuple[Any, list[Any], Any]:
-        async with Endpoint(
-            Script(tokenizer, ["ab", "abab"]), turn_template(tokenizer), SamplingParams(), 90
-        ) as endpoint:  # type: ignore[arg-type]
-            url = endpoint.open(Trajectory((0, 0, 0)))
-            first = await posted(url, "completions", prompt="user 12")
-            more = await streamed(url, "completions", prompt="user 12ab<|im_end|>user")
-            return first, more, await endpoint.close((0, 0, 0))
-
-    first, more, session = asyncio.run(run())
-    assert first["choices"][0]["text"] == "ab" and first["object"] == "text_completion"
-    assert more[0][1]["choices"][0]["text"] == "abab" and more[-1][1] == "[DONE]"
-    assert len(session.sequence_lengths) == 1
-    assert tokenizer.decode(session.tokens).count("<|im_end|>") == 2, "a turn ends with exactly one end token"
 
 
 def test_an_endpoint_that_others_reach_has_a_key_and_obeys_no_other() -> None:
@@ -498,10 +368,9 @@ def test_an_endpoint_that_others_reach_has_a_key_and_obeys_no_other() -> None:
         async with Endpoint(*parts, host="0.0.0.0", key="s3cret") as endpoint:  # type: ignore[arg-type]
             url = endpoint.open(Trajectory((0, 0, 0)))
             for key in ("-", "s3cre", "s3crets", "é"):
-                refused = await posted(url, "completions", key, 401, prompt="a")
-                assert refused["error"]["message"] == "the API key is not this endpoint's"
-            served = await posted(url, "completions", "s3cret", prompt="a")
-            return served, (await endpoint.close((0, 0, 0))).turns
+                status, refused = await post(url, USER, key)
+                assert (status, refused["error"]["message"]) == (401, "the API key is not this endpoint's")
+            return await post(url, USER, "s3cret"), (await endpoint.close((0, 0, 0))).turns
 
-    served, turns = asyncio.run(run())
-    assert served["choices"][0]["text"] == "b" and turns == 1
+    (_, served), turns = asyncio.run(run())
+    assert served["choices"][0]["message"]["content"] == "b" and turns == 1

@@ -11,10 +11,23 @@ from typing import Any
 
 import pytest
 
-from braidrl.sandbox.walls import POLICIES, QUESTIONS
+from braidrl.sandbox.walls import POLICIES
 from tests.attacks.harness import in_home, made, needs_walls
 
 pytestmark = needs_walls
+QUESTIONS = {
+    "processes": "sees other processes, can signal or trace them",
+    "environment": "has all variables of the run's environment; else PATH and the like, and those that are named",
+    "memory": "has no limits of memory (private, shared, /tmp), processes, threads, files, output and processor time",
+    "leftovers": "leaves processes, files in /tmp and /dev/shm, shared memory or keys behind a call or trajectory",
+    "writes": "writes what the run trusts: kernels, packages, code, configuration, run folder, home",
+    "devices": "changes settings of the kernel or opens disks, where it runs as root",
+    "sockets": "reaches UNIX sockets below /run, /var and /tmp",
+    "reads": "reads files beside Python, libraries and the folder of its own code",
+    "home": "reads the home directory; else it has an empty one",
+    "network": "reaches the network, with UNIX sockets that have no file; an agent always reaches its endpoint",
+}
+ALLOWED = {"process": {"reads", "home", "network"}, "bubblewrap": set[str](), "none": set(QUESTIONS)}
 # Each probe says `won` where the code can do it.
 PROBES = {
     "processes": "import os\nwon = os.path.exists(f'/proc/{at.run}/status')\nos.kill(at.run, 0)",
@@ -64,13 +77,13 @@ def test_each_cell_of_the_security_pages_table_is_what_a_probe_finds(
     ]  # the second probe of this kind looks for what the first has left
     found = made(rows, mode, at=around, memory_gib=0.5, max_processes=16)[1:]
     for name, one in zip(asked, found, strict=True):
-        assert (one.correct is True) == getattr(POLICIES[mode], name), (name, mode, one)
+        assert (one.correct is True) == (name in ALLOWED[mode]), (name, mode, one)
 
 
 def test_the_security_page_has_the_table_of_the_policies() -> None:
     lines = ["| code in the sandbox | " + " | ".join(f"`{mode}`" for mode in POLICIES) + " |", "|---|---|---|---|"]
     for name, question in QUESTIONS.items():
-        cells = ("yes" if getattr(policy, name) else "no" for policy in POLICIES.values())
+        cells = ("yes" if name in ALLOWED[mode] else "no" for mode in POLICIES)
         lines.append(f"| {question} | {' | '.join(cells)} |")
     assert "\n".join(lines) in Path("docs/security.md").read_text()
     assert set(PROBES) == set(QUESTIONS)

@@ -22,7 +22,6 @@ from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts
 from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
-from braidrl.training.operations import own_rates
 from tests.tiny import Workshop, weights_of
 
 
@@ -192,13 +191,8 @@ def test_export_gives_a_directory_that_transformers_loads(workshop: Workshop, br
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
 
 
-def test_doctor_reports_the_machine_and_saves_its_rates(
-    braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BRAID_RATES", str(tmp_path / "rates.json"))
+def test_doctor_reports_the_machine(braid: Any) -> None:
     out, _ = braid("doctor")
-    rates = own_rates(torch.device("cpu"), 1)
-    assert rates is not None and min(rates.operations.values()) > 1e8 and f"kept in {tmp_path}" in out
     assert "python 3." in out and f"torch {torch.__version__}" in out and "a training step of a tiny model" in out
 
 

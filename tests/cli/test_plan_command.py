@@ -251,7 +251,6 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
         (["--seconds", "actor.generate=nan"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
         (["--lengths", "20:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
         (["--lengths", "0:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
-        (["--like", "verl"], "examples/placements/ has the placement of verl as a configuration"),
         (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
     ],
 )  # fmt: skip

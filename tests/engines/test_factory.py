@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from braidrl.cluster.devices import Devices, assign_devices
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process_groups import open_store
-from braidrl.config.config import RolloutConfig
 from braidrl.engines.engine import EngineSpec, NodePart
 from braidrl.engines.factory import engine_spec, engines_of, with_engines, with_nodes
 from braidrl.engines.routing.router import EngineService
@@ -156,11 +155,11 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ),
         (
             {"rollout": {"engine": "vllm", "tensor": 2, "vllm": {"tensor_parallel_size": 4}}},
-            "vllm.tensor_parallel_size=4 contradicts rollout.tensor=2; write rollout.tensor alone",
+            "vllm.tensor_parallel_size is set for each engine; remove it, and write rollout.tensor",
         ),
         (
             {"rollout": {"engine": "vllm", "vllm": {"data_parallel_size": 2}}},
-            "copies of an engine are engines; write rollout.engines=2",
+            "vllm.data_parallel_size is set for each engine; remove it, and write rollout.engines for copies of an engine",
         ),
         (
             {"rollout": {"engine": "vllm", "vllm": {"nnodes": 2}}},
@@ -205,20 +204,10 @@ def test_what_cannot_be_is_refused_before_a_model_loads(
         workshop.run("refused", **settings)
 
 
-def test_vllms_own_shape_settings_equal_braids_keys() -> None:
-    own = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "gpu_memory_utilization": 0.5}
-    taken = RolloutConfig(engine="vllm", vllm=own)
-    assert (taken.tensor, taken.pipeline, taken.vllm) == (2, 3, {"gpu_memory_utilization": 0.5})
-    assert RolloutConfig(**taken.model_dump()) == taken
-    assert RolloutConfig(engine="vllm", tensor=2, vllm={"tensor_parallel_size": 2}).tensor == 2
-    assert RolloutConfig(vllm=own).tensor == 1, "the embedded engine has the shape that Braid's key gives it"
-
-
 @pytest.mark.parametrize(
     ("available", "rollout", "expected"),
     [
         (3, {"tensor": 2}, Devices((0, 1, 2), ((1, 2),))),
-        (3, {"vllm": {"tensor_parallel_size": 2}}, Devices((0, 1, 2), ((1, 2),))),
         (5, {"tensor": 2, "pipeline": 2}, Devices((0, 1, 2, 3, 4), ((1, 2, 3, 4),))),
         (5, {"tensor": 2, "engines": 2}, Devices((0, 1, 2, 3, 4), ((1, 2), (3, 4)))),
         (2, {"tensor": 2}, Devices((0, 1), ((0, 1),))),

@@ -65,9 +65,9 @@ EVERYTHING = [
 ]
 
 # The ranks, the number of them that generate, and the flows that they run one after the other.
-WORLDS: list[tuple[int, int | None, list[str]]] = [
-    (2, None, ["grpo", "diamond", "dapo with surplus", "episodes", "following"]),
-    (4, 2, ["ppo", "dapo with refills", "dapo with more than it needs"]),
+WORLDS: list[tuple[int, list[str]]] = [
+    (2, ["grpo", "diamond", "dapo with surplus", "episodes", "following"]),
+    (4, ["ppo", "dapo with refills", "dapo with more than it needs"]),
 ]
 
 Reference = Callable[[str], list[Step]]
@@ -131,16 +131,11 @@ def test_hybrid_gives_the_result_of_eager_in_every_placement(
     test_hybrid_gives_the_result_of_eager(workshop, reference, warm_cluster, flow, placement, workers)
 
 
-@pytest.mark.parametrize(("ranks", "generating", "flows"), WORLDS)
-def test_ranks_give_the_result_of_eager(
-    workshop: Workshop, reference: Reference, ranks: int, generating: int | None, flows: list[str]
-) -> None:
+@pytest.mark.parametrize(("ranks", "flows"), WORLDS)
+def test_ranks_give_the_result_of_eager(workshop: Workshop, reference: Reference, ranks: int, flows: list[str]) -> None:
     """Run all flows of a world on the same processes."""
-    roles = {"actor": {"generate_workers": generating}} if generating else {}
     trees = [
-        workshop.tree(
-            f"flow-{number}", **merged(EVERY_STEP, FLOWS[flow]), runtime="distributed", workers=ranks, roles=roles
-        )
+        workshop.tree(f"flow-{number}", **merged(EVERY_STEP, FLOWS[flow]), runtime="distributed", workers=ranks)
         for number, flow in enumerate(flows)
     ]
     run_in_ranks(trees, ranks)
@@ -149,11 +144,9 @@ def test_ranks_give_the_result_of_eager(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("ranks", "generating"), [(1, None), (2, None), (4, None), (4, 2)])
-def test_ranks_give_the_result_of_eager_for_every_flow(
-    workshop: Workshop, reference: Reference, ranks: int, generating: int | None
-) -> None:
-    test_ranks_give_the_result_of_eager(workshop, reference, ranks, generating, list(FLOWS))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_give_the_result_of_eager_for_every_flow(workshop: Workshop, reference: Reference, ranks: int) -> None:
+    test_ranks_give_the_result_of_eager(workshop, reference, ranks, list(FLOWS))
 
 
 def test_the_test_flows_contain_refills_surplus_and_drops(reference: Reference) -> None:

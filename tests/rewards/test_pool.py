@@ -120,10 +120,9 @@ def test_as_many_async_calls_as_may_run_at_once_all_end_well_in_the_sandbox():
     assert Counter(outcome.failure for outcome in outcomes) == {None: MOST_IN_FLIGHT}
 
 
-@pytest.mark.parametrize("sandbox", ["none", "process"])
 @pytest.mark.parametrize(("word", "failure"), [("block", "timeout"), ("die", "died")])
-def test_an_async_call_that_blocks_or_dies_fails_no_other_call(word, failure, sandbox):
-    with RewardPool(RewardConfig(processes=1, timeout_s=1.5, sandbox=sandbox)) as pool:
+def test_an_async_call_that_blocks_or_dies_fails_no_other_call(word, failure):
+    with RewardPool(RewardConfig(processes=1, timeout_s=1.5)) as pool:
         verifier = own("blocking")
         futures = [pool.submit(completion(w), verifier) for w in ["ok", "ok", word, "no", "ok"]]
         outcomes = [f.result(60) for f in futures]

@@ -111,7 +111,7 @@ def test_a_judges_answer_gives_score_and_cost_and_is_cached(
     # The sandbox without a network is for code that is not trusted; a judge is asked from outside of it.
     # The first two requests, which any rows may make, are refused as too many: rows that fail come last.
     words = ["four", "five {answer}", *map(str, range(6)), "silent", "forbidden"]
-    found = outcomes("judge", params, words, environment=["JUDGE_KEY"])
+    found = outcomes("judge", params, words)
     assert [one.score for one in found] == [*[0.75] * 8, None, None]
     assert [one.failure for one in found] == [*[None] * 8, "exception", "exception"]
     assert "the judge wrote no score: 'I cannot say.'" in found[8].detail and "400 no such model" in found[9].detail
@@ -125,7 +125,7 @@ def test_a_judges_answer_gives_score_and_cost_and_is_cached(
     }  # fmt: skip
     assert asked in service.asked and len(service.asked) == len(words) and set(service.keys) == {"Bearer sesame"}
     assert service.most_open == 2
-    again = outcomes("judge", params, words[:2], environment=["JUDGE_KEY"])
+    again = outcomes("judge", params, words[:2])
     assert [(one.score, one.metrics["cached"], one.metrics["cost"]) for one in again] == [(0.75, 1, 0)] * 2
     assert len(service.asked) == len(words), "what was kept is not asked for again"
 
@@ -163,12 +163,6 @@ def test_a_missing_key_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         UserError,
         match=r"reward.verify=remote: its key is to be in the variable JUDGE_KEY, which is not set; write export",
-    ):
-        outcomes("remote", params, ["half"])
-    monkeypatch.setenv("JUDGE_KEY", "sesame")
-    with pytest.raises(
-        UserError,
-        match=r"its key is in JUDGE_KEY, which verifiers are not given; write reward.environment=\[JUDGE_KEY\]",
     ):
         outcomes("remote", params, ["half"])
 

@@ -1,6 +1,5 @@
 """Reward columns from rows: decoding, weights, sources and failures, without blocking."""
 
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import RewardConfig, VerifierConfig
 from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError
+from braidrl.observe.metrics import Sums
 from braidrl.rewards.verify import RuleRewards, decoded
 
 OWN = str(Path(__file__).with_name("own_verifiers.py"))
@@ -108,9 +108,10 @@ def test_failed_checks_are_wrong_and_counted_by_reason(tokenizer):
         columns = pending.result((1.0, -1.0))
     assert columns["score_by_word"].tolist() == [1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
     assert columns["correct"].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    failures = Counter((failure.label, failure.reason) for failure in pending.failures())
-    assert failures == {("by_word", "exception"): 2, ("by_word", "timeout"): 1, ("by_word", "died"): 1}
-    assert [failure.row for failure in pending.failures()] == [1, 2, 3, 4]
+    kinds, pairs = pending.count((1.0, -1.0), sums := Sums()), sums.pairs()
+    counts = {kind: pairs[f"reward/failures/{'/'.join(kind)}"][0] for kind in kinds}
+    assert counts == {("by_word", "exception"): 2, ("by_word", "timeout"): 1, ("by_word", "died"): 1}
+    assert pairs["reward/failed_fraction"] == (4, 6)
 
 
 def test_rows_are_checked_as_they_come_and_submitting_never_waits(tokenizer):

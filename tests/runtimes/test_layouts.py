@@ -110,10 +110,6 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
         ),
         ({"workers": 3, "rollout": {"tensor": 2}}, "rollout.tensor=2: 3 ranks generate, which it does not divide"),
         (
-            {"rollout": {"tensor": 2}, "roles": {"actor": {"generate_workers": 1}}},
-            "roles.actor.generate_workers: with rollout",
-        ),
-        (
             {"rollout": {"tensor": 2, "environment": "gem:rg:basic_arithmetic"}},
             "rollout.tensor=2: ranks that decode together cannot run an environment",
         ),
@@ -129,10 +125,6 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
         (
             {"runtime": "eager", "trainer": {"layout": {"shard": "full"}}},
             "trainer.layout is for runtime=distributed, hybrid or streaming; remove it",
-        ),
-        (
-            {"trainer": {"layout": {"shard": "full"}}, "roles": {"actor": {"generate_workers": 1}}},
-            "roles.actor.generate_workers: ranks that divide a model",
         ),
         (
             {"runtime": "hybrid", "placement": [["actor"], ["reference"]], "trainer": {"layout": {"data": 4}}},

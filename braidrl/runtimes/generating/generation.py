@@ -12,7 +12,6 @@ admitted, nothing drawn ──▶ generate ──over its budget──▶ suspen
 Suspended and newly admitted rows are ordinary rows whose `finish_reason` is ABORT.
 """
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,8 +49,6 @@ from braidrl.weights.publisher import Publisher, TransferVolume
 
 TO_THE_END = "to_the_end"
 """Parameter of a generate stage whose rows have no budget."""
-SHOW_EVERY_S = 1.0
-"""Seconds between progress updates of episodes, also while none ends."""
 
 
 class WeightMoves:
@@ -143,8 +140,6 @@ class Generation:
         `worker` trains the role here; it is None if an engine of this process receives the weights.
         """
         trained = worker if isinstance(worker, ShardedBackend) else None
-        if role in self.publishers:
-            self.publishers[role].close()
         self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.config, ranks)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
@@ -206,24 +201,12 @@ class Generation:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)
         with self.progress.stage(stage.name, len(rows)) as bar:
-
-            async def played_and_shown(running: Engine) -> list[Trajectory]:
-                async def show() -> None:
-                    while True:
-                        await asyncio.sleep(SHOW_EVERY_S)
-                        bar.update(in_flight=engine.in_flight)
-
-                showing = asyncio.ensure_future(show())
-                try:
-                    return await self.played(
-                        running, stage, rows, limits,
-                        lambda played: bar.update(1, played.action_tokens, engine.in_flight),
-                    )  # fmt: skip
-                finally:
-                    showing.cancel()
-
             start = time.perf_counter()
-            played = engine.run(played_and_shown)
+            played = engine.run(
+                lambda running: self.played(
+                    running, stage, rows, limits, lambda ended: bar.update(1, ended.action_tokens, engine.in_flight)
+                )
+            )
             drawn = [Drawn.of(rows["prompt"][i], one) for i, one in enumerate(played)]
             self.usage.decoded(stage, drawn, engine.slots, time.perf_counter() - start, sums)
             return self.trajectory_columns(stage, played, limits, sums)

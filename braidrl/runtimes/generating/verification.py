@@ -14,7 +14,6 @@ Which rows are aborted depends on timing. The batch does not: it is the first ke
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -31,15 +30,13 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import dropped
 from braidrl.flow.signatures import SUMMED, in_namespace
-from braidrl.observe.metrics import FAILURE, Sums
+from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
 from braidrl.rewards.verify import Pending, RuleRewards, Scores
 
 Needless = Callable[[Mapping[int, bool]], Collection[int]]
 """Returns the groups that are no longer needed once these groups are known to be kept or dropped."""
-NOTED = 3
-"""Number of failure messages kept from some rows: the most frequent."""
 VERIFY_CHUNK = 8
 """Batch size of finished rows for the reward processes during generation."""
 
@@ -77,19 +74,10 @@ class Checks:
                     found = pending.result(scores_of(stage))
                 parts.append(part.only(IDENTITY).with_columns(found))
                 bar.update(len(part))
-                failures = pending.failures()
-                for (label, reason), count in Counter((failure.label, failure.reason) for failure in failures).items():
-                    sums.add(f"reward/failures/{label}/{reason}", count)
-                for name, value in pending.metrics(scores_of(stage)):
-                    sums.add(name, value)
-                sums.add("reward/failed_fraction", len({failure.row for failure in failures}), len(part))
-                for words, count in Counter(failure.words for failure in failures).most_common(NOTED):
-                    sums.add(FAILURE + words, 0.0, count)
-                for failure in failures:
-                    kind = (failure.label, failure.reason)
+                for kind, words in pending.count(scores_of(stage), sums).items():
                     if kind not in self.shown:  # later ones of the same kind are only counted
                         self.shown.add(kind)
-                        self.progress.print(f"{failure.words}; its row counts as wrong")
+                        self.progress.print(f"{words}; its row counts as wrong")
         checked = Rows.cat(parts)
         place = {uid: i for i, uid in enumerate(checked.uids())}
         return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)

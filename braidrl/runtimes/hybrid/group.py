@@ -1,12 +1,13 @@
-"""The workers of a pool as the driver calls them, their start and restart, and the group and ranks that run a stage.
+"""The workers of a pool as the driver calls them, their start, and the group and ranks that run a stage.
 
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
 
-driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
+driver ──configuration──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,14 +16,13 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation
-from braidrl.cluster.watchdog import mute_after
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.flow.signatures import registration_of
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part
-from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, StageFailure, sign_of
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, sign_of
 from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, settings_of
@@ -31,14 +31,6 @@ DEATH_S = 2.0
 """Seconds until Ray reports a worker's end that others have noticed."""
 Partition = Sequence[Sequence[int]]
 """The row positions of each rank, ascending."""
-
-
-class WorkerFailure(WorkerError):
-    """Raised by the driver to end the run: a worker failed, died, or sent no heartbeat for too long."""
-
-
-class WorkerDied(WorkerFailure, LostProcess):
-    """Raised by the driver to end the run: a worker is gone."""
 
 
 @dataclass(eq=False)
@@ -52,10 +44,6 @@ class WorkerGroup:
     forgotten: dict[int, list[int]] = field(default_factory=dict)
     """Keys of rows without readers, by rank: the worker frees them with its next call."""
     actors: list[Any] = field(default_factory=list)
-    processes: Sequence[int | None] = ()
-    """The process of each worker on the driver's machine, after it has loaded its models."""
-    device: str = ""
-    """The kind of device of its workers, after they have loaded their models."""
 
     def __post_init__(self) -> None:
         self.limit_s = self.cluster.config.start_limit_s
@@ -64,17 +52,10 @@ class WorkerGroup:
 
     def start(self) -> None:
         """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
-        self.actors = []
-        self.forgotten.clear()
         for rank, place in enumerate(self.places):
             actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
             self.cluster.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
             self.actors.append(actor)
-
-    def end(self) -> None:
-        """End all actors at once, also stopped ones, and wait until their names are free."""
-        names = [f"{self.cluster.family}-{number}" for number in self.numbers]
-        self.cluster.end(self.actors, [process for process in self.processes if process is not None], names)
 
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
@@ -106,7 +87,7 @@ class WorkerGroup:
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
         """Return the answers of this group's calls, in the order of the futures, which then know where their rows are.
 
-        `arrived` is called with each completed future. Raises WorkerFailure if a worker failed or sent no answer for too long, and
+        `arrived` is called with each completed future. Raises WorkerError if a worker failed or sent no answer for too long, and
         UserError if a worker raised it.
         """
         waiting = {future.ref: future for future in futures}
@@ -115,7 +96,7 @@ class WorkerGroup:
             ready = self.cluster.ready(list(waiting), self.limit_s)
             if not ready:
                 whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.part.uids())})" for f in waiting.values())
-                raise WorkerFailure(
+                raise WorkerError(
                     f"waited {self.limit_s:g} s without an answer from {whom}; "
                     "raise cluster.wait_limit_s if this may take longer"
                 )
@@ -123,7 +104,7 @@ class WorkerGroup:
                 future = waiting.pop(ref)
                 try:
                     answers[ref] = self._result(future)
-                except WorkerFailure as failure:
+                except WorkerError as failure:
                     self._raise_deaths(list(waiting.values()), failure)
                     raise
                 # Index columns and sums go to the caller; the future keeps the location of the payload.
@@ -139,119 +120,77 @@ class WorkerGroup:
             cause = error.cause
             if isinstance(cause, UserError):
                 raise (BadUpdate if isinstance(cause, BadUpdate) else UserError)(str(cause)) from None
-            story = str(cause) if isinstance(cause, StageFailure) else f"{future.who} failed in {future.what}:\n{error}"
-            raise WorkerFailure(story) from None
+            story = str(cause) if isinstance(cause, WorkerError) else f"{future.who} failed in {future.what}:\n{error}"
+            raise WorkerError(story) from None
         except (RayActorError, OutOfMemoryError) as error:
             who = self.cluster.names.get(str(getattr(error, "actor_id", "")), future.who)
-            raise WorkerDied(
+            raise LostProcess(
                 f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
             ) from None
         except RayError as error:
-            raise WorkerFailure(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
+            raise WorkerError(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result
 
-    def _raise_deaths(self, others: Sequence[Future], failure: WorkerFailure) -> None:
-        """Raise WorkerDied for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
+    def _raise_deaths(self, others: Sequence[Future], failure: WorkerError) -> None:
+        """Raise LostProcess for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
             try:
                 if future.ref in ready:
                     self._result(future)
-            except WorkerDied:
+            except LostProcess:
                 raise
-            except (WorkerFailure, UserError):
+            except (WorkerError, UserError):
                 continue
         # The cause may be a dead worker of any pool whose rows or weights these calls needed.
-        gone = [] if isinstance(failure, WorkerDied) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
+        gone = [] if isinstance(failure, LostProcess) else self.cluster.dead(self.cluster.actors, DEATH_S)
         if gone:
             names = ", ".join(self.cluster.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
-            raise WorkerDied(f"{names} died; others were waiting for it") from failure
+            raise LostProcess(f"{names} died; others were waiting for it") from failure
 
 
-@dataclass(frozen=True)
-class RunWorkers:
-    """The worker groups of a run, from actors to loaded models; also restarts lost groups."""
+def begin(
+    groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared, folder: Path | None
+) -> list[tuple[int, str]]:
+    """Let groups join the run, form process groups, read the data at `home` and load their models; `folder` is the run's, for files.
 
-    groups: Sequence[WorkerGroup]
-    home: WorkerGroup
-    """The group that reads the data."""
-    prepared: Prepared
-    order: RunOrder
-
-    def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
-        """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
-
-        Returns the number of prompts and a message per source; nothing if `home` is not among them, or reads none. Raises UserError
-        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
-        """
-        config = self.prepared.config
-        for group in fresh:
-            group.limit_s = config.cluster.start_limit_s
-        order = ray.put(self.order)
-        joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
-        if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
-            raise UserError(
-                "workers make other stages than the driver, whose device is of another kind; write dtype=float32 or "
-                "dtype=bfloat16, not auto"
-            )
-        # The ranks of a pool form a process group if there are several or a model is sharded.
-        formed, others = [], inference_layouts(config, self.prepared.flow)
-        for group in fresh:
-            layouts = [settings_of(role, config).layout for role in group.pool.models]
-            layouts += [others[role] for role in group.pool.models if role in others]
-            if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
-                (answer,) = group.wait([group.call("rendezvous")])
-                formed.append((group, group.call("join_process_group", answer.result)))
-        wait_all(formed)
-        reads = self.home in fresh and (self.prepared.train or config.data.evaluation_sources)
-        counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
-        loaded = wait_all((group, group.call("load_models")) for group in fresh)
-        for group, answers in zip(fresh, loaded, strict=True):
-            found = [answer.result for answer in answers]
-            group.processes = [process if node == group.cluster.own_node else None for process, node, _ in found]
-            group.device = found[0][2]
-        # Plan the transfer of weights from the pool that trains a role to another that generates for it, if one is new.
-        for role in self.prepared.generating:
-            trains = next((group for group in self.groups if role in group.pool.models), None)
-            generates = next(group for group in self.groups if role in group.pool.generating)
-            if trains is None or trains is generates or not (trains in fresh or generates in fresh):
-                continue
-            check_devices_alike(role, trains.device, generates.device)
-            (answer,) = trains.wait([trains.call("rendezvous")])
-            sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
-            wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
-        for group in fresh:
-            group.limit_s = config.cluster.wait_limit_s
-        return counts
-
-    def replace_lost(self) -> None:
-        """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
-
-        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish. Raises WorkerError
-        if the restart failed.
-        """
-        cluster = self.home.cluster
-        cluster.look()
-        actors, limit_s = [a for group in self.groups for a in group.actors], mute_after(cluster.config.silence_s)
-        mute = [actor for actor in actors if cluster.silence(actor) > limit_s]
-        dead, silent = cluster.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
-        lost = set(map(id, [*mute, *dead, *silent]))
-        fresh = [group for group in self.groups if lost & set(map(id, group.actors))]
-        for group in fresh:
-            group.end()
-        others = [group for group in self.groups if group not in fresh]
-        for group, futures in [(group, group.call("forget_rows")) for group in others]:
-            group.limit_s = cluster.config.silence_s
-            try:
-                group.wait(futures)
-            except WorkerError:
-                group.end()
-                fresh.append(group)
-            group.limit_s = cluster.config.wait_limit_s
-        for group in fresh:
-            group.start()
-        if fresh:
-            self.begin(fresh)
+    Returns the number of prompts and a message per source; nothing if none is read. Raises UserError if a worker refuses the
+    configuration or the data, and WorkerError if one fails or sends no answer for too long.
+    """
+    config = prepared.config
+    settings = ray.put(config.model_dump(mode="json", exclude_unset=True))
+    joined = wait_all((group, group.call("join_run", settings, prepared.train, folder)) for group in groups)
+    if any(answer.result != sign_of(prepared) for answers in joined for answer in answers):
+        raise UserError(
+            "workers make other stages than the driver, whose device is of another kind; write dtype=float32 or "
+            "dtype=bfloat16, not auto"
+        )
+    # The ranks of a pool form a process group if there are several or a model is sharded.
+    formed, others = [], inference_layouts(config, prepared.flow)
+    for group in groups:
+        layouts = [settings_of(role, config).layout for role in group.pool.models]
+        layouts += [others[role] for role in group.pool.models if role in others]
+        if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
+            (answer,) = group.wait([group.call("rendezvous")])
+            formed.append((group, group.call("join_process_group", answer.result)))
+    wait_all(formed)
+    reads = prepared.train or config.data.evaluation_sources
+    counts = home.wait(home.call("read_data"))[0].result if reads else []
+    loaded = wait_all((group, group.call("load_models")) for group in groups)
+    devices = {group.pool.name: answers[0].result for group, answers in zip(groups, loaded, strict=True)}
+    # Plan the transfer of weights from the pool that trains a role to another that generates for it.
+    for role in prepared.generating:
+        trains = next((group for group in groups if role in group.pool.models), None)
+        generates = next(group for group in groups if role in group.pool.generating)
+        if trains is None or trains is generates:
+            continue
+        check_devices_alike(role, devices[trains.pool.name], devices[generates.pool.name])
+        (answer,) = trains.wait([trains.call("rendezvous")])
+        sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
+        wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
+    for group in groups:
+        group.limit_s = config.cluster.wait_limit_s
+    return counts
 
 
 def check_devices_alike(role: str, trains: str, generates: str) -> None:

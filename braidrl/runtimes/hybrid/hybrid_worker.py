@@ -5,7 +5,6 @@ other workers ──fetch──▶ rows in chunks, by Ray's object store, also w
 """
 
 import gc
-import os
 import secrets
 import threading
 import time
@@ -13,7 +12,6 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
-from braidrl.errors import UserError, no_room
+from braidrl.errors import UserError, WorkerError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import checked, computed, summed
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
@@ -62,27 +60,9 @@ Meeting = tuple[str, int, str]
 """Host and port of a store, and the key prefix of the ranks that use it."""
 
 
-@dataclass(frozen=True)
-class RunOrder:
-    """The description of a run for all workers: from it and its number each worker derives its own work."""
-
-    settings: dict[str, Any]
-    """The configuration's values that are not defaults."""
-    train: bool
-    """False to evaluate alone."""
-    folder: Path | None
-    """The run's folder, for files of workers."""
-    family: str
-    """Prefix of the names of the run's actors; their numbers follow it."""
-
-
 def sign_of(prepared: Prepared) -> int:
     """Return a hash of the stages; workers and driver must derive the same stages from a configuration."""
     return zlib.crc32(repr((*prepared.flow.stages, *prepared.evaluation.stages)).encode())
-
-
-class StageFailure(Exception):
-    """Raised in a worker; its text holds everything, since the exception behind it may not be serializable."""
 
 
 class HybridWorker:
@@ -96,9 +76,6 @@ class HybridWorker:
         self.resources = ExitStack()
         self.writing = BackgroundWriter()
         self.version = 0
-        self._forget_run()
-
-    def _forget_run(self) -> None:
         self.number, self.rank, self.pool = -1, 0, Pool(("worker",), 1)
         self.world = World()
         self.trace: TraceWriter | None = None
@@ -106,19 +83,17 @@ class HybridWorker:
         self.kept: dict[int, Rows] = {}
         self.peers: dict[int, Any] = {}
         """Other workers of the run, found by name on first use."""
-        self.exchanges: dict[str, dist.ProcessGroup] = {}
-        """Process groups between the pools that train a role and generate for it, by role."""
 
     def close(self) -> None:
-        """End the reward processes, and forget rows, files and ranks."""
+        """End the reward processes, and close files and process groups."""
         self.resources.close()
-        self._forget_run()
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
         """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
         answers of earlier calls that hold the arguments' rows.
 
-        Raises UserError if the method raised it, and StageFailure for any other error, also if rows did not arrive.
+        Raises UserError if the method raised it, and WorkerError for any other error, also if rows did not arrive: its text holds
+        everything, since the exception behind it may not be serializable.
         """
         for key in released:
             self.kept.pop(key, None)
@@ -133,21 +108,23 @@ class HybridWorker:
             who = f"{role} rank {self.rank}"
             if full := no_room(error, "RUN"):
                 raise UserError(f"{who} failed in {doing}: {full}") from None
-            raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
+            raise WorkerError(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
         return answer if isinstance(answer, CallResult) else CallResult(result=answer)
 
-    @register(protocol="ALL_TO_ALL")
-    def join_run(self, number: int, order: RunOrder) -> int:
-        """Derive this worker's part from the run's configuration; return the hash of its stages.
+    @register(protocol="ONE_TO_ALL")
+    def join_run(self, settings: Mapping[str, Any], train: bool, folder: Path | None) -> int:
+        """Derive this worker's part from its name and the run's configuration; return the hash of its stages.
 
+        `settings` are the values that are not defaults; without `train` the run evaluates alone, and `folder` is for files of workers.
         Raises UserError for a configuration that cannot run.
         """
-        config = parse_config(order.settings)
-        self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
+        config = parse_config(dict(settings))
+        self.prepared, self.folder, self.limit_s = without_data(config, train), folder, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
         places = [(pool, rank) for pool in self.prepared.pools() for rank in range(pool.workers)]
         self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
-        self.number, (self.pool, self.rank) = number, places[number]
+        self.family, _, number = ray.get_runtime_context().get_actor_name().rpartition("-")
+        self.number, (self.pool, self.rank) = int(number), places[int(number)]
         set_up_torch(config)
         return sign_of(self.prepared)
 
@@ -180,24 +157,22 @@ class HybridWorker:
         return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
 
     @register(protocol="ONE_TO_ALL")
-    def load_models(self) -> tuple[int, str, str]:
-        """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
-        prepared, pool, folder = self.prepared, self.pool, self.order.folder
+    def load_models(self) -> str:
+        """Load the pool's roles, with engines for generating ones; return the kind of device."""
+        prepared, pool, folder = self.prepared, self.pool, self.folder
         self.call.doing = (pool.name, "loading its models", Part())
         self.flow, self.rows = prepared.executed, prepared.store()
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)
-        # The driver shows progress; a worker's own would go to a log file.
-        silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
         self.executor = StageExecutor(
             prepared.config, self.flow, pool.models, prepared.tokenizer,
-            rule_rewards(prepared.config, prepared.stages, prepared.tokenizer), Progress(stream=silent), pool.generating,
+            rule_rewards(prepared.config, prepared.stages, prepared.tokenizer), Progress(shown=False), pool.generating,
             DataParallel(self.world.group),
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace
-        return os.getpid(), ray.get_runtime_context().get_node_id(), self.executor.usage.device.type
+        return self.executor.usage.device.type
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
@@ -206,22 +181,10 @@ class HybridWorker:
         `first` is this pool's first rank among them.
         """
         host, port, secret = meeting
-        if role in self.exchanges:
-            # Some of its ranks have ended: waiting for them would time out.
-            self.exchanges.pop(role).abort()
         store = dist.PrefixStore(secret, connect_store(host, port, self.limit_s))
         cuda = self.executor.usage.device.type == "cuda"
         group = group_between(store, first + self.rank, size, self.limit_s, cuda, address_towards(host))
-        self.exchanges[role] = group
         self.executor.generation.exchange_weights(role, self.executor.workers.get(role), DataParallel(group))
-
-    @register(protocol="ONE_TO_ALL")
-    def forget_rows(self) -> None:
-        """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to workers."""
-        self.kept, self.peers = {}, {}
-        self.executor.generation.checks.pending.clear()
-        self.executor.methods.clear()
-        self.writing.trouble()
 
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path, copy: bool) -> None:
@@ -340,20 +303,16 @@ class HybridWorker:
         return CallResult(index, names, self.number, key, answer.sums, answer.seconds)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> CallResult:
-        """Return the result of `run` for the rows of a part, its metric sums, and its seconds."""
-        rows, sums, role = self._gather(part, stage, iteration), Sums(), stage.role or "compute"
+        """Return the result of `run` for a part's rows with the columns that the stage may read, its metric sums, and its seconds."""
+        self.call.doing = (stage.role or self.pool.name, f"{stage.name} (iteration {iteration})", part)
+        sums, role = Sums(), stage.role or "compute"
+        with traced(self.trace, role, stage.name, iteration, rows=len(part), state="waiting"):
+            rows = self._rows_of(part, columns_read(stage))
         start = time.perf_counter()
         with traced(self.trace, role, stage.name, iteration, rows=len(rows), version=self.version) as done:
             result = run(rows, sums)
             done.tokens = tokens_of(Rows(result) if "length" in stage.writes and result else rows)
         return CallResult(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
-
-    def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
-        """Return the part's rows with the columns that the stage may read."""
-        self.call.doing = (stage.role or self.pool.name, f"{stage.name} (iteration {iteration})", part)
-        role = stage.role or "compute"
-        with traced(self.trace, role, stage.name, iteration, rows=len(part), state="waiting"):
-            return self._rows_of(part, columns_read(stage))
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
         """Return the rows of a part with their index columns and the payload to read; None reads all, index columns included.
@@ -395,7 +354,7 @@ class HybridWorker:
         begun: dict[Any, str] = {}
         for (worker, _), parts in asked.items():
             if worker not in self.peers:
-                self.peers[worker] = ray.get_actor(f"{self.order.family}-{worker}")
+                self.peers[worker] = ray.get_actor(f"{self.family}-{worker}")
             fetch = self.peers[worker].fetch.options(concurrency_group="rows")
             begun[fetch.remote([part[1:] for part in parts])] = self.names[worker]
         try:

@@ -189,10 +189,6 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
     if environments:
         apart = "rollout.engines=1" if config.rollout.engine == "vllm" else "rollout.engine=vllm"
         raise UserError(f"{key}: ranks that decode together cannot run an environment; write {apart}")
-    for role in generating:
-        own = config.roles.get(role)
-        if own and own.generate_workers is not None:
-            raise UserError(f"roles.{role}.generate_workers: with {key} all ranks decode together; remove it")
 
 
 def check_engine(config: Config) -> None:
@@ -273,8 +269,6 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
     for role in config.roles:
         if role not in known:
             raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
-        if config.roles[role].generate_workers is not None and config.runtime != "distributed":
-            raise UserError(f"roles.{role}.generate_workers is for runtime=distributed; remove it, or use `placement`")
 
 
 def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool | None = None) -> None:

@@ -41,17 +41,13 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
         below = sorted(each for each in source.path.rglob("*") if each.is_file())
         data[key] = files_digest(below if source.path.is_dir() else [source.path])
     template = [tokenizer.chat_template, config.data.chat_template, config.data.system_prompt]
-    words, frame = (
-        {"model": hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()}
-        for value in (vocabulary, template)
-    )
-    return {
-        "model": weights,
-        "tokenizer": words,
-        "template": frame,
-        "data": data,
-        "code": {key: files_digest([path]) for key, path in code_files(config)},
+    words = {"tokenizer": vocabulary, "template": template}
+    digests = {
+        kind: {"model": hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()}
+        for kind, value in words.items()
     }
+    code = {key: files_digest([path]) for key, path in code_files(config)}
+    return {"model": weights, **digests, "data": data, "code": code}
 
 
 def code_files(config: Config) -> Iterator[tuple[str, Path]]:

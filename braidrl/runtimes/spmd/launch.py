@@ -19,7 +19,6 @@ from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import GroupSelector
 from braidrl.runtimes.prepare.checks import check_divided_engines, check_layouts
 from braidrl.runtimes.prepare.run_flow import build_flow
-from braidrl.training.role_settings import settings_of
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
@@ -84,16 +83,6 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
     # Checked before the ranks start: whether surplus may be kept.
     GroupSelector(config.trainer.prompts_per_step, 1, config.trainer.surplus, config.trainer.max_staleness)
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
-    for role, own in config.roles.items():
-        if own.generate_workers is None:
-            continue
-        if role not in generating:
-            raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
-        if own.generate_workers > size:
-            raise UserError(f"roles.{role}.generate_workers={own.generate_workers}, but there are {size} ranks")
-        resolved = settings_of(role, config)
-        if own.generate_workers < size and not resolved.layout.is_replicated:
-            raise UserError(f"roles.{role}.generate_workers: ranks that divide a model all generate; remove it")
     check_divided_engines(config, flow.stages)
     check_layouts(config, flow, flow.roles, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
     # Ray's cluster knows its devices.

@@ -9,7 +9,7 @@ rank 1   its prompts ──generate──▶ its rows ──verify──▶ its 
 Every rank knows the index columns of all rows; a row's payload is on one rank.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.interfaces import Interrupts
-from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText
+from braidrl.runtimes.row_store import Admission, Origin, RowStore, RowText
 from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
@@ -41,26 +41,20 @@ class RankBackend:
 
     def __init__(
         self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
-        world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
-        any_stage: bool = False,
+        world: World, interrupts: Interrupts, trace: TraceWriter | None, any_stage: bool = False,
     ) -> None:  # fmt: skip
-        """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else.
+        """Store the parts. Without a loader the backend only evaluates.
 
-        Without a loader the backend only evaluates. With `any_stage` stages come in any order and need not be in the flow: columns that
-        it does not read any more are kept.
+        With `any_stage` stages come in any order and need not be in the flow: columns that it does not read any more are kept.
         """
         self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
-        self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
+        self.world, self.interrupts, self.trace = world, interrupts, trace
         self.any_stage = any_stage
         self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
 
     def publish(self, version: int) -> None:
         self.executor.publish(version)
         self.exchange.version = version
-
-    def begin_again(self) -> bool:
-        """Return False: there is one process, or all ranks work together."""
-        return False
 
     def index(self, table: Shard) -> Rows:
         return table.index
@@ -81,7 +75,7 @@ class RankBackend:
             self.trace.close()
 
     def read(self, origin: Origin) -> Shard:
-        """Make this rank's rows: admitted ones and held-out ones on the ranks that generate, others in equal shares.
+        """Make this rank's share of the rows.
 
         At the start the first rank tokenizes every prompt; later each rank tokenizes only its own.
         """
@@ -89,26 +83,23 @@ class RankBackend:
         self.world.at("admission" if isinstance(origin, Admission) else f"reading {type(origin).__name__}")
         if isinstance(origin, Admission):
             samples = self.config.rollout.samples_per_prompt
-            role = next((s.role for s in self.flow.stages if s.kind is Kind.GENERATE), None)
-            ranks = self.generating.get(str(role), size)
             group_of = [group for group in origin.numbers for _ in range(samples)]
             # If selection may not need the last groups, every rank starts with the first ones.
             selects = bool(self.flow.sampling_segment)
-            owner = torch.tensor(in_turn(group_of, ranks)) if selects else equal_shares(len(group_of), ranks)
+            owner = torch.tensor(in_turn(group_of, size)) if selects else equal_shares(len(group_of), size)
             mine = (owner == rank).nonzero().flatten().tolist()
             place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
             if mine:
                 made = [place[group_of[row]] * samples + row % samples for row in mine]
                 rows = self.store.make(Admission(tuple(place))).take(made)
         else:
-            ranks = min(self.generating.values(), default=size) if isinstance(origin, HeldOut) else size
-            rows = self.store.make(origin, rank, ranks) if rank < ranks else rows
+            rows = self.store.make(origin, rank, size)
             sizes = [about["rows"] for about, _ in self.exchange.all_gather("numbers of rows", {"rows": len(rows)})]
             owner = torch.arange(size).repeat_interleave(torch.tensor(sizes))
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
-        """Run a stage where its rows are: inference is balanced first, and generation moves to its own ranks.
+        """Run a stage where its rows are; inference is balanced first.
 
         Ranks that generate a `segment` exchange its results, and each aborts its rows that are no longer needed.
         """
@@ -146,10 +137,6 @@ class RankBackend:
             table = self.exchange.move(
                 stage.name, table, balanced_owners([1] * len(groups), table.owner, self.world.size, groups)
             )
-        elif stage.kind is Kind.GENERATE and len(table.owner):
-            ranks = self.generating.get(str(stage.role), self.world.size)
-            if int(table.owner.max()) >= ranks:
-                table = self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))
         own, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.
         collective = self.executor.is_collective(stage)

@@ -7,12 +7,11 @@ import signal
 
 import pytest
 
-from braidrl.errors import UserError
+from braidrl.errors import LostProcess, UserError, WorkerError
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.driver import HybridBackend
-from braidrl.runtimes.hybrid.group import WorkerDied, WorkerFailure
 from tests.runtimes.hybrid.backends import hybrid_crew, rehearse, release, told
 from tests.runtimes.hybrid.test_driver import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster
@@ -23,7 +22,7 @@ CHAIN = Flow("chain", [data.join_response(), Role("first").log_probs(), Role("se
 
 def failure(backend: HybridBackend, **orders: tuple[str, float]) -> str:
     rehearse(backend, **orders)
-    with pytest.raises(WorkerFailure) as caught:
+    with pytest.raises(WorkerError) as caught:
         backend.index(all_stages(backend, CHAIN, 4))
     return str(caught.value)
 
@@ -54,7 +53,7 @@ def test_lost_worker_is_detected_when_another_pool_needs_rows(workshop: Workshop
         # It is idle when it ends.
         os.kill(told(backend, "process")[0][0], signal.SIGKILL)
         asked = backend.run(CHAIN.stages[-1], rows, 1, Sums())
-        with pytest.raises(WorkerDied, match="first rank 0 died; others were waiting for it"):
+        with pytest.raises(LostProcess, match="first rank 0 died; others were waiting for it"):
             backend.index(asked)
 
 

@@ -53,8 +53,11 @@ class RehearsingWorker(HybridWorker):
         if order == "linger":
             self.released.wait(seconds)
         if order == "raise":
-            self._gather(part, stage, iteration)
-            raise ZeroDivisionError("as rehearsed")
+
+            def fails(rows: Rows, sums: Sums) -> None:
+                raise ZeroDivisionError("as rehearsed")
+
+            self._compute(part, stage, iteration, fails)
         if order == "refuse":
             raise UserError("a row is too long; write trainer.max_tokens_per_device=64")
         if order == "die":
@@ -69,15 +72,14 @@ class RehearsingWorker(HybridWorker):
 
     def close(self) -> None:
         super().close()
-        self.orders, self.rows_given = {}, []
-        self.released.clear()
         # DTensor's caches hold the process groups, which end with the backend.
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
         _gen_transform_infos.cache_clear()
         # Models hold them too: each group that stays alive polls a hundred times a second.
-        vars(self).pop("executor", None)
+        vars(self).clear()
         gc.collect()
+        self.__init__()  # type: ignore[misc]
 
     def held(self) -> int:
         """Return the number of calls whose rows are kept here."""

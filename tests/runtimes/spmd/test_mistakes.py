@@ -21,16 +21,8 @@ FAILING = Path(__file__).parents[1] / "failing.yaml"
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        (
-            {"workers": 2, "roles": {"actor": {"generate_workers": 3}}},
-            "roles.actor.generate_workers=3, but there are 2 ranks",
-        ),
-        (
-            {"roles": {"reference": {"generate_workers": 1}}},
-            "roles.reference.generate_workers is set, but reference generates nothing",
-        ),
         ({"placement": "standalone"}, "runtime=distributed has all roles on every rank"),
-        ({"runtime": "eager", "roles": {"actor": {"generate_workers": 1}}}, "is for runtime=distributed"),
+        ({"roles": {"actor": {"generate_workers": 1}}}, "roles.actor: generate_workers is gone: every rank generates"),
         ({"trainer": {"surplus": "keep"}}, "trainer.surplus=keep"),
         ({"flow": "grop"}, "grpo"),
     ],

@@ -28,7 +28,7 @@ DAPO: dict[str, Any] = {
 def test_rows_move_at_most_once_to_their_rank(
     workshop: Workshop,
 ) -> None:
-    away = workshop.tree("away", **DAPO, workers=3, roles={"actor": {"generate_workers": 1}})
+    away = workshop.tree("away", **DAPO, workers=3)
     # Twelve rows of like lengths in one update: a third for each rank, as they were generated.
     data = {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}}
     more = {
@@ -38,16 +38,13 @@ def test_rows_move_at_most_once_to_their_rank(
     }
     stay = workshop.tree("stay", **merged(DAPO, more), workers=3)
     moved, stayed = run_in_ranks([away, stay], 3)
-    first, *others = (count["rows"] for count in moved)
-    # Rank 0 generates every row; two thirds leave it, and their new columns return for the recording.
-    assert sum(others) == first and abs(sum(others) / (STEPS * ROWS) - 2 / 3) < 0.15
-    assert max(others) <= STEPS * ROWS * 0.45
+    # A row moves at most once to be balanced, and its new columns return for the recording.
+    assert 0 < sum(count["rows"] for count in moved) <= 2 * STEPS * ROWS
     assert [count["rows"] for count in stayed] == [count["bytes"] for count in stayed] == [0, 0, 0]
     # Of 40 held-out prompts each rank makes its own.
     assert [count["made"] for count in stayed] == [13, 13, 14]
     spans = read_trace(workshop.folder / "away")
     assert {span.worker for span in spans} == {"rank-0", "rank-1", "rank-2"}
-    assert {span.worker for span in spans if span.stage == "actor.generate" and span.rows} == {"rank-0"}
     assert len(read_rollouts(rollout_path(workshop.folder / "away", 1))) == ROWS
 
 
