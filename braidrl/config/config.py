@@ -246,8 +246,6 @@ class RolloutConfig(Section):
         self.__dict__["vllm"] = {key: value for key, value in self.vllm.items() if key not in shape}
         return self
 
-    check_weights: bool = False
-    """Compare a checksum of the weights in each engine process, or in servers that receive weights over the network."""
     max_log_prob_gap: float = Field(0.2, gt=0)
     """The run ends if log-probs of engine and trainer differ by more than this on average, in nats per token."""
     samples_per_prompt: int = Field(8, ge=1, le=MOST_ROWS)

@@ -27,7 +27,8 @@ UNION_MEMBER = re.compile(r"[\[(<]|^(str|int|float|bool)$")
 READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)(\.path)?|rollout\.servers\.folder")
 """Keys with input paths, which are searched in the folder of the configuration file."""
 
-GONE = {
+GONE: dict[str, tuple[object, str]] = {
+    "rollout.check_weights": (False, "rollout.max_log_prob_gap ends a run whose engine has other weights; remove it"),
     "streaming.sampler": ("first_in", "workers get the oldest rows first; remove it"),
     "streaming.storage": (
         "shared_memory",

@@ -60,8 +60,6 @@ class ServerSpec:
     """The conversion to the names that the server's loaders know, if a folder's weights have other names."""
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     """The run's device, from which weights are sent to a server that receives them over the network."""
-    check: bool = False
-    """True if checksums of weights that are sent over the network are compared."""
     limit_s: float = 600.0
     """Seconds that a request waits for its answer."""
 
@@ -228,8 +226,7 @@ class HttpEngine:
             elif (spec := self.spec).needs.receives:
                 host = urlsplit(self.url).hostname
                 assert host is not None
-                offer = WeightOffer(Ranks(), address_towards(host), spec.limit_s, spec.device, spec.check)
-                with closing(offer):
+                with closing(WeightOffer(Ranks(), address_towards(host), spec.limit_s, spec.device)) as offer:
                     await self._receive(offer.keep(0, weights.parts()), label)
             else:
                 for path, body in self.spec.dialect.load_weights(str(weights.folder), label):
