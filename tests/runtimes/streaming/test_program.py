@@ -188,8 +188,12 @@ def test_main_program_carries_no_payload_and_refuses_to(workshop: Workshop) -> N
 def test_payload_on_a_disk_gives_the_same_result(
     workshop: Workshop, eager: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    path = workshop.config_file("streaming-file", runtime="streaming", **sections_of("grpo", 3))
     monkeypatch.setenv("BRAID_SHARED_MEMORY", str(tmp_path))
-    assert_same(eager("grpo", 3), stream(workshop, "streaming-file", "grpo", {}, steps=3))
+    process = braid("train", path, prefix="import os")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert_same(eager("grpo", 3), workshop.folder / "streaming-file")
     assert list(tmp_path.iterdir()) == []
 
 
