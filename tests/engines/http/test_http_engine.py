@@ -77,7 +77,7 @@ class Asked:
         spec = replace(SPEC, dialect=dialect)
         if sending:
             needs = replace(SPEC.needs, receives=True)
-            spec = replace(spec, store=stored_in_memory, check=True, needs=needs)
+            spec = replace(spec, store=stored_in_memory, needs=needs)
         self.engine = HttpEngine(url, spec)
         self.runner.run(self.engine.start())
 
