@@ -315,8 +315,7 @@ class Config(Section):
     flow: str
     """A recipe's name, a .yaml flow, `module:function` or `file.py:function`."""
     model: Path
-    """A Hugging Face directory: weights, configuration and tokenizer; or a model of the hub, `ORG/NAME` or `ORG/NAME@revision`; or a
-    GGUF file, whose dequantised weights are trained."""
+    """A Hugging Face directory: weights, configuration and tokenizer; or a model of the hub, `ORG/NAME` or `ORG/NAME@revision`."""
     algorithm: dict[str, Any] = {}
     """Settings of the recipe, such as `clip_high`."""
     data: DataConfig = DataConfig()
