@@ -197,7 +197,7 @@ def two_processes(place: Place) -> dict[str, Any]:
     there, back = context.Queue(), context.Queue()
     role = models.worker(place.model, place.device, "bfloat16")
     writer = WeightWriter(role.weights(), Ranks())
-    offer = WeightOffer(Ranks(), "127.0.0.1", 120.0, torch.device("cpu"), check=True)
+    offer = WeightOffer(Ranks(), "127.0.0.1", 120.0, torch.device("cpu"))
     child = context.Process(target=sum_loaded, args=(place.device, there, back))
     child.start()
     seconds = {}

@@ -27,6 +27,16 @@ UNION_MEMBER = re.compile(r"[\[(<]|^(str|int|float|bool)$")
 READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)(\.path)?|rollout\.servers\.folder")
 """Keys with input paths, which are searched in the folder of the configuration file."""
 
+GONE: dict[str, tuple[object, str]] = {
+    "rollout.check_weights": (False, "rollout.max_log_prob_gap ends a run whose engine has other weights; remove it"),
+    "streaming.sampler": ("first_in", "workers get the oldest rows first; remove it"),
+    "streaming.storage": (
+        "shared_memory",
+        "the environment variable BRAID_SHARED_MEMORY names a folder on a disk; remove it",
+    ),
+}
+"""Keys of earlier versions: their default, which a recorded configuration has, and what there is instead."""
+
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: bool = False, **defaults: Any) -> Config:
     """Load and validate a configuration from a YAML file, if any, and overrides: dotted `key=value`, or YAML files whose keys win.
@@ -118,11 +128,25 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
             "\0" in value or (not value.isascii() and value != value.encode(errors="replace").decode())
         ):
             raise UserError(f"{place}: Input should be text without NUL and half characters, got {shown(value)}")
+    tree = without_gone(tree)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         lines = explain(error)
         raise (Problems("\n".join(lines)) if every else UserError(lines[0])) from None
+
+
+def without_gone(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree without keys of earlier versions that have their default. Raises UserError for another value."""
+    for place, (default, instead) in GONE.items():
+        name, key = place.split(".")
+        section = tree.get(name)
+        if not isinstance(section, dict) or key not in section:
+            continue
+        if section[key] != default:
+            raise UserError(f"{place} is gone: {instead}")
+        tree = {**tree, name: {other: value for other, value in section.items() if other != key}}
+    return tree
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

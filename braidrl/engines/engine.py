@@ -152,7 +152,7 @@ class ServedEngine(Engine, Protocol):
         """Start the engine, and return when it accepts requests. Raises UserError if it is configured wrongly, EngineError if it fails."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Use new weights from the next token on; rows in flight continue with them.
+        """Use new weights from the next row on.
 
         Args:
             version: The version of the weights.
@@ -160,6 +160,7 @@ class ServedEngine(Engine, Protocol):
 
         Raises:
             ValueError: The source lacks a tensor.
+            RuntimeError: Rows are in flight; `ResumingEngine` preempts them, and resumes them with the new weights.
         """
 
     async def sleep(self) -> None:

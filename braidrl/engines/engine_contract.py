@@ -20,6 +20,7 @@ from torch import Tensor
 from braidrl.data.rows import FinishReason
 from braidrl.engines.engine import Engine, ServedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.engines.routing.router import ResumingEngine
 from braidrl.errors import UserError
 from braidrl.weights.publisher import WeightSource
 
@@ -54,10 +55,12 @@ async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
     return list(await asyncio.gather(*(engine.submit(request) for request in wanted)))
 
 
-async def under_way(engine: ServedEngine, request: Request) -> asyncio.Task[Response]:
+async def under_way(
+    engine: ServedEngine, request: Request, resuming: ResumingEngine | None = None
+) -> asyncio.Task[Response]:
     """Submit a request and return when it is being decoded; repeat if it ends before that is seen, as on a busy machine."""
     for _ in range(100):
-        task = asyncio.ensure_future(engine.submit(request))
+        task = asyncio.ensure_future((resuming or engine).submit(request))
         while not task.done():
             if engine.load().running:
                 return task
@@ -169,14 +172,14 @@ async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
 async def new_weights_draw_the_tokens_after_them(subject: EngineUnderTest) -> None:
     (request, *_) = requests(subject, 1, tokens=subject.long)
     engine = subject.make()
-    old = await engine.submit(request)
-    task = await under_way(engine, request)
-    update = asyncio.ensure_future(engine.update_weights(3, subject.other_weights()))
+    old, resuming = await engine.submit(request), ResumingEngine(engine)
+    task = await under_way(engine, request, resuming)
+    update = asyncio.ensure_future(resuming.update_weights(3, subject.other_weights()))
     # On a busy machine a row may end before the weights arrive; only a row that they reach is checked.
     for _ in range(100):
         if (both := await task).versions[-1] == 3:
             break
-        task = asyncio.ensure_future(engine.submit(request))
+        task = asyncio.ensure_future(resuming.submit(request))
     await update
     new = await engine.submit(request)
     assert set(new.versions.tolist()) == {3} and new.tokens.tolist() != old.tokens.tolist()

@@ -383,9 +383,7 @@ async def execute(engine: ServedEngine, call: EngineCall) -> Response | int | No
         case EngineCall("abort", uid=tuple() as uid):
             await engine.abort(uid)
         case EngineCall("update_weights", version=version, path=str() as path):
-            weights = WeightFile(path)
-            weights.verify()
-            await engine.update_weights(version, weights)
+            await engine.update_weights(version, WeightFile(path))
         case EngineCall("update_weights", version=version, notice=TransferNotice() as notice):
             device = torch.device("cuda", torch.cuda.current_device()) if notice.cuda else torch.device("cpu")
             await engine.update_weights(version, Incoming(notice, 0, device))

@@ -22,6 +22,7 @@ from braidrl.cluster.devices import choose_device, device_count, own_devices
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import LOOPBACK, default_threads
 from braidrl.cluster.process_groups import address_towards, subgroup
+from braidrl.cluster.world import Ranks
 from braidrl.config import Config, LoraConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.chat import end_ids_of
@@ -77,8 +78,7 @@ def start_engine(
     if hosts_vllm(config) or pools_ranks(config):
         return spmd_engine(spec, role, ranks, worker, config, tokenizer)
     if engine_processes(config):
-        store = partial(stored_in_memory, check=rollout.check_weights)
-        return EngineService(engines_of(role, ranks, spec, config), limit_s, store)
+        return EngineService(engines_of(role, ranks, spec, config), limit_s)
     if rollout.engine != "embedded":
         # A user's engine in this process.
         made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
@@ -142,7 +142,7 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         # This machine's address, as servers or engines on this machine reach it.
         addresses = [address_towards(urlsplit(url).hostname or LOOPBACK) for url in rollout.servers.urls]
         address = next((address for address in addresses if address != LOOPBACK), LOOPBACK)
-        offer = WeightOffer(ranks, address, limit_s, worker.device, rollout.check_weights, transport_of(config))
+        offer = WeightOffer(ranks, address, limit_s, worker.device, transport_of(config))
         state = lambda: (worker.weight_updates, worker.offloadable["weights"].away_bytes)  # noqa: E731
         return CollectivePublisher(offer, parts, engine, ranks, state)
     return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
@@ -174,13 +174,11 @@ def exchange_publisher(
     return InPlacePublisher(engine, LayoutCopy(parts, target, ranks))
 
 
-def file_writer(parts: Mapping[str, WeightPart], ranks: DataParallel, config: Config) -> WeightWriter:
+def file_writer(parts: Mapping[str, WeightPart], ranks: Ranks, config: Config) -> WeightWriter:
     """Return the writer of weight versions: to a folder for servers, else to shared memory; all ranks call this together."""
-    rollout = config.rollout
-    asks = rollout.engine == "http"
-    in_folder = asks and rollout.servers.weights == "folder"
-    # Weights sent to servers are checked in transit.
-    return WeightWriter(parts, ranks, rollout.check_weights and not asks, in_folder, rollout.servers.folder)
+    servers = config.rollout.servers
+    in_folder = config.rollout.engine == "http" and servers.weights == "folder"
+    return WeightWriter(parts, ranks, repeat=in_folder, within=servers.folder)
 
 
 def is_collective(config: Config) -> bool:
@@ -330,7 +328,7 @@ def reach_servers(
     spec = ServerSpec(
         DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_in_folder(model), slots_of(config),
         needs, config.seed, store, names if names and names.differ else None, choose_device(config.device),
-        rollout.check_weights, limit_s,
+        limit_s,
     )  # fmt: skip
     service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, store)
     # A server may still have the weights of an earlier run.

@@ -147,8 +147,8 @@ class EngineRow:
     """Their log-probs, in nats; the engine appends them."""
     begun: int = 0
     """The engine's step in which it got its slot."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, weights version) of each segment of tokens."""
+    version: int = 0
+    """The version of the weights that draw it."""
     stop_text_found: bool = False
     """True once the text holds one of the stop texts."""
 
@@ -174,8 +174,7 @@ class EngineRow:
         tokens, log_probs = drawn or (torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs))
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        lengths = torch.tensor([*(start for start, _ in self.versions), len(tokens)]).diff()
-        versions = torch.tensor([v for _, v in self.versions], dtype=torch.int64).repeat_interleave(lengths)
+        versions = torch.full((len(tokens),), self.version)
         return Response(self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, versions)
 
 

@@ -106,7 +106,7 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with new weights from now on; rows in flight continue with them, and earlier tokens keep their version.
+        """Generate with new weights from the next row on; none is in flight.
 
         Args:
             version: The version of the weights.
@@ -204,7 +204,9 @@ class SteppingEngine(ABC):
                 f"row {request.uid}: token {int(request.prompt.max())} of its prompt is beyond the model's embedding of "
                 f"{self.vocabulary} tokens; resize the embedding, or use the model's own tokenizer"
             )
-        self._accept(row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens))
+        row = row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens)
+        row.version = self.version
+        self._accept(row)
         self._under_way.add(request.uid)
 
     def _accept(self, row: EngineRow) -> None:
@@ -291,6 +293,8 @@ class EngineReplica:
         self._answer(self.engine.abort(uid))
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
+        if self._ended:
+            raise RuntimeError(f"{OWN}: {len(self._ended)} rows are under way; an engine gets weights when it has none")
         self.engine.publish(version, source)
 
     async def sleep(self) -> None:

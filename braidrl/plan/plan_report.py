@@ -1,24 +1,20 @@
 """The report of a plan in 80 columns: plans, the best one's stages and roles, what was varied, and what decided.
 
-plans ──▶ tables, neighbours of the best, reasons ──▶ terminal      best plan ──spans──▶ the trace that `--trace` writes
+plans ──▶ tables, reasons ──▶ terminal      best plan ──spans──▶ the trace that `--trace` writes
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
-from braidrl.cluster.pools import GENERATE
 from braidrl.config.layout import AXES, ParallelLayout
-from braidrl.flow import Kind
 from braidrl.observe.trace import Span
-from braidrl.plan.choices import SetChoice
-from braidrl.plan.problem import USABLE, Problem
+from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan
-from braidrl.runtimes.memory.budget import CACHE, ENGINE, at_once, in_units, role_memory
+from braidrl.runtimes.memory.budget import in_units
 
 SHOWN = 0.005
 """Differences below this share of an iteration are not listed as reasons."""
@@ -49,8 +45,6 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
     )
     name, cost = max(first.costs.items(), key=lambda pair: pair[1].seconds)
     write(f"decided: {name} takes {cost.seconds / first.seconds:.0%} of plan 1, most of it {cost.bound}")
-    for line in neighbours(problem, first):
-        write(f"  {line}")
     for number, plan in enumerate(plans[1:], 2):
         more = plan.seconds - first.seconds
         slower = f"{more:,.3g} s slower: {reason(plan, first)}" if more > SHOWN * first.seconds else "as fast"
@@ -105,48 +99,6 @@ def layout_name(layout: ParallelLayout) -> str:
     """Describe a layout by its axes larger than 1."""
     axes = " ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if (getattr(layout, axis) or 1) > 1) or "whole"
     return axes if layout.shard == "none" else f"{axes}, shard {layout.shard}"
-
-
-def neighbours(problem: Problem, plan: Plan) -> Iterator[str]:
-    """Yield what other slots, or ranks, of an engine would do: the seconds of its generation, or that they do not fit."""
-    for one in plan.sets:
-        for name, choice in one.roles.items():
-            if choice.use.engine is None:
-                continue
-            sizes = {"slots": choice.use.engine.slots, "tensor": choice.use.engine.divisor}
-            others = [(key, n) for key, size in sizes.items() for n in (size * 2, size // 2) if n]
-            lines = [found for key, size in others if (found := changed(problem, one, name, key, size))]
-            if lines:
-                yield f"{name}: " + "; ".join(lines)
-
-
-def changed(problem: Problem, one: SetChoice, name: str, key: str, size: int) -> str:
-    """Describe a role's generation with other `slots`, or ranks (`tensor`) of an engine; empty if a run cannot have them."""
-    choice, role, group = one.roles[name], name.removesuffix(GENERATE), one.group
-    engine = choice.use.engine
-    assert engine is not None
-    slots, ranks = (size, engine.divisor) if key == "slots" else (engine.slots, size)
-    heads = problem.models[role].use.shape.sizes.num_attention_heads
-    if heads % ranks or one.devices % ranks or ranks > group.devices:
-        return ""
-    if key == "slots" and size > 2 * problem.rows * ranks / one.devices:
-        return ""
-    other = replace(engine, slots=slots, divisor=ranks, own_weights=engine.own_weights or ranks > 1)
-    use = replace(choice.use, engine=other)
-    resident, _ = role_memory(use)
-    if name != role:
-        resident = {part: n for part, n in resident.items() if part in (ENGINE, CACHE)}
-    beside = [held.resident for held in one.roles.values() if held is not choice]
-    working = max(held.working for held in one.roles.values())
-    room = problem.cluster.kinds[group.kind].memory * USABLE
-    if one.budget is None and at_once([*beside, resident], working) > room:
-        return f"{key} {size:,} does not fit"
-    more = sum(
-        problem.stage_cost(stage, use, group, one.devices, name != role).seconds - choice.costs[stage.name].seconds
-        for stage in problem.models[role].stages
-        if stage.kind is Kind.GENERATE
-    )
-    return f"{key} {size:,} takes {abs(more):,.2g} s {'more' if more >= 0 else 'less'}"
 
 
 def reason(plan: Plan, first: Plan) -> str:

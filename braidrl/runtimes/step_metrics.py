@@ -175,7 +175,7 @@ class GapWatch:
             raise UserError(
                 f"step {metrics['step']}: engine and trainer give the same tokens log-probs that are {gap:.2g} nats apart on "
                 f"average{earlier}. The engine does not have the trainer's weights, or computes otherwise: the step is not saved. "
-                "Go on from the last checkpoint with rollout.check_weights=true, or with a higher rollout.max_log_prob_gap"
+                "Go on from the last checkpoint, or with a higher rollout.max_log_prob_gap if both are meant to differ"
             )
 
 

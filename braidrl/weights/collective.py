@@ -64,7 +64,6 @@ class Senders:
     limit_s: float
     cuda: bool
     """True if the bytes are exchanged between CUDA devices."""
-    check: bool
     transport: str
     """The name of the transport (see `TRANSPORTS`)."""
 
@@ -105,9 +104,8 @@ class WeightOffer:
     """Versions of this rank's parts, sent to engines on request; all senders construct theirs at the same time."""
 
     def __init__(
-        self, ranks: Ranks, host: str, limit_s: float, device: torch.device, check: bool = False,
-        transport: str = "collective",
-    ) -> None:  # fmt: skip
+        self, ranks: Ranks, host: str, limit_s: float, device: torch.device, transport: str = "collective"
+    ) -> None:
         """Open the store through which receivers ask, and start the sending thread.
 
         Args:
@@ -115,7 +113,6 @@ class WeightOffer:
             host: This machine's address, for receivers.
             limit_s: Time-out of a transfer, in seconds.
             device: The device of the parts; CUDA selects NCCL.
-            check: Send checksums.
             transport: The name of the transport.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
@@ -132,7 +129,7 @@ class WeightOffer:
         (host, port, secret), *_ = ranks.all_gather("address of the weights", address)
         self.senders = Senders(
             host=host, port=port, secret=secret, senders=ranks.size, limit_s=limit_s, cuda=device.type == "cuda",
-            check=check, transport=transport,
+            transport=transport,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -296,7 +293,6 @@ class Incoming:
 
         Raises:
             TransferError: A sender died or timed out.
-            ValueError: A checksum is wrong.
         """
         with self._joined(lambda held: held.tensors) as transfer:
             known = transfer.known.tensors
@@ -314,7 +310,7 @@ class Incoming:
 
         Raises:
             TransferError: A sender died or timed out.
-            ValueError: The weights are another model's (nothing has changed then), or a checksum is wrong.
+            ValueError: The weights are another model's (nothing has changed then).
         """
         differs = list[ValueError]()
 
@@ -420,7 +416,7 @@ def transfer_group(
     with closing(TRANSPORTS.make(senders.transport, ranks, device)) as transport:
         known = gather_shard_index(parts, ranks, machine())
         groups = known.groups(gather_shard_index(wanted(known), ranks))
-        transfer = WeightTransfer(known, groups, ranks, device=device, check=senders.check, transport=transport)
+        transfer = WeightTransfer(known, groups, ranks, device=device, transport=transport)
         # Changed values suffice if all processes hold the version before.
         if all(ranks.all_gather("the version before", before is not None, bool)):
             transfer.before = before

@@ -10,7 +10,6 @@ In shared memory the file is unlinked once it is complete: it disappears with th
 import json
 import os
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,14 +27,12 @@ from braidrl.weights.reshard_plan import gather_shard_index, shared_blocks
 from braidrl.weights.shards import Parts, WeightPart, check_parts, full_parts
 from braidrl.weights.transfer import WeightTransfer
 
-CHECKSUM = "checksum"
 WEIGHTS = "model.safetensors"
 """The name of the file in its folder."""
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The names of an adapter's files in its folder, which are peft's."""
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The safetensors names of dtypes."""
-NO_CHECKSUM = "00000000"
 WORD = 8
 """Bytes of the length at the start of the file; the header is padded to a multiple of it."""
 
@@ -59,8 +56,7 @@ class WeightFile:
         with safe_open(self.path, "pt") as file:
             names = {name: [name] for name in file.keys()}  # noqa: SIM118
             for name, same in (file.metadata() or {}).items():
-                if name != CHECKSUM:
-                    names[same].append(name)
+                names[same].append(name)
             return {name: WeightPart(every, file.get_tensor(name)) for name, every in names.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -82,21 +78,11 @@ class WeightFile:
         for name, part in parts.items():
             part.put(part.box.of(given[name]), part.box)
 
-    def verify(self) -> None:
-        """Raise ValueError if the file has a checksum that does not match."""
-        with safe_open(self.path, "pt") as file:
-            expected = (file.metadata() or {}).get(CHECKSUM)
-            if expected is None:
-                return
-            found = checksum({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        if found != expected:
-            raise ValueError(f"the weights that arrived have checksum {found}, and {expected} was sent")
 
-
-def stored_in_memory(tensors: Iterable[tuple[str, Tensor]], check: bool = False) -> WeightFile:
+def stored_in_memory(tensors: Iterable[tuple[str, Tensor]]) -> WeightFile:
     """Return a file in shared memory with copies of full tensors. Raises OSError if memory is full."""
     parts = full_parts(tensors)
-    return WeightWriter(parts, Ranks(), check).write(parts)
+    return WeightWriter(parts, Ranks()).write(parts)
 
 
 def stored_in_folder(tensors: Iterable[tuple[str, Tensor]], within: Path | None = None) -> WeightFile:
@@ -109,20 +95,19 @@ class WeightWriter:
     """A weight file's plan, which ranks execute together for each version."""
 
     def __init__(
-        self, parts: Mapping[str, WeightPart], ranks: Ranks, check: bool = False, repeat: bool = False,
-        within: Path | None = None, adapter: str | None = None,
+        self, parts: Mapping[str, WeightPart], ranks: Ranks, repeat: bool = False, within: Path | None = None,
+        adapter: str | None = None,
     ) -> None:  # fmt: skip
         """Plan the file; all ranks call this, and `write`, at the same time.
 
         Args:
             parts: This rank's parts; may be empty.
             ranks: The ranks that write together.
-            check: Write a checksum that readers verify.
             repeat: Write a folder for servers, with tied tensors under every name. Else write shared memory.
             within: The parent of these folders.
             adapter: The text of `adapter_config.json`: the parts are adapters, written to a folder in shared memory in peft's format.
         """
-        self.ranks, self.check, self.adapter = ranks, check, adapter
+        self.ranks, self.adapter = ranks, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
         known = gather_shard_index(parts, ranks, machine())
         ranks_on: dict[str, list[int]] = {}
@@ -136,8 +121,7 @@ class WeightWriter:
         others = {other: first for first, part in known.tensors.items() for other in part.names if other != first}
         self.repeated = others if repeat else {}
         """The other names of tied tensors that are stored under every name, and the first."""
-        notes = {**({} if repeat else others), **({CHECKSUM: NO_CHECKSUM} if check else {})}
-        self.header: dict[str, Any] = {"__metadata__": notes} if notes else {}
+        self.header: dict[str, Any] = {"__metadata__": others} if others and not repeat else {}
         """The file's header: the bytes of each tensor in `tensors`, counted from its end."""
         self.tensors, self.size = {name: part.local for name, part in known.tensors.items()}, 0
         self.tensors |= {name: self.tensors[same] for name, same in self.repeated.items()}
@@ -178,14 +162,10 @@ class WeightWriter:
                 }
                 self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
                 self.ranks.all_gather("blocks of other ranks", None)
-                if self.check or self.repeated:
-                    if self.is_leader:
-                        for name, same in self.repeated.items():
-                            tensors[name].copy_(tensors[same])
-                        if self.check:
-                            self.header["__metadata__"][CHECKSUM] = checksum(tensors)
-                            os.pwrite(handle, self._header(), 0)
-                    self.ranks.all_gather("checksum of the weight file", None)
+                if self.repeated:
+                    for name, same in self.repeated.items() if self.is_leader else ():
+                        tensors[name].copy_(tensors[same])
+                    self.ranks.all_gather("tied tensors of the weight file", None)
             except BaseException:
                 os.close(handle)
                 raise
@@ -262,13 +242,3 @@ class FilePublisher:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return a checksum over names, dtypes, shapes and values."""
-    found = 0
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, found)
-    return f"{found:08x}"

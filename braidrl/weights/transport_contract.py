@@ -83,9 +83,7 @@ def reshard(world: World, task: dict[str, Any]) -> str:
             parts = part(rows, whole) if is_sender else {}
             known = gather_shard_index(parts, ranks)
             groups = known.groups(gather_shard_index(own, ranks))
-            transfer = WeightTransfer(
-                known, groups, ranks, limit_bytes=1 << 11, device=CPU, check=True, transport=transport
-            )
+            transfer = WeightTransfer(known, groups, ranks, limit_bytes=1 << 11, device=CPU, transport=transport)
             transfer.before = before
             transfer.run(parts, own)
             before = parts

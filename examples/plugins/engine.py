@@ -36,11 +36,8 @@ class PlainEngine(SteppingEngine):
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         self.weights.refresh(source)
         self.version = version
-        for row in self.rows.values():
-            row.versions.append((len(row.tokens), version))
 
     def _accept(self, row: EngineRow) -> None:
-        row.versions = [(0, self.version)]
         self.rows[row.request.uid] = row
 
     def step(self) -> list[Response]:

@@ -12,9 +12,9 @@ import torch
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import Engine, EngineError
-from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, requests
+from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, requests, under_way
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.routing.router import Router
+from braidrl.engines.routing.router import ResumingEngine, Router
 from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
@@ -170,6 +170,20 @@ def test_a_dead_engine_recovers_with_the_weights_that_it_missed() -> None:
 
     recovered, other = asyncio.run(run())
     assert recovered == other
+
+
+def test_weights_wait_until_the_engine_has_removed_a_cancelled_row() -> None:
+    async def run() -> None:
+        router = Router([replica()])
+        resuming, (request, *_) = ResumingEngine(router), requests(subject(replica), 1, tokens=60)
+        cancelled = await under_way(router, request, resuming)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        await resuming.update_weights(5, other_weights())
+        assert set((await resuming.submit(request)).versions.tolist()) == {5}
+        await router.close()
+
+    asyncio.run(run())
 
 
 class FailsToRecover(EngineReplica):

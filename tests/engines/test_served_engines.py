@@ -159,24 +159,16 @@ def all_alone(wanted: Sequence[Request]) -> dict[Uid, list[int]]:
 
 def written_by_its_rank() -> WeightFile:
     parts = weight_parts(MODEL)
-    return WeightWriter(parts, DataParallel(), check=True).write(parts)
+    return WeightWriter(parts, DataParallel()).write(parts)
 
 
-@pytest.mark.parametrize(
-    "write", [lambda: stored_in_memory(ModelWeights(MODEL).tensors(), check=True), written_by_its_rank]
-)
-def test_weights_that_changed_on_their_way_are_refused(write: Callable[[], WeightFile], tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [lambda: stored_in_memory(ModelWeights(MODEL).tensors()), written_by_its_rank])
+def test_a_weight_file_has_every_tensor(write: Callable[[], WeightFile]) -> None:
     with closing(write()) as shared:
-        shared.verify()
         given = dict(shared.tensors())
         assert shared.shapes() == {name: tensor.shape for name, tensor in MODEL.state_dict().items()}
         assert set(given) == set(MODEL.state_dict())
         assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())
-        content = bytearray(shared.path.read_bytes())
-    content[-1] ^= 1
-    (tmp_path / "changed").write_bytes(content)
-    with pytest.raises(ValueError, match="the weights that arrived have checksum"):
-        WeightFile(tmp_path / "changed").verify()
 
 
 def test_an_unusable_model_or_interpreter_is_a_user_error(tmp_path: Path) -> None:

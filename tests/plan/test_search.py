@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,9 @@ from braidrl.cluster.device_kinds import Cluster, NodeGroup
 from braidrl.errors import UserError
 from braidrl.flow.batches import Sizes
 from braidrl.plan.choices import Choice, Choices, SetChoice, in_order
-from braidrl.plan.plan_report import changed
-from braidrl.plan.problem import USABLE, Problem
+from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import FINEST, Search, allocations, call_times, partitions, synchronous_plan, unit_of
-from braidrl.runtimes.memory.budget import at_once, role_memory
 from tests.plan.problems import GIB, cluster, problem, write_sizes
 from tests.plan.simulator import simulate
 from tests.plan.synchronous import AnyWorkload
@@ -154,23 +151,6 @@ def test_mixed_kinds_put_each_set_on_one_kind(tmp_path: Path) -> None:
     plans = Search(problem(model, both)).hybrid()
     assert {one.group.kind for plan in plans for one in plan.sets} == {"fast", "slow"}
     assert plans[0].seconds <= Search(problem(model, fast)).hybrid()[0].seconds
-
-
-def test_more_slots_of_an_engine_that_shares_weights_need_no_copy_of_them(tmp_path: Path) -> None:
-    asked = problem(write_sizes(tmp_path / "m", 256, 4, 4), cluster(1, 1), flow="dapo")
-    (one,) = Search(asked).colocated("eager")[0].sets
-    use = one.roles["actor"].use
-    assert use.engine is not None and not use.engine.own_weights
-    few = replace(
-        one, roles={"actor": replace(one.roles["actor"], use=replace(use, engine=replace(use.engine, slots=16)))}
-    )
-    resident, _ = role_memory(replace(use, engine=replace(use.engine, slots=32)))
-    needed = at_once([resident], one.roles["actor"].working)
-    tight = replace(asked, cluster=cluster(1, 1, int(needed / USABLE) + 1024))
-    assert "does not fit" not in changed(tight, few, "actor", "slots", 32)
-    assert "does not fit" in changed(
-        replace(tight, cluster=cluster(1, 1, int(0.99 * needed))), few, "actor", "slots", 32
-    )
 
 
 def test_an_embedded_engine_with_devices_of_its_own_has_the_whole_model(tmp_path: Path) -> None:

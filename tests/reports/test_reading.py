@@ -76,7 +76,6 @@ COMMAND_LINE: dict[str, str] = {
     "seed=9223372036854775808": "seed: Input should be a whole number of 64 bits",
     "dtype=float16": "^dtype: Input should be 'float32', 'bfloat16', 'float64' or 'auto', got 'float16'$",
     "rollout.dtype=fp8": "^rollout.dtype: Input should be 'float32', 'bfloat16' or 'float64', got 'fp8'$",
-    "streaming.sampler=[1]": "^streaming.sampler: Input should be a valid string or Input should be a valid dictionary",
 }
 
 
@@ -84,6 +83,18 @@ COMMAND_LINE: dict[str, str] = {
 def test_a_value_on_the_command_line_is_refused_in_the_users_words(override: str) -> None:
     with pytest.raises(UserError, match=COMMAND_LINE[override]):
         load_config(None, ["flow=grpo", "model=m", override])
+
+
+def test_a_key_of_an_earlier_version_is_read_at_its_default_and_refused_with_what_there_is_instead() -> None:
+    given = ["flow=grpo", "model=m", "runtime=streaming"]
+    kept = load_config(None, [*given, "streaming.storage=shared_memory", "streaming.sampler=first_in"])
+    assert kept == load_config(None, given), "a run's recorded configuration has every key"
+    for override, words in {
+        "streaming.storage=file:/disk": "streaming.storage is gone: .*BRAID_SHARED_MEMORY",
+        "streaming.sampler={train.actor: whole_groups}": "streaming.sampler is gone: .*oldest rows first",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            load_config(None, [*given, override])
 
 
 def test_invalid_utf8_is_named_with_its_line(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
         "roles": {"critic": {"layout": {"pipeline": 2}, "inference_layout": {"data": 2}}},
     }
     # Three layouts of one role: it trains in two pipeline stages, and infers with shards; its engine's process has all of it.
-    engines = {"engines": 1, "check_weights": True}
+    engines = {"engines": 1}
     served = {"rollout": engines, "trainer": {"layout": {"pipeline": 2}, "inference_layout": {"shard": "full"}}}
     # In one process each: a process trains, infers and decodes with slices of others beside its own.
     pooled = merged(copies, {"rollout": {"tensor": 2}})

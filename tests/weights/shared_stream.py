@@ -40,13 +40,13 @@ def part_of(name: str, tensor: Tensor, axis: int, rank: int, ranks: int, dtype: 
 
 
 def take_part(world: World, task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run each case over the same ranks."""
+    """Send with each of the divisions into nodes, over the same ranks."""
     torch.set_num_threads(1)
     trainers = dist.new_group(list(range(TRAINERS)))
-    return [send_two_versions(world, trainers, *case) for case in task["cases"]]
+    return [send_two_versions(world, trainers, nodes) for nodes in task["nodes"]]
 
 
-def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str, check: bool) -> dict[str, Any]:
+def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str) -> dict[str, Any]:
     """Send two versions from the trainer ranks to the workers; return the bytes of each version and the tensors that differ.
 
     `nodes` has a letter for each rank.
@@ -55,7 +55,7 @@ def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str, che
     engine, worker = divmod(world.rank - TRAINERS, TENSOR)
     offer, held, found = None, None, {"sent": [], "received": [], "differs": []}
     if world.rank < TRAINERS:
-        offer = WeightOffer(Ranks(trainers), "127.0.0.1", LIMIT_S, torch.device("cpu"), check)
+        offer = WeightOffer(Ranks(trainers), "127.0.0.1", LIMIT_S, torch.device("cpu"))
     dtype = (torch.bfloat16, torch.float32)[engine]
     own = {n: part_of(n, torch.zeros_like(t), 1, worker, TENSOR, dtype) for n, t in tensors(1).items()}
     for version in (1, 2):

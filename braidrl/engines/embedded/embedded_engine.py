@@ -250,9 +250,6 @@ class EmbeddedEngine(SteppingEngine):
         except TransferError as error:
             raise EngineError(str(error)) from error
         self._prompts.prefixes.clear()
-        drawn = self._states.drawn.tolist()
-        for slot, row in self._rows.items():
-            row.versions.append((drawn[slot], version))
         self.version = version
 
     def _accept(self, row: EngineRow) -> None:
@@ -317,7 +314,6 @@ class EmbeddedEngine(SteppingEngine):
             self._prompts.expect(new[slots[0]].request.prompt, -len(slots))
         for row in new.values():
             row.begun = self._steps
-            row.versions.append((0, self.version))
         self._rows |= new
         self._states.begin(new, self.seed, self._response_tokens, self._stop_tokens)
         self._has_changed = True

@@ -28,7 +28,7 @@ from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load
 from braidrl.engines.http.dialects import Dialect, ReplyPart, ServerNeeds
-from braidrl.engines.requests import EngineRow, Request, Response, remaining_request, row_of
+from braidrl.engines.requests import Request, Response, row_of
 from braidrl.errors import UserError, shown
 from braidrl.observe.stalls import WORK
 from braidrl.weights.collective import OfferedWeights, WeightOffer
@@ -60,21 +60,16 @@ class ServerSpec:
     """The conversion to the names that the server's loaders know, if a folder's weights have other names."""
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     """The run's device, from which weights are sent to a server that receives them over the network."""
-    check: bool = False
-    """True if checksums of weights that are sent over the network are compared."""
     limit_s: float = 600.0
     """Seconds that a request waits for its answer."""
 
 
 @dataclass
 class HttpRow:
-    """A row of this engine."""
+    """A row that the server draws: its name there, and the pending request."""
 
-    row: EngineRow
-    call: asyncio.Future[Any] | None = None
-    """The pending request to the server."""
-    interrupted: bool = False
-    """True if the current part was ended early."""
+    name: str
+    call: asyncio.Future[dict[str, Any]]
     aborted: bool = False
 
 
@@ -86,16 +81,14 @@ class HttpEngine:
         self.version, self.max_sequence_tokens = 0, spec.needs.tokens
         self.weights = secrets.token_hex(8)
         """The label of the server's weights, unique over all runs."""
-        self._coming = self.weights
-        """The label of the weights that the server is being given."""
         self._given = False
         self._held: OfferedWeights | None = None
         """The weights that the server received over the network from the run's ranks."""
         self._session: ClientSession | None = None
         self._rows: dict[Uid, HttpRow] = {}
-        self._asleep = self._updating = False
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._failure: EngineError | None = None
-        self._changed = asyncio.Condition()
 
     async def start(self) -> None:
         """Connect to the server. Raises UserError if it does not answer, or was started with options that Braid cannot train with."""
@@ -125,101 +118,72 @@ class HttpEngine:
             await self._session.close()
 
     async def submit(self, request: Request) -> Response:
+        await self._awake.wait()
         if request.uid in self._rows:
             raise ValueError(f"row {request.uid} is under way already")
-        row = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens)
-        state = self._rows[request.uid] = HttpRow(row)
+        if self._failure is not None:
+            raise self._failure
+        row, spec = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens), self.spec
+        row.name, row.version = uuid4().hex, self.version
+        asked = replace(request, sampling=replace(request.sampling, max_tokens=row.limit))
+        reply = ReplyPart(row.name, asked, row.stop_token_ids, spec.seed, self.weights, spec.needs.reproducible)
+        call = asyncio.ensure_future(self.ask("POST", *spec.dialect.generate(reply)))
+        state = self._rows[request.uid] = HttpRow(row.name, call)
         try:
             with WORK.waiting():
-                while True:
-                    async with self._changed:
-                        await self._changed.wait_for(
-                            lambda: state.aborted or self._failure or not (self._asleep or self._updating)
-                        )
-                    if self._failure is not None:
-                        raise self._failure
-                    rest = None if state.aborted else remaining_request(request, row.finished(aborted=True))
-                    if rest is None:
-                        return row.finished(aborted=True)
-                    before = len(row.tokens)
-                    for token, log_prob in await self._generate_part(state, rest):
-                        row.log_probs.append(log_prob)
-                        if row.record_token(token):
-                            return row.finished()
-                    if len(row.tokens) == before and not state.interrupted:
-                        raise EngineError(f"{self.url} ended row {request.uid} without a token")
+                answer = await call
+                await self.check_weights()
         finally:
+            call.cancel()
             del self._rows[request.uid]
-
-    async def _generate_part(self, state: HttpRow, rest: Request) -> list[tuple[int, float]]:
-        """Generate tokens until the row ends or is interrupted, and return them with their log-probs."""
-        row, state.interrupted = state.row, False
-        row.name = uuid4().hex
-        row.versions.append((len(row.tokens), self.version))
-        limit = min(rest.sampling.max_tokens, row.limit - len(row.tokens))
-        asked = replace(rest, sampling=replace(rest.sampling, max_tokens=limit))
-        reproducible = self.spec.needs.reproducible
-        part = ReplyPart(row.name, asked, row.stop_token_ids, self.spec.seed, self.weights, reproducible)
-        state.call = asyncio.ensure_future(self.ask("POST", *self.spec.dialect.generate(part)))
         try:
-            answer = await state.call
-        finally:
-            state.call.cancel()
-            state.call = None
-        try:
-            tokens, log_probs = self.spec.dialect.read(answer)
+            tokens, log_probs = spec.dialect.read(answer)
         except UserError as error:
             raise UserError(f"rollout.servers: {self.url} {error}") from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"rollout.servers: {self.url} gives an answer without tokens: {shown(answer)}") from error
-        await self.check_weights()
-        return list(zip(tokens, log_probs, strict=True))
+        for token, log_prob in zip(tokens, log_probs, strict=True):
+            row.log_probs.append(log_prob)
+            if row.record_token(token):
+                return row.finished()
+        if not state.aborted:
+            raise EngineError(f"{self.url} ended row {request.uid} after {len(row.tokens)} tokens, before its end")
+        return row.finished(aborted=True)
 
     async def abort(self, uid: Uid) -> None:
         if uid not in self._rows:
             raise KeyError(f"row {uid} is not under way")
         state = self._rows[uid]
         state.aborted = True
-        async with self._changed:
-            self._changed.notify_all()
-        await self._interrupt(state)
-
-    async def _interrupt(self, state: HttpRow) -> None:
-        """Make the server end the part that it draws, and wait for its answer."""
-        call, name, state.interrupted = state.call, state.row.name, True
-        while call is not None and not call.done():
-            await self.ask("POST", *self.spec.dialect.abort(name))
-            await asyncio.wait([call], timeout=ABORT_AGAIN_S)
+        while not state.call.done():
+            await self.ask("POST", *self.spec.dialect.abort(state.name))
+            await asyncio.wait([state.call], timeout=ABORT_AGAIN_S)
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        if source is None:
-            self.version = version
-            return
+        if self._rows:
+            raise RuntimeError(
+                f"{self.url}: {len(self._rows)} rows are under way; an engine gets weights when it has none"
+            )
         with ExitStack() as stored:
-            if not isinstance(source, WeightFile | OfferedWeights):
+            if source is not None and not isinstance(source, WeightFile | OfferedWeights):
                 source = stored.enter_context(closing(self.spec.store(source.tensors())))
             if isinstance(source, WeightFile):
                 check_shapes(source.shapes(), self.spec.shapes)
                 if self.spec.hub_names is not None:
                     file = self.spec.store(self.spec.hub_names.of(source.tensors()))
                     source = stored.enter_context(closing(file))
-            self._updating = True
             try:
-                await asyncio.gather(*map(self._interrupt, list(self._rows.values())))
-                await self.load_weights(source)
-                self.version = version
+                if source is not None:
+                    await self.load_weights(source)
             except EngineError as error:
                 # No row may be drawn from weights of unknown version.
                 self._failure = error
                 raise
-            finally:
-                self._updating = False
-                async with self._changed:
-                    self._changed.notify_all()
+            self.version = version
 
     async def load_weights(self, weights: WeightFile | OfferedWeights) -> None:
         """Change the server's weights. Raises EngineError if that fails; the version of its weights is then unknown."""
-        label = self._coming = secrets.token_hex(8)
+        label = secrets.token_hex(8)
         held, self._held = self._held, None
         try:
             if isinstance(weights, OfferedWeights):
@@ -230,8 +194,7 @@ class HttpEngine:
             elif (spec := self.spec).needs.receives:
                 host = urlsplit(self.url).hostname
                 assert host is not None
-                offer = WeightOffer(Ranks(), address_towards(host), spec.limit_s, spec.device, spec.check)
-                with closing(offer):
+                with closing(WeightOffer(Ranks(), address_towards(host), spec.limit_s, spec.device)) as offer:
                     await self._receive(offer.keep(0, weights.parts()), label)
             else:
                 for path, body in self.spec.dialect.load_weights(str(weights.folder), label):
@@ -257,21 +220,18 @@ class HttpEngine:
         """Raise EngineError if the server was restarted since it received its weights: its tokens may come from other weights."""
         if not self._given:
             return
-        before, (path, field) = self.weights, self.spec.dialect.label
-        found = (await self.ask("GET", path)).get(field)
-        if found not in (before, self.weights, self._coming):
+        path, field = self.spec.dialect.label
+        if (found := (await self.ask("GET", path)).get(field)) != self.weights:
             raise EngineError(f"{self.url} was restarted, or given weights by another program: it has {found!r}")
 
     async def sleep(self) -> None:
         """Refuse requests; the server keeps its memory, since its devices are its own."""
         if self._rows:
             raise RuntimeError(f"{self.url}: {len(self._rows)} rows are under way; an engine sleeps when it has none")
-        self._asleep = True
+        self._awake.clear()
 
     async def wake(self) -> None:
-        self._asleep = False
-        async with self._changed:
-            self._changed.notify_all()
+        self._awake.set()
 
     async def recover(self) -> int:
         """Wait for a server that its owner restarts; it then has its initial weights. Raises EngineError if it does not answer."""
@@ -283,7 +243,7 @@ class HttpEngine:
         return NOTHING_YET
 
     def load(self) -> Load:
-        running = min(sum(state.call is not None for state in self._rows.values()), self.spec.slots)
+        running = min(len(self._rows), self.spec.slots)
         return Load(self.spec.slots, running, len(self._rows) - running)
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -323,13 +323,14 @@ class ResumingEngine:
     async def preempt(self) -> None:
         """Preempt all rows, and return when the engine has none."""
         self._held = [] if self._held is None else self._held
-        while self._rows:
+        # A cancelled request has no row any more, but its engine may.
+        while self._rows or self._tasks:
             for uid in list(self._rows):
                 self._preempted.add(uid)
                 # The row may not have arrived yet, or has ended.
                 with contextlib.suppress(KeyError, EngineError):
                     await self.engine.abort(uid)
-            if self._rows:
+            if self._rows or self._tasks:
                 await asyncio.sleep(PREEMPT_AGAIN_S)
         self._preempted.clear()
 

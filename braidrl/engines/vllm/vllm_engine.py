@@ -24,7 +24,6 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from vllm import EngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -76,8 +75,6 @@ class VllmEngine(SteppingEngine):
         self._rows: dict[str, EngineRow] = {}
         """The rows that vLLM has, by their names there."""
         self._names = itertools.count()
-        self._ended: list[Response] = []
-        """Responses that ended while weights were published; the next step returns them."""
         self._adapter: LoRARequest | None = None
         """The adapter with which rows are drawn, where adapters alone are sent."""
         self._failure: EngineError | None = None
@@ -109,31 +106,14 @@ class VllmEngine(SteppingEngine):
         if self.phases is not None:
             self.phases.leave()
         self._memory.bring("weights")
-        core = self._engine.engine_core
-        computes_ahead = load is not None and isinstance(core, SyncMPClient) and bool(self._rows)
         try:
-            if computes_ahead:
-                # Answered when the core has sent all tokens that it drew with the earlier weights.
-                core.call_utility("pause_scheduler", "keep", False)
-                while not core.outputs_queue.empty():
-                    self._ended += self._step_of_vllm()
             answers = None if load is None else load()
-            if computes_ahead:
-                core.call_utility("resume_scheduler")
             if isinstance(answers, list) and any(answers):
                 raise RuntimeError(next(filter(None, answers)))
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
         self.version, self._failure, self._is_given_again = version, None, False
-        for row in list(self._rows.values()):
-            if row.tokens:
-                row.versions.append((len(row.tokens), version))
-            else:
-                # Computed keys and values of its prompt belong to the earlier weights.
-                del self._rows[row.name]
-                self._engine.abort_request([row.name])
-                self._begin(row)
 
     def step(self) -> list[Response]:
         """Fill free slots, then run a step of vLLM."""
@@ -145,13 +125,10 @@ class VllmEngine(SteppingEngine):
             count = rows_to_begin(capacity, cache.block_size, self.recent, self._rows.values(), waiting)
         for _ in range(count):
             self._begin(self._waiting.popleft())
-        ended, self._ended = self._ended, []
-        if self._rows:
-            ended += self._step_of_vllm()
-        return self._done(ended)
+        return self._done(self._step_of_vllm() if self._rows else [])
 
     def _begin(self, row: EngineRow) -> None:
-        request, row.name, row.versions = row.request, str(next(self._names)), [(0, self.version)]
+        request, row.name = row.request, str(next(self._names))
         # The salt keeps prompts computed with other weights from being reused.
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
         asked = request.sampling
@@ -198,10 +175,6 @@ class VllmEngine(SteppingEngine):
                 else:
                     self._engine.abort_request([row.name])
                 return self._done([row.finished(aborted=True)])[0]
-        for ended in self._ended:
-            if ended.uid == uid:
-                self._ended.remove(ended)
-                return self._done([ended])[0]
         raise KeyError(f"row {uid} is not under way")
 
     def recover(self) -> int:
@@ -219,7 +192,6 @@ class VllmEngine(SteppingEngine):
             self._engine.abort_request(list(self._rows))
         self._rows.clear()
         self._waiting.clear()
-        self._ended.clear()
         self._under_way.clear()
 
     def sleep(self) -> None:

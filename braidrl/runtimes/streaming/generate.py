@@ -300,7 +300,7 @@ class GenerateLoop:
 
         def receive() -> WeightFile | None:
             with self.context.trace.busy(RECEIVE, version, version=version), suppress(RuntimeError):
-                return stored_in_memory(source.tensors(), rollout.check_weights)
+                return stored_in_memory(source.tensors())
             # A sender was lost: the engine asks again when it loads.
             return None
 

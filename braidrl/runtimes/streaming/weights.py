@@ -19,7 +19,7 @@ from braidrl.cluster.process_groups import background_group
 from braidrl.cluster.shared_memory import PREFIX, machine, shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config
-from braidrl.engines.factory import is_collective, transport_of
+from braidrl.engines.factory import file_writer, is_collective, transport_of
 from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter
 from braidrl.weights.shards import Parts, snapshot
@@ -72,22 +72,17 @@ class VersionWriter:
         self.role, self.parts, self.world, self.run = role, parts, world, run
         # A separate group, because a thread uses it beside other collectives.
         ranks = Ranks(background_group()) if world.size > 1 else Ranks()
-        rollout, own = config.rollout, parts()
-        device = next(part.tensor.device for part in own.values())
-        self.folder = rollout.servers.folder if rollout.engine == "http" else None
-        self.in_folder = rollout.engine == "http" and rollout.servers.weights == "folder"
-        self.is_collective = is_collective(config)
-        elsewhere = config.cluster.launcher == "ray"
-        self.writer = None if self.is_collective else WeightWriter(own, ranks, rollout.check_weights, self.in_folder)
+        own, limit_s = parts(), config.cluster.wait_limit_s
+        self.writer = None if is_collective(config) else file_writer(own, ranks, config)
         self.bytes = sum(part.tensor.shape.numel() * part.tensor.dtype.itemsize for part in own.values())
-        limit_s = config.cluster.wait_limit_s
         self.offer: WeightOffer | None = None
-        if self.is_collective:
-            self.offer = WeightOffer(ranks, ip, limit_s, device, rollout.check_weights, transport_of(config))
-        elif elsewhere and world.first:
+        if self.writer is None:
+            device = next(part.tensor.device for part in own.values())
+            self.offer = WeightOffer(ranks, ip, limit_s, device, transport_of(config))
+        elif config.cluster.launcher == "ray" and world.first:
             # Its machine has the whole file.
-            self.offer = WeightOffer(Ranks(), ip, limit_s, torch.device("cpu"), rollout.check_weights)
-        self._kept: dict[int, WeightFile | None] = {}
+            self.offer = WeightOffer(Ranks(), ip, limit_s, torch.device("cpu"))
+        self._files: dict[int, WeightFile] = {}
 
     def begin(self) -> Callable[[], Place]:
         """Return a call that publishes the current weights; a thread may make it while they are read, but not changed.
@@ -109,24 +104,23 @@ class VersionWriter:
                         torch.cuda.current_stream().synchronize()
                     assert self.offer is not None
                     place["offer"] = asdict(self.offer.keep(number, kept))
-                    self._kept[number] = None
                     return place
-                file = self._kept[number] = self.writer.write(parts, self._path(number))
-            place |= {"path": str(file.path), "machines": [] if self.in_folder else self.writer.machines}
+                file = self._files[number] = self.writer.write(parts, self._path(self.writer, number))
+            place |= {"path": str(file.path), "machines": [] if self.writer.in_folder else self.writer.machines}
             if self.offer is not None:
                 place["offer"] = asdict(self.offer.keep(number, file.parts()))
             return place
 
         return publish
 
-    def _path(self, number: int) -> Path:
+    def _path(self, writer: WeightWriter, number: int) -> Path:
         name = f"{PREFIX}{self.run}-weights.{self.role}-{number}"
-        return (self.folder or shared_folder()) / name / WEIGHTS if self.in_folder else shared_folder() / name
+        return (writer.within or shared_folder()) / name / WEIGHTS if writer.in_folder else shared_folder() / name
 
     def forget(self, numbers: Collection[int]) -> None:
         """Free versions that no engine loads any more, and their files on this machine."""
         for number in numbers:
-            file = self._kept.pop(number, None)
+            file = self._files.pop(number, None)
             if file is not None and self.writer is not None and self.writer.is_leader:
                 free([{"path": str(file.path)}])
             if self.offer is not None:

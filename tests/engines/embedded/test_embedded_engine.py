@@ -180,29 +180,23 @@ def text_bytes(tokens: Tensor) -> bytes:
 
 
 def test_versions_say_which_weights_drew_each_token() -> None:
-    engine = make_engine()
-    engine.add(Request((0, 0, 0), torch.arange(4), SamplingParams(max_tokens=6, ends=False)))
-    engine.publish(3)
-    engine.step()
-    engine.step()
-    engine.publish(4)
-    finished = [row for _ in range(4) for row in engine.step()]
-    assert finished[0].versions.tolist() == [3, 3, 4, 4, 4, 4]
+    engine, request = make_engine(), Request((0, 0, 0), torch.arange(4), SamplingParams(max_tokens=6, ends=False))
+    for version in (3, 4):
+        engine.publish(version)
+        (finished,) = engine.generate([request])
+        assert finished.versions.tolist() == [version] * 6
 
 
-def test_prompts_that_wait_are_computed_with_the_weights_that_decode_them() -> None:
+def test_prompts_are_computed_again_with_new_weights() -> None:
     requests = make_requests(1, 20, SamplingParams(max_tokens=4, ends=False), shortest=9)
     model = make_model()
     engine = EmbeddedEngine(model, make_tokenizer(), 16, 128)
-    for request in requests:
-        engine.add(request)
-    engine.step()
+    engine.generate(requests)
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     engine.publish(1)
-    late = [row for _ in range(7) for row in engine.step() if row.uid[2] >= 16]
-    expected = EmbeddedEngine(model, make_tokenizer(), 16, 128).generate(requests[16:])
-    assert [row.tokens.tolist() for row in late] == [row.tokens.tolist() for row in expected]
+    expected = EmbeddedEngine(model, make_tokenizer(), 16, 128).generate(requests)
+    assert [row.tokens.tolist() for row in engine.generate(requests)] == [row.tokens.tolist() for row in expected]
 
 
 def test_abort_returns_the_tokens_so_far_and_frees_the_slot() -> None:

@@ -16,6 +16,7 @@ from braidrl.engines import engine_contract as contract
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response
+from braidrl.engines.routing.router import ResumingEngine
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import (
     LIMIT,
@@ -76,10 +77,11 @@ def test_log_probs_of_a_stock_vllm_are_the_trainers_after_each_update(stock: Ser
 
 async def drawn_by_two_versions(engine: EngineProcess, request: Request) -> Response:
     """Return a row that new weights reached while it was under way."""
+    resuming = ResumingEngine(engine)
     for _ in range(20):
         await engine.update_weights(0, ModelWeights(MODEL))
-        task = await contract.under_way(engine, request)
-        await engine.update_weights(3, other_weights())
+        task = await contract.under_way(engine, request, resuming)
+        await resuming.update_weights(3, other_weights())
         found = await task
         if 0 < found.versions.tolist().count(0) < len(found.versions):
             return found

@@ -258,7 +258,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
 def written(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> list[str]:
     """Return errors of files that all ranks write together, in memory, in a folder, and without space."""
     ranks, parts = worker.ranks, worker.weights()
-    writer, to_folder = WeightWriter(parts, ranks, check=True), WeightWriter(parts, ranks, repeat=True)
+    writer, to_folder = WeightWriter(parts, ranks), WeightWriter(parts, ranks, repeat=True)
     for _ in range(2):
         with closing(writer.write(parts)) as file:
             read = dict(file.tensors())
