@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from braidrl.cluster.local import copy_as_fork_server
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.training.operations import DeviceRates, keep_rates
@@ -33,17 +35,16 @@ from tests.redis_server import redis_server  # noqa: F401 (a fixture for every t
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
 # Keep shared memory apart from that of other test runs and other users of this machine.
-OWN_MEMORY = tempfile.TemporaryDirectory(prefix="braid-tests-", dir=shared_folder())
-os.environ["BRAID_SHARED_MEMORY"] = OWN_MEMORY.name
-os.environ["BRAID_RATES"] = f"{OWN_MEMORY.name}/rates.json"
+OWN_MEMORY = Path(tempfile.mkdtemp(prefix="braid-tests-", dir=shared_folder()))
+os.environ["BRAID_SHARED_MEMORY"] = str(OWN_MEMORY)
+os.environ["BRAID_RATES"] = str(OWN_MEMORY / "rates.json")
 keep_rates(DeviceRates(dict.fromkeys(("float32", "bfloat16", "float64"), 1e15), 1e15))
 torch.set_num_threads(1)
 gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # Same settings as in the command and its processes.
 gc.enable()
-# The fork server of this process imports at its start whatever the ranks and workers of tests need.
-FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["tests.preloaded"])
-PRINTED = Path(OWN_MEMORY.name) / "printed"
+PRELOADED = "tests.preloaded"
+"""The module that imports whatever the ranks and workers of tests need."""
+PRINTED = OWN_MEMORY / "printed"
 PRINTED.touch()
 PRINTED_SHOWN = 20_000
 """The most characters of a failed test's processes that are shown."""
@@ -66,20 +67,30 @@ settings.register_profile("suite", deadline=None, max_examples=50)
 settings.load_profile("suite")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest has a fault handler, whose file is not open in the copies
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the fork server, unless worker processes run the tests. It and its copies print to a file."""
+    """Copy this process as the fork server of its tests, unless worker processes run the tests. The copies print to a file."""
     if config.getoption("dist", "no") != "no":
         return
     kept = {stream: os.dup(stream) for stream in (1, 2)}
+    captured = sys.stdout, sys.stderr
     try:
         with PRINTED.open("ab") as file:
             for stream in kept:
                 os.dup2(file.fileno(), stream)
-        forkserver.ensure_running()
+        sys.stdout, sys.stderr = (open(stream, "w", closefd=False, buffering=1) for stream in kept)  # noqa: SIM115
+        copied = copy_as_fork_server([PRELOADED])
     finally:
+        sys.stdout, sys.stderr = captured
         for stream, copy in kept.items():
             os.dup2(copy, stream)
             os.close(copy)
+    assert copied, "a plugin has started a thread, with which this process cannot be copied"
+
+
+def pytest_unconfigure() -> None:
+    """Remove this process's shared memory."""
+    shutil.rmtree(OWN_MEMORY, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -155,8 +166,8 @@ def ray_cluster() -> Iterator[None]:
     from tests import ray_workers
 
     ray = import_ray()
-    os.environ[ray_workers.SERVER] = f"{OWN_MEMORY.name}/ray_workers"
-    server = FORK_SERVER.Process(
+    os.environ[ray_workers.SERVER] = str(OWN_MEMORY / "ray_workers")
+    server = multiprocessing.get_context("forkserver").Process(
         target=ray_workers.serve, args=(os.environ[ray_workers.SERVER], os.getpid()), daemon=True
     )
     server.start()
