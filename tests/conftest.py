@@ -48,16 +48,8 @@ PRINTED = OWN_MEMORY / "printed"
 PRINTED.touch()
 PRINTED_SHOWN = 20_000
 """The most characters of a failed test's processes that are shown."""
-# The files that take longest come first, so that no process is left with a long one at the end.
-LONGEST = tuple(f"tests/{file}" for file in (
-    "engines/http/test_http_engine.py", "runtimes/streaming/test_program.py", "engines/vllm/test_hosted.py",
-    "runtimes/streaming/test_loading.py", "runtimes/test_layouts.py", "engines/test_served_engines.py",
-    "training/parallel/test_layouts.py", "examples/test_plugins.py", "invariants/test_resume_is_exact.py", "test_hub.py",
-    "tools/test_gpu.py", "runtimes/saving/test_checkpoints.py", "runtimes/test_restarts.py", "recipes/test_training.py",
-    "agents/test_libraries.py", "weights/test_table_2.py", "invariants/test_memory.py", "attacks/test_verifiers.py",
-    "attacks/test_environments.py", "rewards/test_pool.py", "test_bad_input.py",
-))  # fmt: skip
-assert all((Path(__file__).parent.parent / file).exists() for file in LONGEST), "a file of LONGEST has moved"
+LONG = {"Workshop", "TrainingRun", "run_ranks", "subprocess"}
+"""Names in a module whose tests make runs or start processes."""
 # These share one Ray cluster and its workers, so that a single process runs them all.
 ON_RAY = tuple(f"tests/{place}" for place in (
     "cluster/test_devices.py", "cluster/test_ray_", "examples/test_placements.py", "invariants/test_one_flow_one_result.py",
@@ -128,13 +120,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first in a shared run, and the files that use Ray before them."""
+    """Start a shared run with the files that use Ray, then those that make runs, so that all processes end with short tests."""
     if hasattr(config, "workerinput"):
-        places = {file: place for place, file in enumerate(LONGEST)}
         items.sort(
             key=lambda item: (
                 not item.nodeid.startswith(ON_RAY),
-                places.get(item.nodeid.partition("::")[0], len(places)),
+                LONG.isdisjoint(vars(item.getparent(pytest.Module).obj)),
             )
         )
 
