@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# Each of hundreds of processes would otherwise compile what it imports: torch and vLLM take ten seconds each.
+export PYTHONDONTWRITEBYTECODE :=
 # Many tests wait for processes to start: three files of tests at a time keep two cores busy.
 TEST_PROCESSES ?= 3
 # What pip installs is compiled when it is first imported: most of it never is.

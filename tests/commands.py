@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from typing import Any, NoReturn, TextIO
 from braidrl.cluster.local import STARTING, main_module_hidden
 
 LOOK_S = 0.01
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 COMMAND = ("braidrl.cli.commands", "braidrl.runtimes.evaluation", "braidrl.engines.engine_process")
 """Modules that commands import on demand; the fork server imports them in advance."""
 
@@ -31,13 +33,16 @@ COMMAND = ("braidrl.cli.commands", "braidrl.runtimes.evaluation", "braidrl.engin
 class Command:
     """A running command, with the part of the interface of `subprocess.Popen` that tests use."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], prefix: str = ""
+    ) -> None:
+        """Start it; it runs the Python code `prefix` first."""
         self.args = ["braid", *arguments]
         (out, told), (err, complained) = os.pipe(), os.pipe()
         context = multiprocessing.get_context("forkserver")
         self._process: BaseProcess = context.Process(
             target=become,
-            args=(list(arguments), str(folder), dict(environment), Descriptor(told), Descriptor(complained)),
+            args=(list(arguments), str(folder), dict(environment), Descriptor(told), Descriptor(complained), prefix),
         )
         with STARTING, main_module_hidden():
             self._process.start()
@@ -116,14 +121,26 @@ def received(sent: Any) -> int:
     return int(sent.detach())
 
 
-def become(arguments: list[str], folder: str, environment: dict[str, str], told: int, complained: int) -> NoReturn:
+def become(
+    arguments: list[str], folder: str, environment: dict[str, str], told: int, complained: int, prefix: str
+) -> NoReturn:
     """Run `braid` with these arguments in this process, and end as an interpreter does."""
+
+    def main() -> None:
+        exec(prefix, {})
+        importlib.import_module("braidrl.cli.commands").main()
+
     for descriptor, standard in ((told, 1), (complained, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
-    run_as_interpreter(
-        ["braid", *arguments], folder, environment, lambda: importlib.import_module("braidrl.cli.commands").main()
-    )
+    run_as_interpreter(["braid", *arguments], folder, environment, main)
+
+
+def mount(place: str, size: str) -> None:
+    """Mount a file system of this size that only this process and its children see; only root may."""
+    libc = ctypes.CDLL(None)
+    failed = libc.unshare(CLONE_NEWNS) or libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None)
+    assert not (failed or libc.mount(b"braid", place.encode(), b"tmpfs", 0, f"size={size}".encode()))
 
 
 def run_as_interpreter(

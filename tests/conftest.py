@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from braidrl.cluster.local import copy_as_fork_server
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 
@@ -31,28 +33,19 @@ if TYPE_CHECKING:
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
 # Keep shared memory apart from that of other test runs and other users of this machine.
-OWN_MEMORY = tempfile.TemporaryDirectory(prefix="braid-tests-", dir=shared_folder())
-os.environ["BRAID_SHARED_MEMORY"] = OWN_MEMORY.name
+OWN_MEMORY = Path(tempfile.mkdtemp(prefix="braid-tests-", dir=shared_folder()))
+os.environ["BRAID_SHARED_MEMORY"] = str(OWN_MEMORY)
 torch.set_num_threads(1)
 gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # Same settings as in the command and its processes.
 gc.enable()
-# The fork server of this process imports at its start whatever the ranks and workers of tests need.
-FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["tests.preloaded"])
-PRINTED = Path(OWN_MEMORY.name) / "printed"
+PRELOADED = "tests.preloaded"
+"""The module that imports whatever the ranks and workers of tests need."""
+PRINTED = OWN_MEMORY / "printed"
 PRINTED.touch()
 PRINTED_SHOWN = 20_000
 """The most characters of a failed test's processes that are shown."""
-# The files that take longest come first, so that no process is left with a long one at the end.
-LONGEST = tuple(f"tests/{file}" for file in (
-    "engines/http/test_http_engine.py", "runtimes/streaming/test_program.py", "engines/vllm/test_hosted.py",
-    "runtimes/streaming/test_loading.py", "runtimes/test_layouts.py", "engines/test_served_engines.py",
-    "training/parallel/test_layouts.py", "examples/test_plugins.py", "invariants/test_resume_is_exact.py", "test_hub.py",
-    "tools/test_gpu.py", "runtimes/saving/test_checkpoints.py", "runtimes/test_restarts.py", "recipes/test_training.py",
-    "agents/test_libraries.py", "weights/test_table_2.py", "invariants/test_memory.py", "attacks/test_verifiers.py",
-    "attacks/test_environments.py", "rewards/test_pool.py", "test_bad_input.py",
-))  # fmt: skip
-assert all((Path(__file__).parent.parent / file).exists() for file in LONGEST), "a file of LONGEST has moved"
+LONG = {"Workshop", "TrainingRun", "run_ranks", "subprocess"}
+"""Names in a module whose tests make runs or start processes."""
 # These share one Ray cluster and its workers, so that a single process runs them all.
 ON_RAY = tuple(f"tests/{place}" for place in (
     "cluster/test_devices.py", "cluster/test_ray_", "examples/test_placements.py", "invariants/test_one_flow_one_result.py",
@@ -62,20 +55,30 @@ settings.register_profile("suite", deadline=None, max_examples=50)
 settings.load_profile("suite")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest has a fault handler, whose file is not open in the copies
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the fork server, unless worker processes run the tests. It and its copies print to a file."""
+    """Copy this process as the fork server of its tests, unless worker processes run the tests. The copies print to a file."""
     if config.getoption("dist", "no") != "no":
         return
     kept = {stream: os.dup(stream) for stream in (1, 2)}
+    captured = sys.stdout, sys.stderr
     try:
         with PRINTED.open("ab") as file:
             for stream in kept:
                 os.dup2(file.fileno(), stream)
-        forkserver.ensure_running()
+        sys.stdout, sys.stderr = (open(stream, "w", closefd=False, buffering=1) for stream in kept)  # noqa: SIM115
+        copied = copy_as_fork_server([PRELOADED])
     finally:
+        sys.stdout, sys.stderr = captured
         for stream, copy in kept.items():
             os.dup2(copy, stream)
             os.close(copy)
+    assert copied, "a plugin has started a thread, with which this process cannot be copied"
+
+
+def pytest_unconfigure() -> None:
+    """Remove this process's shared memory."""
+    shutil.rmtree(OWN_MEMORY, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,13 +116,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first in a shared run, and the files that use Ray before them."""
+    """Start a shared run with the files that use Ray, then those that make runs, so that all processes end with short tests."""
     if hasattr(config, "workerinput"):
-        places = {file: place for place, file in enumerate(LONGEST)}
         items.sort(
             key=lambda item: (
                 not item.nodeid.startswith(ON_RAY),
-                places.get(item.nodeid.partition("::")[0], len(places)),
+                LONG.isdisjoint(vars(item.getparent(pytest.Module).obj)),
             )
         )
 
@@ -151,8 +153,8 @@ def ray_cluster() -> Iterator[None]:
     from tests import ray_workers
 
     ray = import_ray()
-    os.environ[ray_workers.SERVER] = f"{OWN_MEMORY.name}/ray_workers"
-    server = FORK_SERVER.Process(
+    os.environ[ray_workers.SERVER] = str(OWN_MEMORY / "ray_workers")
+    server = multiprocessing.get_context("forkserver").Process(
         target=ray_workers.serve, args=(os.environ[ray_workers.SERVER], os.getpid()), daemon=True
     )
     server.start()

@@ -188,14 +188,9 @@ def eager_backend(config: Config) -> RankBackend:
 
 
 def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subprocess.Popen[str]:
-    """Start `braid ...` in a new process and process group; a fresh interpreter runs the Python code `prefix` before it."""
+    """Start `braid ...` in a new process and process group, which runs the Python code `prefix` before it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if not prefix:
-        return Command([*map(str, arguments)], folder or Path.cwd(), environment)  # type: ignore[return-value]
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{prefix}; from braidrl.cli import main; main()", *map(str, arguments)], cwd=folder, env=environment,
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+    return Command([*map(str, arguments)], folder or Path.cwd(), environment, prefix)  # type: ignore[return-value]
 
 
 def free_port() -> int:

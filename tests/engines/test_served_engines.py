@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -40,7 +38,7 @@ from tests.engines.served import (
     write_served_model,
 )
 from tests.engines.tiny import END, make_tokenizer, training_log_probs
-from tests.tiny import ROOT
+from tests.tiny import braid
 
 MODEL = served_model()
 KINDS = ("embedded", pytest.param("vllm", marks=pytest.mark.soak))
@@ -128,8 +126,10 @@ def test_an_engine_ends_with_its_run_however_that_ends(model: Path) -> None:
     program = f"""
 import asyncio
 from pathlib import Path
+from braidrl.cluster.local import copy_as_fork_server
 from braidrl.engines.engine_process import EngineProcess
 from tests.engines.served import spec
+copy_as_fork_server(["braidrl.engines.engine_process"])
 async def main():
     engine = EngineProcess(spec("embedded", Path({str(model)!r})))
     await engine.start()
@@ -137,13 +137,10 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
-    assert run.stdout is not None
-    engine = psutil.Process(int(run.stdout.readline()))
-    run.kill()
-    run.wait()
-    run.stdout.close()
+    with braid(prefix=program) as run:
+        assert run.stdout is not None
+        engine = psutil.Process(int(run.stdout.readline()))
+        run.kill()
     engine.wait(120.0)
 
 

@@ -32,7 +32,7 @@ from tests.engines.tiny import training_log_probs
 from tests.tiny import ROOT, Workshop, load_module, recorded, weights_of, write_jsonl
 
 QUESTIONS = ["What is two plus three?", "Name a colour.", [{"role": "user", "content": "Say hello in French."}]]
-NEW_TOKENS, SAMPLES = 12, 4
+NEW_TOKENS, SAMPLES = 8, 2
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from tests.tiny import Workshop
 
-EVERY_STEP = {"dtype": "float64", "trainer": {"steps": 5, "checkpoint_every": 1, "keep_checkpoints": 5}}
+EVERY_STEP = {"dtype": "float64", "trainer": {"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 4}}
 TOLERANCE = 1e-7
 
 

@@ -1,13 +1,13 @@
 """Spans of several processes are written separately and read together."""
 
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from braidrl.cluster.local import main_module_hidden
 from braidrl.errors import UserError
 from braidrl.observe.trace import Span, TraceWriter, read_trace
 
@@ -41,18 +41,23 @@ def test_a_span_is_recorded_when_its_block_fails(tmp_path: Path) -> None:
     assert [span.rows for span in read_trace(tmp_path)] == [4]
 
 
+def three_spans(folder: Path, worker: str) -> None:
+    writer = TraceWriter(folder, worker)
+    for k in range(3):
+        with writer.span("actor", "actor.generate", k):
+            time.sleep(0.01)
+    writer.close()
+
+
 def test_workers_of_several_processes_are_merged_by_start_from_zero(tmp_path: Path) -> None:
-    program = (
-        "import sys, pathlib, time\n"
-        "from braidrl.observe.trace import TraceWriter\n"
-        "writer = TraceWriter(pathlib.Path(sys.argv[1]), sys.argv[2])\n"
-        "for k in range(3):\n"
-        "    with writer.span('actor', 'actor.generate', k): time.sleep(0.01)\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    root = Path(__file__).parents[2]
-    started = [subprocess.Popen([*command, f"actor/{rank}"], cwd=root) for rank in range(2)]
-    assert [process.wait(120) for process in started] == [0, 0]
+    context = multiprocessing.get_context("forkserver")
+    started = [context.Process(target=three_spans, args=(tmp_path, f"actor/{rank}")) for rank in range(2)]
+    with main_module_hidden():
+        for process in started:
+            process.start()
+    for process in started:
+        process.join(120)
+    assert [process.exitcode for process in started] == [0, 0]
     spans = read_trace(tmp_path)
     assert sorted(span.worker for span in spans) == ["actor/0"] * 3 + ["actor/1"] * 3
     assert [span.start for span in spans] == sorted(span.start for span in spans)

@@ -69,13 +69,11 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
         [
             workshop.tree("pooled", **merged(RECOMPUTED, pooled), **ranks),
             workshop.tree("selected", **merged(SELECTED, {"rollout": {"tensor": 2}}), **ranks),
-            workshop.tree("copies", **merged(RECOMPUTED, copies), **ranks),
             workshop.tree("served", **merged(RECOMPUTED, served), **ranks),
         ],
         2,
     )
     alone = trace(workshop.run("alone", **RECOMPUTED))
-    assert_same(trace(workshop.folder / "copies"), alone)
     assert_same(trace(workshop.folder / "served"), alone)
     assert_same(trace(workshop.folder / "pooled"), alone)
     assert_same(trace(workshop.folder / "selected"), trace(workshop.run("alone-selected", **SELECTED)))

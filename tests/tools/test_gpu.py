@@ -13,6 +13,7 @@ from benchmarks.gpu.models import SHAPES
 from benchmarks.gpu.tables import TABLES
 
 
+@pytest.mark.soak
 def test_the_cpu_twin_of_make_gpu_runs_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = Record(tmp_path / "cpu.json", {"device": "cpu", "size": "tiny", "torch": "", "transformers": ""})
     run(record, "cpu", "tiny", tmp_path)

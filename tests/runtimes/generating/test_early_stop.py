@@ -101,14 +101,15 @@ def drawn_in(run: Path) -> int:
     return sum(span.tokens for span in read_trace(run) if span.stage == "actor.generate")
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.soak), 2])
 @pytest.mark.parametrize("runtime", [pytest.param("distributed", marks=pytest.mark.soak), "hybrid"])
 def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
     workshop: Workshop, warm_cluster: WarmCluster, monkeypatch: pytest.MonkeyPatch, runtime: str, tensor: int
 ) -> None:
     """Ranks of one `tensor` group decode together, and end rows in the same step."""
     # Each rank decodes 16 of its 54 rows at once, so most rows wait while the first groups are decided.
-    rollout, trainer = {**SECTIONS["rollout"], "max_response_tokens": 50}, {**SECTIONS["trainer"], "over_sampling": 9.0}
+    rollout = {**SECTIONS["rollout"], "max_response_tokens": 50}
+    trainer = {**SECTIONS["trainer"], "steps": 2, "over_sampling": 9.0}
     sections = {**SECTIONS, "rollout": rollout, "trainer": trainer, "dtype": "float64"}
     apart = {"trainer": {**trainer, "layout": {"tensor": tensor}}, "rollout": {**rollout, "tensor": tensor}}
     tree = workshop.tree("early", **{**sections, **apart}, runtime=runtime, workers=2)

@@ -128,7 +128,7 @@ def test_kill_during_checkpoint_write_resumes_from_previous(workshop: Workshop) 
     sections = with_trainer(steps=6, deterministic=False)
     config = workshop.config_file("killed", **sections)
     killed = workshop.folder / "killed"
-    process = braid("train", config, prefix=f"exec({HANGING!r})")
+    process = braid("train", config, prefix=HANGING)
     wait_until(lambda: (killed / "metrics.jsonl").is_file() and len(read_metrics(killed)) >= 5)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

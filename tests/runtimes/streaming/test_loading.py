@@ -21,7 +21,7 @@ from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
 from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
 
-STEPS, PROMPTS = 5, 8
+STEPS, PROMPTS = 4, 8
 LONG: dict[str, Any] = {
     "runtime": "streaming", "algorithm": {"old": "rollout"},
     "rollout": {"max_response_tokens": 200, "samples_per_prompt": 4},
@@ -112,7 +112,7 @@ def test_interrupted_rows_keep_log_probs_of_each_tokens_version(
     workshop: Workshop,
 ) -> None:
     # A batch takes far longer to generate than to train on, so that new weights find rows under way.
-    many = {"steps": 6, "keep_checkpoints": 6, "prompts_per_step": 24, "rows_per_update": None}
+    many = {"steps": 3, "keep_checkpoints": 3, "prompts_per_step": 24, "rows_per_update": None}
     more = {"trainer": many, "rollout": {"slots": 16, "compile": False}, "algorithm": {"kl_coef": 0.0}}
     run, _ = streamed(workshop, "interrupt", "interrupt", streaming={"workers": {"actor.generate": 1}}, **more)
     check_bounds(run)
@@ -170,7 +170,7 @@ def test_delayed_weights_are_received_while_the_engine_generates(workshop: Works
     assert any(row.start < one.end and one.start < row.end for one, row in pairs)
 
 
-@pytest.mark.parametrize("weights", ["end", "delayed"])
+@pytest.mark.parametrize("weights", [pytest.param("end", marks=pytest.mark.soak), "delayed"])
 def test_engines_that_load_together_generate_each_batch_with_one_version(workshop: Workshop, weights: str) -> None:
     run, _ = streamed(workshop, weights, weights)
     check_bounds(run)
