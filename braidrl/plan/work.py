@@ -90,7 +90,8 @@ def sent(node: int, inner: int, ranks: int, moved: float) -> npt.NDArray[np.floa
 def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool) -> float:
     """Return the operations of a forward pass over `tokens` tokens, all predicted, with this sum of squared lengths."""
     counts = operations.TokenCounts(tokens, tokens, squares / 2)
-    return operations.forward_operations(operations.MatrixSizes.of(shape.sizes, shape.parameters, scalar), counts)
+    sizes = operations.MatrixSizes.of(shape.sizes, shape.parameters, scalar, shape.idle)
+    return operations.forward_operations(sizes, counts)
 
 
 def model_work(
@@ -201,8 +202,8 @@ def generate_work(
     path = operations.decoding(own, slots, multiple)
     computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
     context = float((own * prompt + own * own / 2.0).sum())
-    sizes = operations.MatrixSizes.of(config, shape.parameters, False)
-    decoded = (2.0 * (sizes.body + sizes.head) * path.slot_steps + 4.0 * sizes.queries * context) / tensor
+    sizes = operations.MatrixSizes.of(config, shape.parameters, False, shape.idle)
+    decoded = (2.0 * (sizes.body - sizes.idle + sizes.head) * path.slot_steps + 4.0 * sizes.queries * context) / tensor
     read = operations.decoding_bytes(sizes, shape.element_bytes, path.steps, context) / tensor
     layers = config.num_hidden_layers
     width = config.hidden_size * shape.element_bytes

@@ -115,7 +115,7 @@ class DeviceUsage:
         if role not in self._sizes:
             own = settings_of(role, self.config)
             shape = model_shape(own.model.expanduser(), own.dtype, scalar)
-            self._sizes[role] = MatrixSizes.of(shape.sizes, shape.parameters, scalar)
+            self._sizes[role] = MatrixSizes.of(shape.sizes, shape.parameters, scalar, shape.idle)
         return self._sizes[role]
 
     def decoded(

@@ -27,23 +27,25 @@ class MatrixSizes(NamedTuple):
     """The matrix sizes that determine operations and bytes."""
 
     body: int
-    """Matrix parameters in the layers, which every token uses."""
+    """Matrix parameters in the layers."""
     head: int
     """Parameters of the output layer, which only predicting tokens use; 0 for a scalar head."""
     queries: int
     """Elements of a token's queries, summed over layers."""
     cached: int
     """Elements of a token's keys and values, summed over layers."""
+    idle: int = 0
+    """Parameters in the layers that a token does not use: those of the experts that are not chosen for it."""
 
     @staticmethod
-    def of(sizes: ModelSizes, parameters: int, scalar: bool) -> "MatrixSizes":
+    def of(sizes: ModelSizes, parameters: int, scalar: bool, idle: int = 0) -> "MatrixSizes":
         """Return the sizes of a model with so many parameters, tied ones counted once; `scalar` for a critic or a reward model."""
         embedding, layers = sizes.vocab_size * sizes.hidden_size, sizes.num_hidden_layers
         head = 0 if scalar else embedding
         looked_up = 0 if sizes.tie_word_embeddings and not scalar else embedding
         return MatrixSizes(
             parameters - looked_up - head, head, layers * sizes.num_attention_heads * sizes.head_dim,
-            2 * layers * sizes.num_key_value_heads * sizes.head_dim,
+            2 * layers * sizes.num_key_value_heads * sizes.head_dim, idle,
         )  # fmt: skip
 
 
@@ -68,14 +70,15 @@ class TokenCounts(NamedTuple):
 
 def forward_operations(sizes: MatrixSizes, counts: TokenCounts) -> float:
     """Return the operations of a forward pass; a backward pass takes twice as many, or once under frozen weights (adapters)."""
-    products = 2.0 * (sizes.body * counts.tokens + sizes.head * counts.predicted)
+    products = 2.0 * ((sizes.body - sizes.idle) * counts.tokens + sizes.head * counts.predicted)
     return products + 4.0 * sizes.queries * counts.pairs
 
 
 def decoding_bytes(sizes: MatrixSizes, element_bytes: int, steps: float, seen: float) -> float:
     """Return the bytes that decoding reads, with `element_bytes` per element of weights, keys and values.
 
-    Each of the `steps` reads all weights once; `seen` tokens' keys and values are read, summed over rows and steps.
+    Each of the `steps` reads all weights once, also those of all experts, which many rows choose together; `seen` tokens' keys and
+    values are read, summed over rows and steps.
     """
     return element_bytes * (steps * (sizes.body + sizes.head) + seen * sizes.cached)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
-from braidrl.training.memory.footprint import ModelSizes
+from braidrl.training.memory.footprint import ModelSizes, model_shape
 from braidrl.training.operations import (
     MatrixSizes,
     TokenCounts,
@@ -110,3 +112,18 @@ def test_operations_are_those_that_torch_counts_of_a_model(tied: bool) -> None:
     # Norms are not matrices, and rotary angles do not belong to the model.
     assert forward.get_total_flops() == pytest.approx(forward_operations(sizes, counts), rel=0.02)
     assert backward.get_total_flops() == pytest.approx(2 * forward_operations(sizes, counts), rel=0.02)
+
+
+def test_operations_of_a_mixture_are_those_of_the_experts_that_each_token_uses(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=160, moe_intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    shape = model_shape(tmp_path, torch.float32)
+    assert shape.idle == 2 * 6 * 3 * 64 * 48, "layers, experts not chosen, and three matrices of each"
+    sizes, counts = MatrixSizes.of(shape.sizes, shape.parameters, False, shape.idle), TokenCounts(10, 10, 55)
+    attention, router, experts = 64 * 16 * (4 + 2 + 2 + 4), 64 * 8, 2 * 3 * 64 * 48
+    norms = 2 * 64 + 2 * 16
+    products = 2 * (attention + router + experts + norms) + 64 + 96 * 64
+    assert forward_operations(sizes, counts) == 2 * 10 * products + 4 * 2 * 4 * 16 * 55

@@ -28,7 +28,7 @@ from braidrl.training.compute.log_probs import CHUNK_BYTES
 from braidrl.training.compute.slots import PrefillSequences
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body, use_plan
 from braidrl.training.decoders.proof import FAILURES, proven_plan
-from braidrl.training.decoders.shrink import HEADS, KEY_HEADS, LAYERS, WIDTHS
+from braidrl.training.decoders.shrink import CHOSEN, HEADS, KEY_HEADS, LAYERS, WIDTHS
 from braidrl.training.loading import read_model_config
 from braidrl.training.lora import BYTES_PER_WEIGHT, NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
@@ -94,6 +94,8 @@ class Shape:
     """Adapter parameters that tensor parallelism replicates."""
     four_bit: int = 0
     """Parameters in 4 bits, under adapters."""
+    idle: int = 0
+    """Parameters of experts that a token does not use."""
 
     @property
     def element_bytes(self) -> int:
@@ -130,8 +132,21 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
         every, one = (sum(parameter.numel() for parameter in module.parameters()) for module in (model, layer))
-        MEASURED[key] = Shape(type(model).__name__, config, every, one, dtype, trained, copied, four_bit)
+        idle = idle_parameters(model)
+        MEASURED[key] = Shape(type(model).__name__, config, every, one, dtype, trained, copied, four_bit, idle)
     return MEASURED[key]
+
+
+def idle_parameters(model: PreTrainedModel) -> int:
+    """Return the number of parameters of the experts that are not chosen for a token; 0 without experts."""
+    text = model.config.get_text_config()
+    chosen = next((own_setting(text, name) for name in CHOSEN if own_setting(text, name)), None)
+    if not isinstance(chosen, int):
+        return 0
+    modules = [module for module in model.modules() if isinstance(getattr(module, "num_experts", None), int)]
+    stacked = [(parameter, m.num_experts) for m in modules for parameter in m.parameters(recurse=False)]
+    # Each expert's weights are a slice of one parameter; a router's weight is a matrix.
+    return sum(p.numel() // count * max(count - chosen, 0) for p, count in stacked if p.dim() == 3 and len(p) == count)
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
