@@ -28,7 +28,7 @@ from braidrl.flow import Kind, Stage
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output
-from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder
 from braidrl.runtimes.hybrid.protocols import PROTOCOLS
 
 ECHO = Stage("echo", "echo", None, kind=Kind.COMPUTE, reads=COLUMNS, writes=(*COLUMNS, "score"))
@@ -63,7 +63,7 @@ class EchoWorker(HybridWorker):
         places = [(pool, rank) for pool in pools for rank in range(pool.workers)]
         self.names, self.limit_s = [f"{pool.name} rank {rank}" for pool, rank in places], 60.0
         self.number, (self.pool, self.rank) = number, places[number]
-        self.family = family
+        self.order = RunOrder({}, True, None, family)
 
     def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
         """Make rows `first` to `end` of the table, and keep them."""

@@ -51,6 +51,7 @@ from braidrl.runtimes.hybrid.group import (
     where_computed,
 )
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.hybrid_worker import RunOrder
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
@@ -353,7 +354,9 @@ def start_hybrid_backend(
             number += len(places)
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
-        counts, admissions = begin(groups, home, prepared, folder.resolve() if folder else None), None
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
+        counts, admissions = begin(groups, home, prepared, order), None
         for _, report in counts:
             progress.print(report)
         if counts:

@@ -2,12 +2,11 @@
 
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
 
-driver ──configuration──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
+driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,7 +21,7 @@ from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.flow.signatures import registration_of
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part
-from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, sign_of
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, sign_of
 from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, settings_of
@@ -150,16 +149,15 @@ class WorkerGroup:
 
 
 def begin(
-    groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared, folder: Path | None
+    groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared, order: RunOrder
 ) -> list[tuple[int, str]]:
-    """Let groups join the run, form process groups, read the data at `home` and load their models; `folder` is the run's, for files.
+    """Let groups join the run, form process groups, read the data at `home` and load their models.
 
     Returns the number of prompts and a message per source; nothing if none is read. Raises UserError if a worker refuses the
     configuration or the data, and WorkerError if one fails or sends no answer for too long.
     """
-    config = prepared.config
-    settings = ray.put(config.model_dump(mode="json", exclude_unset=True))
-    joined = wait_all((group, group.call("join_run", settings, prepared.train, folder)) for group in groups)
+    config, given = prepared.config, ray.put(order)
+    joined = wait_all((group, group.call("join_run", group.numbers, [given] * group.mesh.size)) for group in groups)
     if any(answer.result != sign_of(prepared) for answers in joined for answer in answers):
         raise UserError(
             "workers make other stages than the driver, whose device is of another kind; write dtype=float32 or "

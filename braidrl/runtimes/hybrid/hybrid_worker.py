@@ -12,6 +12,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,20 @@ Wanted = tuple[int, int, Numbers, tuple[str, ...]]
 """Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, or () for all columns."""
 Meeting = tuple[str, int, str]
 """Host and port of a store, and the key prefix of the ranks that use it."""
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """The description of a run for all workers: from it and its number each worker derives its own work."""
+
+    settings: dict[str, Any]
+    """The configuration's values that are not defaults."""
+    train: bool
+    """False to evaluate alone."""
+    folder: Path | None
+    """The run's folder, for files of workers."""
+    family: str
+    """Prefix of the names of the run's actors; their numbers follow it."""
 
 
 def sign_of(prepared: Prepared) -> int:
@@ -111,20 +126,18 @@ class HybridWorker:
             raise WorkerError(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
         return answer if isinstance(answer, CallResult) else CallResult(result=answer)
 
-    @register(protocol="ONE_TO_ALL")
-    def join_run(self, settings: Mapping[str, Any], train: bool, folder: Path | None) -> int:
-        """Derive this worker's part from its name and the run's configuration; return the hash of its stages.
+    @register(protocol="ALL_TO_ALL")
+    def join_run(self, number: int, order: RunOrder) -> int:
+        """Derive this worker's part from the run's configuration; return the hash of its stages.
 
-        `settings` are the values that are not defaults; without `train` the run evaluates alone, and `folder` is for files of workers.
         Raises UserError for a configuration that cannot run.
         """
-        config = parse_config(dict(settings))
-        self.prepared, self.folder, self.limit_s = without_data(config, train), folder, config.cluster.wait_limit_s
+        config = parse_config(order.settings)
+        self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
         places = [(pool, rank) for pool in self.prepared.pools() for rank in range(pool.workers)]
         self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
-        self.family, _, number = ray.get_runtime_context().get_actor_name().rpartition("-")
-        self.number, (self.pool, self.rank) = int(number), places[int(number)]
+        self.number, (self.pool, self.rank) = number, places[number]
         set_up_torch(config)
         return sign_of(self.prepared)
 
@@ -159,7 +172,7 @@ class HybridWorker:
     @register(protocol="ONE_TO_ALL")
     def load_models(self) -> str:
         """Load the pool's roles, with engines for generating ones; return the kind of device."""
-        prepared, pool, folder = self.prepared, self.pool, self.folder
+        prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
         self.flow, self.rows = prepared.executed, prepared.store()
         if folder is not None:
@@ -354,7 +367,7 @@ class HybridWorker:
         begun: dict[Any, str] = {}
         for (worker, _), parts in asked.items():
             if worker not in self.peers:
-                self.peers[worker] = ray.get_actor(f"{self.family}-{worker}")
+                self.peers[worker] = ray.get_actor(f"{self.order.family}-{worker}")
             fetch = self.peers[worker].fetch.options(concurrency_group="rows")
             begun[fetch.remote([part[1:] for part in parts])] = self.names[worker]
         try:
