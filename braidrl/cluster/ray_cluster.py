@@ -211,21 +211,40 @@ class RayCluster:
             if found or left <= BEAT_S:
                 return found
 
-    def dead(self, actors: Sequence[Any], limit_s: float) -> list[Any]:
-        """Ask actors for a heartbeat, and return those that are gone; one that does not answer in time may only be busy."""
+    def dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
+        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only be busy."""
         asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
+        answered, silent = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
         dead = []
-        for reference in self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)[0] if asked else ():
+        for reference in answered:
             try:
                 self.ray.get(reference)
             except self.ray.exceptions.RayError:  # not RayActorError: Ray killed it for memory
                 dead.append(asked[reference])
-        return dead
+        return dead, [asked[reference] for reference in silent]
 
-    def end(self, ended: Any) -> None:
-        """End an actor at once, and free its bundle."""
-        self.ray.kill(ended)
-        self.actors = [actor for actor in self.actors if actor is not ended]
+    def end(self, actors: Sequence[Any], processes: Sequence[int] = (), names: Sequence[str] = ()) -> None:
+        """End actors at once, free their bundles, and wait until their `names` are free. Raises WorkerError if one stays taken.
+
+        `processes` are their own, if known and on this machine: Ray alone cannot end a process that a signal has stopped.
+        """
+        for actor in actors:
+            self.ray.kill(actor)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.actors = [other for other in self.actors if not any(other is actor for actor in actors)]
+        deadline = time.monotonic() + self.config.start_limit_s
+        for name in names:
+            while True:
+                try:
+                    self.ray.get_actor(name)
+                except ValueError:
+                    break
+                if time.monotonic() > deadline:
+                    limit_s = self.config.start_limit_s
+                    raise WorkerError(f"waited {limit_s:g} s for the end of the actor {name}")
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Give every worker a moment to clean up, end it, and free its device."""

@@ -102,7 +102,7 @@ class RayProcess(Process):
         # Without its actor the process is gone too: it ends when its connection closes.
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(self._perform("kill"), timeout=END_LIMIT_S)
-        self._cluster.end(self._actor)
+        self._cluster.end([self._actor])
 
     def close(self, limit_s: float = END_LIMIT_S) -> None:
         self._ray.wait([self.ended], timeout=limit_s)

@@ -98,7 +98,7 @@ class TrainerConfig(Section):
     max_restarts: int = Field(0, ge=0, le=MOST_ROWS)
     """Number of automatic restarts from the newest whole checkpoint after the loss of an essential process: a rank, a trainer, or a worker
     under hybrid. Under streaming only training processes restart, and rows in the queue stay if the checkpoint has the last published
-    version. A process that fails with its own error is not restarted."""
+    version; under hybrid only the worker's pool restarts. A process that fails with its own error is not restarted."""
     deterministic: bool = False
     """Use only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"

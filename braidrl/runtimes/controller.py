@@ -84,7 +84,11 @@ class SerialController(Generic[TableT]):
         return []
 
     def begin_again(self, version: int) -> Restart:
-        return Restart.OF_ALL
+        """Have the backend replace lost processes. All rows are forgotten, including the surplus."""
+        if not self.backend.begin_again():
+            return Restart.OF_ALL
+        self.surplus, self.unfinished = [], []
+        return Restart.FROM_CHECKPOINT
 
     def run_with_state(self, stage: Stage, table: TableT, iteration: int, sums: Sums) -> tuple[TableT, State]:
         """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""

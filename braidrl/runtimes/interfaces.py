@@ -101,6 +101,9 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
     def publish(self, version: int) -> None:
         """Wait for all training and load the trained weights into the engines."""
 
+    def begin_again(self) -> bool:
+        """Restart lost processes and forget all rows; return False if all processes must restart."""
+
 
 @dataclass
 class IterationResult(Generic[T]):

@@ -140,6 +140,8 @@ class Generation:
         `worker` trains the role here; it is None if an engine of this process receives the weights.
         """
         trained = worker if isinstance(worker, ShardedBackend) else None
+        if role in self.publishers:
+            self.publishers[role].close()
         self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.config, ranks)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:

@@ -30,7 +30,7 @@ from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import computed, summed
 from braidrl.flow.flow import is_optimized
@@ -43,8 +43,8 @@ from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.hybrid.group import (
     Partition,
+    RunWorkers,
     WorkerGroup,
-    begin,
     by_length,
     rows_of_ranks,
     wait_all,
@@ -65,14 +65,14 @@ class HybridBackend:
     """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
 
     def __init__(
-        self, loader: Admissions | None, groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared,
-        progress: Progress, resources: ExitStack, trace: TraceWriter | None,
+        self, loader: Admissions | None, workers: RunWorkers, progress: Progress, resources: ExitStack,
+        trace: TraceWriter | None,
     ) -> None:  # fmt: skip
         """Store the parts that `start_hybrid_backend` has started; `close` ends `resources`. Without a loader it only evaluates."""
-        self.loader, self.prepared, self.progress, self.config = loader, prepared, progress, prepared.config
+        self.loader, self.workers, self.progress, self.config = loader, workers, progress, workers.prepared.config
         self.resources, self.trace = resources, trace
-        self.home, self.distinct = home, groups
-        self.groups = {role: group for group in groups for role in group.pool.roles}
+        self.home, self.distinct = workers.home, list(workers.groups)
+        self.groups = {role: group for group in workers.groups for role in group.pool.roles}
         self.keys = itertools.count()
         self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
         self.training: list[Output] = []
@@ -138,6 +138,16 @@ class HybridBackend:
             self._answers(output)
         self.training = []
         wait_all((group, group.call("publish", version)) for group in self.distinct)
+
+    def begin_again(self) -> bool:
+        self.training = []
+        try:
+            self.workers.replace_lost()
+        except WorkerError as error:
+            # The caller reports the loss, and restarts the whole run.
+            self.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
+            return False
+        return True
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call a method of the class that `roles.ROLE.methods` names, through its transfer protocol, and return the collected
@@ -226,7 +236,7 @@ class HybridBackend:
             aside = replicated and not pools_ranks(self.config)
             begun.append((group, group.call("save", folder.resolve(), copy, aside=aside)))
         wait_all(begun)
-        return [partial(written, group) for group in self.distinct] if copy else []
+        return [partial(written, group, group.actors) for group in self.distinct] if copy else []
 
     def load(self, folder: Path, version: int) -> None:
         wait_all((group, group.call("load", folder.resolve())) for group in self.distinct)
@@ -356,7 +366,8 @@ def start_hybrid_backend(
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
         order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
-        counts, admissions = begin(groups, home, prepared, order), None
+        workers = RunWorkers(groups, home, prepared, order)
+        counts, admissions = workers.begin(groups), None
         for _, report in counts:
             progress.print(report)
         if counts:
@@ -365,10 +376,15 @@ def start_hybrid_backend(
         trace = TraceWriter(folder, "controller") if folder else None
         if trace is not None:
             resources.callback(trace.close)
-        return HybridBackend(admissions, groups, home, prepared, progress, resources.pop_all(), trace)
+        return HybridBackend(admissions, workers, progress, resources.pop_all(), trace)
 
 
-def written(group: WorkerGroup) -> None:
-    """Wait until the workers have written their copies. Raises OSError if one could not write, and WorkerError if one is gone."""
+def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
+    """Wait until the workers have written their copies; `actors` are those at the time of the copies.
+
+    Raises OSError if a worker could not write, and WorkerError if one is gone or the group was restarted since.
+    """
+    if group.actors is not actors:
+        raise WorkerError(f"{group.pool.name} was started again while it wrote a checkpoint")
     for answer in group.wait(group.call("written", aside=True)):
         check_written(answer.result)

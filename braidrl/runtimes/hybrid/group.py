@@ -1,4 +1,4 @@
-"""The workers of a pool as the driver calls them, their start, and the group and ranks that run a stage.
+"""The workers of a pool as the driver calls them, their start and restart, and the group and ranks that run a stage.
 
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
 
@@ -15,6 +15,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation
+from braidrl.cluster.watchdog import mute_after
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
@@ -43,6 +44,10 @@ class WorkerGroup:
     forgotten: dict[int, list[int]] = field(default_factory=dict)
     """Keys of rows without readers, by rank: the worker frees them with its next call."""
     actors: list[Any] = field(default_factory=list)
+    processes: Sequence[int | None] = ()
+    """The process of each worker on the driver's machine, after it has loaded its models."""
+    device: str = ""
+    """The kind of device of its workers, after they have loaded their models."""
 
     def __post_init__(self) -> None:
         self.limit_s = self.cluster.config.start_limit_s
@@ -51,10 +56,17 @@ class WorkerGroup:
 
     def start(self) -> None:
         """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
+        self.actors = []
+        self.forgotten.clear()
         for rank, place in enumerate(self.places):
             actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
             self.cluster.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
             self.actors.append(actor)
+
+    def end(self) -> None:
+        """End all actors at once, also stopped ones, and wait until their names are free."""
+        names = [f"{self.cluster.family}-{number}" for number in self.numbers]
+        self.cluster.end(self.actors, [process for process in self.processes if process is not None], names)
 
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
@@ -142,53 +154,96 @@ class WorkerGroup:
             except (WorkerError, UserError):
                 continue
         # The cause may be a dead worker of any pool whose rows or weights these calls needed.
-        gone = [] if isinstance(failure, LostProcess) else self.cluster.dead(self.cluster.actors, DEATH_S)
+        gone = [] if isinstance(failure, LostProcess) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
         if gone:
             names = ", ".join(self.cluster.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
             raise LostProcess(f"{names} died; others were waiting for it") from failure
 
 
-def begin(
-    groups: Sequence[WorkerGroup], home: WorkerGroup, prepared: Prepared, order: RunOrder
-) -> list[tuple[int, str]]:
-    """Let groups join the run, form process groups, read the data at `home` and load their models.
+@dataclass(frozen=True)
+class RunWorkers:
+    """The worker groups of a run, from actors to loaded models; also restarts lost groups."""
 
-    Returns the number of prompts and a message per source; nothing if none is read. Raises UserError if a worker refuses the
-    configuration or the data, and WorkerError if one fails or sends no answer for too long.
-    """
-    config, given = prepared.config, ray.put(order)
-    joined = wait_all((group, group.call("join_run", group.numbers, [given] * group.mesh.size)) for group in groups)
-    if any(answer.result != sign_of(prepared) for answers in joined for answer in answers):
-        raise UserError(
-            "workers make other stages than the driver, whose device is of another kind; write dtype=float32 or "
-            "dtype=bfloat16, not auto"
-        )
-    # The ranks of a pool form a process group if there are several or a model is sharded.
-    formed, others = [], inference_layouts(config, prepared.flow)
-    for group in groups:
-        layouts = [settings_of(role, config).layout for role in group.pool.models]
-        layouts += [others[role] for role in group.pool.models if role in others]
-        if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
-            (answer,) = group.wait([group.call("rendezvous")])
-            formed.append((group, group.call("join_process_group", answer.result)))
-    wait_all(formed)
-    reads = prepared.train or config.data.evaluation_sources
-    counts = home.wait(home.call("read_data"))[0].result if reads else []
-    loaded = wait_all((group, group.call("load_models")) for group in groups)
-    devices = {group.pool.name: answers[0].result for group, answers in zip(groups, loaded, strict=True)}
-    # Plan the transfer of weights from the pool that trains a role to another that generates for it.
-    for role in prepared.generating:
-        trains = next((group for group in groups if role in group.pool.models), None)
-        generates = next(group for group in groups if role in group.pool.generating)
-        if trains is None or trains is generates:
-            continue
-        check_devices_alike(role, devices[trains.pool.name], devices[generates.pool.name])
-        (answer,) = trains.wait([trains.call("rendezvous")])
-        sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
-        wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
-    for group in groups:
-        group.limit_s = config.cluster.wait_limit_s
-    return counts
+    groups: Sequence[WorkerGroup]
+    home: WorkerGroup
+    """The group that reads the data."""
+    prepared: Prepared
+    order: RunOrder
+
+    def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
+        """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
+
+        Returns the number of prompts and a message per source; nothing if `home` is not among them, or reads none. Raises UserError
+        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
+        """
+        config = self.prepared.config
+        for group in fresh:
+            group.limit_s = config.cluster.start_limit_s
+        order = ray.put(self.order)
+        joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
+        if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
+            raise UserError(
+                "workers make other stages than the driver, whose device is of another kind; write dtype=float32 or "
+                "dtype=bfloat16, not auto"
+            )
+        # The ranks of a pool form a process group if there are several or a model is sharded.
+        formed, others = [], inference_layouts(config, self.prepared.flow)
+        for group in fresh:
+            layouts = [settings_of(role, config).layout for role in group.pool.models]
+            layouts += [others[role] for role in group.pool.models if role in others]
+            if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
+                (answer,) = group.wait([group.call("rendezvous")])
+                formed.append((group, group.call("join_process_group", answer.result)))
+        wait_all(formed)
+        reads = self.home in fresh and (self.prepared.train or config.data.evaluation_sources)
+        counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
+        loaded = wait_all((group, group.call("load_models")) for group in fresh)
+        for group, answers in zip(fresh, loaded, strict=True):
+            found = [answer.result for answer in answers]
+            group.processes = [process if node == group.cluster.own_node else None for process, node, _ in found]
+            group.device = found[0][2]
+        # Plan the transfer of weights from the pool that trains a role to another that generates for it, if one is new.
+        for role in self.prepared.generating:
+            trains = next((group for group in self.groups if role in group.pool.models), None)
+            generates = next(group for group in self.groups if role in group.pool.generating)
+            if trains is None or trains is generates or not (trains in fresh or generates in fresh):
+                continue
+            check_devices_alike(role, trains.device, generates.device)
+            (answer,) = trains.wait([trains.call("rendezvous")])
+            sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
+            wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
+        for group in fresh:
+            group.limit_s = config.cluster.wait_limit_s
+        return counts
+
+    def replace_lost(self) -> None:
+        """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
+
+        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish. Raises WorkerError
+        if the restart failed.
+        """
+        cluster = self.home.cluster
+        cluster.look()
+        actors, limit_s = [a for group in self.groups for a in group.actors], mute_after(cluster.config.silence_s)
+        mute = [actor for actor in actors if cluster.silence(actor) > limit_s]
+        dead, silent = cluster.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
+        lost = set(map(id, [*mute, *dead, *silent]))
+        fresh = [group for group in self.groups if lost & set(map(id, group.actors))]
+        for group in fresh:
+            group.end()
+        others = [group for group in self.groups if group not in fresh]
+        for group, futures in [(group, group.call("forget_rows")) for group in others]:
+            group.limit_s = cluster.config.silence_s
+            try:
+                group.wait(futures)
+            except WorkerError:
+                group.end()
+                fresh.append(group)
+            group.limit_s = cluster.config.wait_limit_s
+        for group in fresh:
+            group.start()
+        if fresh:
+            self.begin(fresh)
 
 
 def check_devices_alike(role: str, trains: str, generates: str) -> None:

@@ -98,6 +98,8 @@ class HybridWorker:
         self.kept: dict[int, Rows] = {}
         self.peers: dict[int, Any] = {}
         """Other workers of the run, found by name on first use."""
+        self.exchanges: dict[str, dist.ProcessGroup] = {}
+        """Process groups between the pools that train a role and generate for it, by role."""
 
     def close(self) -> None:
         """End the reward processes, and close files and process groups."""
@@ -170,8 +172,8 @@ class HybridWorker:
         return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
 
     @register(protocol="ONE_TO_ALL")
-    def load_models(self) -> str:
-        """Load the pool's roles, with engines for generating ones; return the kind of device."""
+    def load_models(self) -> tuple[int, str, str]:
+        """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
         prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
         self.flow, self.rows = prepared.executed, prepared.store()
@@ -185,7 +187,7 @@ class HybridWorker:
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace
-        return self.executor.usage.device.type
+        return os.getpid(), ray.get_runtime_context().get_node_id(), self.executor.usage.device.type
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
@@ -194,10 +196,22 @@ class HybridWorker:
         `first` is this pool's first rank among them.
         """
         host, port, secret = meeting
+        if role in self.exchanges:
+            # Some of its ranks have ended: waiting for them would time out.
+            self.exchanges.pop(role).abort()
         store = dist.PrefixStore(secret, connect_store(host, port, self.limit_s))
         cuda = self.executor.usage.device.type == "cuda"
         group = group_between(store, first + self.rank, size, self.limit_s, cuda, address_towards(host))
+        self.exchanges[role] = group
         self.executor.generation.exchange_weights(role, self.executor.workers.get(role), DataParallel(group))
+
+    @register(protocol="ONE_TO_ALL")
+    def forget_rows(self) -> None:
+        """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to workers."""
+        self.kept, self.peers = {}, {}
+        self.executor.generation.checks.pending.clear()
+        self.executor.methods.clear()
+        self.writing.trouble()
 
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path, copy: bool) -> None:

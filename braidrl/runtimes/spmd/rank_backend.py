@@ -56,6 +56,10 @@ class RankBackend:
         self.executor.publish(version)
         self.exchange.version = version
 
+    def begin_again(self) -> bool:
+        """Return False: there is one process, or all ranks work together."""
+        return False
+
     def index(self, table: Shard) -> Rows:
         return table.index
 

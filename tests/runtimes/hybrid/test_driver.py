@@ -90,7 +90,7 @@ def test_workers_forget_rows_that_the_driver_has_no_handle_to(workshop: Workshop
         kept, dropped = backend.read(Admission(range(2))), backend.read(Admission(range(2, 4)))
         held = lambda: ray.get(backend.home.actors[0].held.remote())  # noqa: E731
         assert held() == 2
-        joined = backend.prepared.flow.stages[0]
+        joined = backend.workers.prepared.flow.stages[0]
         written = backend.run(joined, dropped, 1, Sums())
         backend.index(written)
         assert held() == 3

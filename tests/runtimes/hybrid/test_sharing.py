@@ -37,7 +37,7 @@ def test_surplus_is_written_and_read_by_all_ranks(workshop: Workshop, warm_clust
     path = workshop.folder / "surplus-0.rows"
     config = workshop.config(**SECTIONS, runtime="hybrid", workers=2, placement="colocate")
     with hybrid_crew(config, warm_cluster) as backend:
-        table = backend.run(backend.prepared.flow.stages[0], backend.read(Admission(range(5))), 1, Sums())
+        table = backend.run(backend.workers.prepared.flow.stages[0], backend.read(Admission(range(5))), 1, Sums())
         index = backend.index(table)
         backend.save_rows(path, table)
         assert [file.name for file in sorted(path.iterdir())] == ["00000", "00001"]
