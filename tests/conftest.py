@@ -30,6 +30,7 @@ from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster
 
+from tests.redis_server import redis_server  # noqa: F401 (a fixture for every test)
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
 # Keep shared memory apart from that of other test runs and other users of this machine.

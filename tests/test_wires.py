@@ -30,6 +30,7 @@ WIRES = {
     },
     "aiohttp": {"engines/http/http_engine.py", "rewards/services.py", "agents/endpoint.py", "agents/listening.py"},
     "mcp": {"agents/libraries.py"},
+    "redis": {"queue/storage.py"},
     # Formats.
     "msgspec": {
         "data/messages.py", "engines/engine_process.py",

@@ -31,7 +31,8 @@ from benchmarks.streaming.at_once import SAMPLES, AtOnce, passed
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Objects, Rows
 from braidrl.flow.batches import Sizes
-from braidrl.queue.client import StorageNode, write_columns
+from braidrl.queue.client import write_columns
+from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import Block, StoredRows
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
@@ -86,7 +87,7 @@ class TimedControl:
 
     def generate(self) -> None:
         """Take rows as an engine, and return them."""
-        work = self.ask("take", ENGINE, consumers=["actor.generate"], most=self.most, slots=AtOnce.slots)
+        work = self.ask("take", ENGINE, consumers=["actor.generate"], most=self.most, ranks=1, slots=AtOnce.slots)
         if work.get("kind") == "rows":
             done = [[work["lease"], list(range(work["size"]))]]
             drawn = {"version": torch.zeros, "length": torch.ones, "score": torch.ones}
@@ -95,7 +96,7 @@ class TimedControl:
     def train(self) -> None:
         """Take rows as a trainer; after the last ones, step and report the batch."""
         ready = ["actor.update"] if sum(size for _, size in self.leases) == self.rows else []
-        work = self.ask("take", TRAINER, consumers=["train.actor"], most=self.most, role="actor", ready=ready)
+        work = self.ask("take", TRAINER, consumers=["train.actor"], most=self.most, ranks=1, role="actor", ready=ready)
         if work.get("kind") == "rows":
             self.leases.append([work["lease"], work["size"]])
         elif work.get("kind") == "step":

@@ -24,7 +24,7 @@ PLUGINS = {
     "rewards": "braidrl.rewards.verifiers:VERIFIERS",
     "engines": "braidrl.engines.engine:ENGINES",
     "backends": "braidrl.training.backends:BACKENDS", "optimizers": "braidrl.training.optimizer:OPTIMIZERS",
-    "trackers": "braidrl.observe.trackers:TRACKERS",
+    "trackers": "braidrl.observe.trackers:TRACKERS", "samplers": "braidrl.queue.samplers:SAMPLERS",
     "transports": "braidrl.weights.publisher:TRANSPORTS", "protocols": "braidrl.runtimes.hybrid.protocols:PROTOCOLS",
 }  # fmt: skip
 KINDS = (*ALGORITHMS, "environments", *PLUGINS)

@@ -37,6 +37,11 @@ class StreamingConfig(Section):
     layout needs. Checks and computations run with generation and training."""
     dispatch_rows: int = Field(16, ge=1, le=MOST_ROWS)
     """Maximum number of rows that a worker takes at once: a lower number balances the load better, a higher one needs fewer requests."""
+    sampler: str | dict[str, str] = "first_in"
+    """Order in which ready rows are given to workers: `first_in`, `whole_groups`, `token_balanced`, `shortest_first`, `oldest_version`, or
+    your own `module:function` or `path/to/file.py:function`; for all stages, or by stage."""
+    storage: str = "shared_memory"
+    """Storage of payload: `shared_memory`, `file:/path` on a disk, or `redis://host:port/0`."""
     weights: Literal["end", "delayed", "rolling", "interrupt"] = "end"
     """Weight-update policy of engines. `end`: all load when a batch's generation is complete. `delayed`: the same, but they receive the
     weights in host memory while they generate. `rolling`: up to half of them drain at a time, while the others generate: a draining engine

@@ -29,11 +29,6 @@ READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)
 
 GONE: dict[str, tuple[object, str]] = {
     "rollout.check_weights": (False, "rollout.max_log_prob_gap ends a run whose engine has other weights; remove it"),
-    "streaming.sampler": ("first_in", "workers get the oldest rows first; remove it"),
-    "streaming.storage": (
-        "shared_memory",
-        "the environment variable BRAID_SHARED_MEMORY names a folder on a disk; remove it",
-    ),
 }
 """Keys of earlier versions: their default, which a recorded configuration has, and what there is instead."""
 

@@ -17,9 +17,9 @@ from typing import Any
 from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.queue.storage import Owner, Place, Segments
+from braidrl.queue.storage import Place, StorageBackend, open_storage
 from braidrl.queue.table import Block, StoredRows, in_order
-from braidrl.queue.transport import Answer, Connections, QueueServer
+from braidrl.queue.transport import Answer, Connections
 
 DECODED = 4
 """Number of blocks that a process keeps decoded."""
@@ -33,8 +33,9 @@ class DataPlane:
     """A process's view of the payload of all nodes. `host` names its own node, whose server is at `address`."""
 
     def __init__(
-        self, segments: Segments, address: str, host: str = "here", limit_s: float = 60.0, secret: str | None = None
-    ) -> None:
+        self, segments: StorageBackend, address: str, host: str = "here", limit_s: float = 60.0,
+        secret: str | None = None,
+    ) -> None:  # fmt: skip
         self.segments, self.address, self.host, self.secret = segments, address, host, secret
         self.served = 0
         """Bytes sent by this node's server to other nodes."""
@@ -147,32 +148,12 @@ def data_plane(place: Place, writer: str, limit_s: float = 60.0, secret: str | N
         writer: The process's name.
         limit_s: Time limit for answers of other nodes, in seconds.
         secret: Sent to other nodes.
+
+    Raises:
+        UserError: As for `open_storage`.
     """
-    return DataPlane(Segments(place.run, writer), place.address, place.host, limit_s, secret)
-
-
-class StorageNode:
-    """The memory of a run on one node, and the thread that serves it to others; lives as long as the run.
-
-    Each node's memory has its own name, also if two nodes are on one machine.
-    """
-
-    def __init__(self, host: str, ip: str, secret: str | None = None) -> None:
-        """Serve a node; `host` is its name in the run, `ip` its address for clients, which must know the secret."""
-        self.owner = Owner()
-        self.data = DataPlane(Segments(self.owner.run, "node"), "", host, secret=secret)
-        self.server = QueueServer(self.data.answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
-        self.data.address = self.server.address
-
-    def place(self) -> Place:
-        """Return the description of this node for its processes."""
-        return Place(self.data.host, self.owner.run, self.server.address)
-
-    def close(self) -> None:
-        """Free the memory and the port. The run's processes on this node must have ended."""
-        self.server.close()
-        self.data.close()
-        self.owner.close()
+    segments = open_storage(place.storage, place.run, writer)
+    return DataPlane(segments, place.address, place.host, limit_s, secret)
 
 
 @dataclass(eq=False)
@@ -256,17 +237,18 @@ class Client:
         """Send one request of this process without waiting for its answer."""
         self.data.connections.tell(self.address, {"request": request, "holder": self.holder, **fields})
 
-    def take(self, consumers: Sequence[str], most: int, wait_s: float, **fields: Any) -> WorkItem:
+    def take(self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any) -> WorkItem:
         """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time limit.
 
         Args:
             consumers: Names of consumers, the most urgent first.
             most: Limit of rows.
             wait_s: Seconds to wait for work.
+            ranks: Processes that share the rows.
             fields: Further fields of the request.
         """
         answer, frames = self.ask(
-            "take", wait_s=wait_s, consumers=list(consumers), most=most, held=sorted(self.held), **fields
+            "take", wait_s=wait_s, consumers=list(consumers), most=most, ranks=ranks, held=sorted(self.held), **fields
         )
         lost = tuple(answer.get("lost", ()))
         self.held.difference_update(lost)

@@ -9,6 +9,7 @@ from typing import Any
 
 from braidrl.data.messages import Frame
 from braidrl.queue.client import DataPlane
+from braidrl.queue.samplers import Candidate, Sampler
 from braidrl.queue.storage import Place
 from braidrl.queue.table import Block, Row, StoredRows, Table, row_name
 from braidrl.queue.tasks import Tasks
@@ -19,14 +20,14 @@ class ColumnController(QueueController):
     """The rows of a `TransferQueue`: columns from any client, rows to each task once, and memory within a budget."""
 
     def __init__(
-        self, tasks: Mapping[str, Collection[str]], whole_groups: Collection[str], data: DataPlane, place: Place,
+        self, tasks: Mapping[str, Collection[str]], samplers: Mapping[str, Sampler], data: DataPlane, place: Place,
         lease_s: float, budget_bytes: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         """Begin without rows.
 
         Args:
             tasks: By task the columns that a row needs before it is ready.
-            whole_groups: The tasks that get all rows of a group at once.
+            samplers: The sampler of each task.
             data: Frees blocks that are no longer needed.
             place: The queue's own node, for clients.
             lease_s: Seconds without a heartbeat after which rows go to another client.
@@ -35,9 +36,12 @@ class ColumnController(QueueController):
         """
         super().__init__(lease_s, clock)
         self.columns = {name: sorted(columns) for name, columns in tasks.items()}
-        self.data, self.place, self.budget_bytes = data, place, budget_bytes
+        self.samplers, self.data, self.place, self.budget_bytes = samplers, data, place, budget_bytes
         self.holders: dict[str, Holder] = {}
-        self.tasks, self.table = Tasks(tasks, whole_groups), Table()
+        self.tasks, self.table = Tasks(tasks), Table()
+        self.tasks.facts = self._facts
+        self.group_rows: Counter[Any] = Counter()
+        self.tokens: dict[Row, int] = {}
         self.used_bytes = 0
         self.reserved: dict[str, tuple[int, float]] = {}
         """The reserved bytes of each holder that is about to put, and their deadline."""
@@ -72,22 +76,18 @@ class ColumnController(QueueController):
         return {}, ()
 
     def on_put(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record columns of rows; the first column of a row admits it.
-
-        Raises ValueError if a row has one of them already, or its group came without it.
-        """
+        """Record columns of rows; the first column of a row admits it. Raises ValueError if a row has one of them already."""
         part, rows = StoredRows.received(request["part"], frames), [row_name(row) for row in request["rows"]]
         part.rows = {row: place for place, row in enumerate(rows)}
+        if any(row in self.table.parts.get(column, ()) for column in part.columns for row in rows):
+            self.data.free(part.blocks)
+            raise ValueError(f"a row of {rows[:4]} has one of the columns {', '.join(part.columns)} already")
+        self.reserved.pop(request["holder"], None)
+        self.tokens.update(zip(rows, request["lengths"] or (), strict=False))
         groups = dict(zip(rows, map(row_name, request["groups"] or rows), strict=True))
         new = [row for row in rows if row not in self.tasks.rows]
-        try:
-            if any(row in self.table.parts.get(column, ()) for column in part.columns for row in rows):
-                raise ValueError(f"a row of {rows[:4]} has one of the columns {', '.join(part.columns)} already")
-            self.tasks.admit(new, groups.__getitem__, row_name(request["table"]))
-        except ValueError:
-            self.data.free(part.blocks)
-            raise
-        self.reserved.pop(request["holder"], None)
+        self.group_rows.update(map(groups.__getitem__, new))
+        self.tasks.admit(new, groups.__getitem__, row_name(request["table"]))
         self._store(part)
         return {}, ()
 
@@ -95,8 +95,9 @@ class ColumnController(QueueController):
         """Lease ready rows; answer `stop` when all rows are done and no more will come."""
         (name,), lost = request["consumers"], self.lost(request["held"])
         lease = self.tasks.take(
-            name, request["holder"], self.clock(), self.lease_s, request["most"], row_name(request["table"])
-        )
+            name, request["holder"], self.clock(), self.lease_s, request["most"], self.samplers[name], request["ranks"],
+            row_name(request["table"]),
+        )  # fmt: skip
         if lease is not None:
             payload = self.table.columns(lease.rows, request["columns"] or self.columns[name])
             return {
@@ -181,6 +182,11 @@ class ColumnController(QueueController):
         if not rows:
             return
         for row in rows:
+            group = self.tasks.group[row]
+            self.group_rows[group] -= 1
+            if not self.group_rows[group]:
+                del self.group_rows[group]
+            self.tokens.pop(row, None)
             self.missing.pop(row, None)
         self.tasks.forget(rows)
         self._free(self.table.evict(rows))
@@ -188,3 +194,7 @@ class ColumnController(QueueController):
     def _free(self, blocks: Sequence[Block]) -> None:
         self.used_bytes -= sum(block.size for block in blocks)
         self.data.free(blocks)
+
+    def _facts(self, row: Row) -> Candidate:
+        group = self.tasks.group[row]
+        return Candidate(row, group, self.group_rows[group], self.tokens.get(row, 0))

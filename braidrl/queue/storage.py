@@ -1,57 +1,115 @@
-"""Storage of payload in the memory of the node that wrote it; readers on other nodes get their rows from that node's server.
+"""Storage of payload on the node that wrote it; readers on other nodes get their rows from that node's server.
 
 same node     read ──▶ segment, as views
 another node  read ──▶ that node's server ──▶ the named columns of the requested rows, as frames
 
-A segment is a file in shared memory, written once, whole, by one process, and read until it is unlinked. Its name,
-braid-<run>-<writer>-<n>, contains the run and the writing process, so that all segments of either can be found.
+A segment is written once, whole, by one process, and can be read until it is unlinked. Its name, braid-<run>-<writer>-<n>, contains
+the run and the writing process, so that all segments of either can be found. `open_storage` makes the storage of a name:
 
-/dev/shm/braid-<run>.owner     locked by the run's main process for its lifetime
-
-The owner removes all segments at the end, whichever process wrote them. A later run that finds an unlocked owner file removes the
-segments of the killed run.
+shared_memory            files under /dev/shm, read as views                    the default
+file:/path               the same files on a disk                               holds what memory cannot
+redis://host:port/0      values of a Redis server, read as copies               needs the package redis
 """
 
-import fcntl
 import itertools
 import mmap
 import os
 import re
-import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from braidrl.cluster.shared_memory import PREFIX, shared_folder
-from braidrl.data.messages import Frame, laid_out, split
+from braidrl.data.messages import Frame, join, laid_out, split
+from braidrl.errors import UserError
 
 NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
 
 class Place(NamedTuple):
-    """The description of a node for its processes: its name, the run's name, and its server's address."""
+    """The description of a node for its processes: its name, the run's name, its server's address, and the storage."""
 
     host: str
     run: str
     address: str
+    storage: str = "shared_memory"
 
 
-class Segments:
-    """One process's access to the segments of a run on its node."""
+class StorageBackend(ABC):
+    """One process's access to the segments of a run. `check_storage` is the contract test."""
 
-    def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
-        """Begin with number 0; `writer` separates the segments of processes. `folder` replaces shared memory."""
+    def __init__(self, run: str, writer: str) -> None:
+        """Begin with number 0; `writer` separates the segments of processes."""
         self.run, self.writer, self._numbers = run, writer, itertools.count()
-        self.folder = folder or shared_folder()
 
-    def _pattern(self, writer: str | None) -> str:
+    def next_name(self) -> str:
+        """Return a name that no other segment of the run has."""
+        return self.pattern(self.writer).replace("*", str(next(self._numbers)))
+
+    def pattern(self, writer: str | None) -> str:
         """Return the glob pattern of a writer's segments, or of all."""
         return f"{PREFIX}{self.run}-{'*' if writer is None else re.sub(r'[^A-Za-z0-9_.]', '.', writer)}-*"
 
+    @abstractmethod
     def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
         """Write a new segment with these frames; return its name and size in bytes. Raises OSError if there is no room."""
+
+    @abstractmethod
+    def read(self, name: str) -> Sequence[Frame]:
+        """Return the frames of a segment. Raises FileNotFoundError after its removal, ValueError for an invalid name."""
+
+    @abstractmethod
+    def unlink(self, names: Collection[str]) -> None:
+        """Free segments; missing ones are ignored. Raises ValueError for an invalid name."""
+
+    @abstractmethod
+    def names(self, writer: str | None = None) -> list[str]:
+        """Return the names of the run's segments, of all writers or of one."""
+
+
+def open_storage(storage: str, run: str, writer: str, folder: Path | None = None) -> StorageBackend:
+    """Return a process's access to a run's segments.
+
+    Args:
+        storage: `shared_memory`, `file:/path` or `redis://host:port/0`.
+        run: The run's name, hexadecimal.
+        writer: The process's name.
+        folder: A folder in place of shared memory.
+
+    Raises:
+        UserError: The storage is unknown, or it cannot be reached.
+    """
+    if storage == "shared_memory":
+        return Segments(run, writer, folder)
+    if storage.startswith("file:"):
+        folder = Path(storage.removeprefix("file:"))
+        if not folder.is_dir():
+            raise UserError(f"storage {storage}: there is no folder {folder}; make it")
+        return Segments(run, writer, folder)
+    if storage.startswith("redis://"):
+        return RedisStorage(run, writer, storage)
+    raise UserError(f"no storage is called {storage!r}; write shared_memory, file:/path or redis://host:port/0")
+
+
+def allowed(name: str) -> str:
+    """Return a valid segment name. It came over the wire and must not lead outside the folder. Raises ValueError for any other."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no segment's name")
+    return name
+
+
+class Segments(StorageBackend):
+    """Segments as files of one folder."""
+
+    def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
+        """Use shared memory, or another folder."""
+        super().__init__(run, writer)
+        self.folder = folder or shared_folder()
+
+    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
         size, pieces = laid_out(frames)
-        name = self._pattern(self.writer).replace("*", str(next(self._numbers)))
+        name = self.next_name()
         handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
             # Not through a mapping: that first fills every page with zeros, and full memory then ends the process by SIGBUS.
@@ -70,10 +128,7 @@ class Segments:
         return name, size
 
     def read(self, name: str) -> list[memoryview]:
-        """Return the frames of a segment as read-only views, which keep the memory even after it is unlinked.
-
-        Raises FileNotFoundError after its removal, ValueError for an invalid name.
-        """
+        """Return read-only views, which keep the memory even after the segment is unlinked."""
         handle = os.open(self.folder / allowed(name), os.O_RDONLY)
         try:
             return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
@@ -81,65 +136,72 @@ class Segments:
             os.close(handle)
 
     def unlink(self, names: Collection[str]) -> None:
-        """Free segments after their last reader; missing ones are ignored. Raises ValueError for an invalid name."""
+        """Free segments after their last reader; missing ones are ignored."""
         for name in names:
             (self.folder / allowed(name)).unlink(missing_ok=True)
 
     def names(self, writer: str | None = None) -> list[str]:
-        """Return the names of the run's segments, of all writers or of one."""
-        return sorted(path.name for path in self.folder.glob(self._pattern(writer)))
+        return sorted(path.name for path in self.folder.glob(self.pattern(writer)))
 
 
-def allowed(name: str) -> str:
-    """Return a valid segment name. It came over the wire and must not lead outside the folder. Raises ValueError for any other."""
-    if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no segment's name")
-    return name
+class RedisStorage(StorageBackend):
+    """Segments as values of a Redis server; each process has one connection."""
 
-
-class Owner:
-    """The owner of a run's shared memory on this node: chooses the run's name, and frees everything at the end."""
-
-    def __init__(self, folder: Path | None = None) -> None:
-        """First remove the remains of killed runs."""
-        self.folder = folder or shared_folder()
-        remove_abandoned(self.folder)
-        self.run = secrets.token_hex(6)
-        self.path = self.folder / f"{PREFIX}{self.run}.owner"
-        self._handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
-
-    def close(self) -> None:
-        """Free every segment of the run, whichever process wrote it. The run's processes must have ended."""
-        remove_run(self.folder, self.run)
-        os.close(self._handle)
-
-
-def remove_run(folder: Path, run: str) -> None:
-    """Free everything with the run's name."""
-    segments = Segments(run, "remover", folder)
-    segments.unlink(segments.names())
-    (folder / f"{PREFIX}{run}.owner").unlink(missing_ok=True)
-
-
-def remove_abandoned(folder: Path) -> list[str]:
-    """Free the remains of runs without an owner; return their names."""
-    removed = []
-    for path in folder.glob(f"{PREFIX}*.owner"):
-        run = path.name.removeprefix(PREFIX).removesuffix(".owner")
+    def __init__(self, run: str, writer: str, address: str) -> None:
+        """Connect. Raises UserError if the package, or a server at the address, is missing."""
+        super().__init__(run, writer)
         try:
-            handle = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            continue  # The run has ended since the listing, and removed its own files.
-        except PermissionError:
-            continue  # Another user's run: only that user's next run can remove its files.
+            # Imported here: Redis is optional.
+            import redis
+        except ImportError:
+            raise UserError("storage redis:// needs the package redis; pip install 'braidrl[redis]'") from None
+        self._server = redis.Redis.from_url(address)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # Its owner lives and holds the lock, so nothing is abandoned.
-        else:
-            remove_run(folder, run)
-            removed.append(run)
-        finally:
-            os.close(handle)
-    return removed
+            self._server.ping()
+        except redis.ConnectionError as error:
+            raise UserError(f"storage {address}: no Redis server answers there ({error})") from None
+
+    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
+        content, name = join(frames), self.next_name()
+        self._server.set(name, memoryview(content))
+        return name, len(content)
+
+    def read(self, name: str) -> list[memoryview]:
+        content = self._server.get(allowed(name))
+        if content is None:
+            raise FileNotFoundError(name)
+        assert isinstance(content, bytes)
+        return split(memoryview(content))
+
+    def unlink(self, names: Collection[str]) -> None:
+        if wanted := [allowed(name) for name in names]:
+            self._server.unlink(*wanted)
+
+    def names(self, writer: str | None = None) -> list[str]:
+        return sorted(name.decode() for name in self._server.scan_iter(match=self.pattern(writer)))
+
+
+def check_storage(storage: str) -> None:
+    """Contract test of a storage backend; call it from the backend's own test. Raises AssertionError if it fails."""
+    one, two = (open_storage(storage, "c0ffee", writer) for writer in ("one", "two/slash"))
+    frames = [b"", b"first", bytes(range(256)) * 300]
+    try:
+        name, size = one.write(frames)
+        other, _ = two.write([b"other"])
+        assert size >= sum(map(len, frames)) and name != other, "segments have names of their own, and their size"
+        assert [bytes(frame) for frame in two.read(name)] == frames, "what one process wrote another reads"
+        assert one.names() == sorted([name, other]) and one.names("two/slash") == [other], (
+            "a writer's segments are found"
+        )
+        read = two.read(name)
+        one.unlink([name, name])
+        assert [bytes(frame) for frame in read] == frames, "what was read stays when the segment is unlinked"
+        assert one.names() == [other], "an unlinked segment is gone"
+        for call in (lambda: two.read(name), lambda: two.read("../etc/passwd"), lambda: two.unlink(["../etc/passwd"])):
+            try:
+                call()
+            except (FileNotFoundError, ValueError):
+                continue
+            raise AssertionError("a segment that is gone, or what is no segment's name, is refused")
+    finally:
+        one.unlink(one.names())

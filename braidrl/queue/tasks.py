@@ -14,10 +14,13 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
+from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
 from braidrl.queue.table import Lease, Leases, Row, StoredRows
 
 Places = Sequence[tuple[int, Sequence[int] | None]]
 """Rows by lease number and positions in the lease; None is all rows that are left."""
+PATIENCE = 8
+"""Number of times that a sampler may skip the oldest row it sees; then that row is leased."""
 
 
 class Ordered:
@@ -48,6 +51,12 @@ class Ordered:
                 found.append(row)
         return found
 
+    def first(self, most: int, numbers: Mapping[Row, int]) -> list[Row]:
+        """Return up to `most` rows with the lowest numbers, without removing them."""
+        found = self.take(most)
+        self.add(found, numbers)
+        return found
+
 
 class Task:
     """The rows of one consumer. It takes from one table at a time, and whole groups at once if configured.
@@ -71,8 +80,9 @@ class Task:
         """Ready rows by table; with whole groups, the first row of each complete group."""
         self.undone: Counter[Any] = Counter()
         """Rows by table that are not completed."""
-        self.groups: dict[Any, dict[Row, bool]] = {}
+        self._groups: dict[Any, dict[Row, bool]] = {}
         """The rows of each group, and the ready ones among them."""
+        self._passed: Counter[Any] = Counter()
 
     def admit(self, rows: Sequence[Row], table: Any) -> None:
         """Admit rows without any columns."""
@@ -81,7 +91,7 @@ class Task:
         if self.whole_groups:
             self.withdraw(rows)
             for row in rows:
-                self.groups.setdefault(self.group[row], {})[row] = False
+                self._groups.setdefault(self.group[row], {})[row] = False
         self._enter(self._complete(rows))
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -127,17 +137,17 @@ class Task:
         rows = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
         if len(rows) == len(self.table):
             # A batch leaves with nothing behind it.
-            for known in (self.table, self.lease, self.ready, self.undone, self.groups):
+            for known in (self.table, self.lease, self.ready, self.undone, self._groups):
                 known.clear()
             return
         left = [row for row in rows if self.lease.get(row, 0) is not None]
         self._count(left, -1)
         self.withdraw(rows if left else ())
         for row in rows if self.whole_groups else ():
-            members = self.groups[self.group[row]]
+            members = self._groups[self.group[row]]
             del members[row]
             if not members:
-                del self.groups[self.group[row]]
+                del self._groups[self.group[row]]
             elif all(members.values()):
                 self._enter([next(iter(members))])
         tables = {self.table.pop(row) for row in rows}
@@ -147,21 +157,35 @@ class Task:
             if not self.undone[table]:
                 del self.undone[table]
 
-    def take(self, table: Any, most: int) -> list[Row]:
-        """Return the oldest ready rows of a table: up to `most`, or with whole groups at least one group.
+    def take(self, table: Any, most: int, ranks: int, sampler: Sampler, facts: Callable[[Row], Candidate]) -> list[Row]:
+        """Return the rows of a table that the sampler chooses: up to `most`, or with whole groups at least one group.
 
         They are no longer ready, so the caller must hold them at once.
         """
         ready = self.ready.get(table)
         if ready is None:
             return []
-        rows = ready.take(1 if self.whole_groups else most)
         if self.whole_groups:
-            rows += ready.take(most // len(self.groups[self.group[rows[0]]]) - 1)
-            rows = [row for first in rows for row in self.groups[self.group[first]]]
+            most = max(1, most // len(self._groups[self.group[ready.first(1, self.numbers)[0]]]))
+        if sampler is FIRST_IN:
+            rows = ready.take(most)
+            if not ready.rows:
+                del self.ready[table]
+        else:
+            rows = ready.first(most * sampler.looks_at, self.numbers)
+            seen = [facts(row) for row in rows]
+            if self.whole_groups:
+                sums = [sum(facts(one).tokens for one in self._groups[self.group[row]]) for row in rows]
+                seen = [one._replace(tokens=tokens) for one, tokens in zip(seen, sums, strict=True)]
+            chosen = checked(sampler, seen, most, ranks)
+            self._passed[table] = 0 if 0 in chosen else self._passed[table] + 1
+            if self._passed[table] >= PATIENCE:
+                chosen, self._passed[table] = [0, *chosen[: most - 1]], 0
+            rows = [rows[place] for place in sorted(chosen)]
+        if self.whole_groups:
+            rows = [row for first in rows for row in self._groups[self.group[first]]]
+        if self.whole_groups or sampler is not FIRST_IN:
             self.withdraw(rows)
-        if not ready.rows:
-            self.ready.pop(table, None)
         return rows
 
     def are_free(self, rows: Sequence[Row]) -> bool:
@@ -189,8 +213,8 @@ class Task:
         if self.whole_groups:
             groups = dict.fromkeys(self.group[row] for row in rows)
             for row in rows:
-                self.groups[self.group[row]][row] = True
-            members = (self.groups[group] for group in groups)
+                self._groups[self.group[row]][row] = True
+            members = (self._groups[group] for group in groups)
             rows = [next(iter(known)) for known in members if all(known.values())]
         for table, some in by_value(rows, self.table):
             self.ready.setdefault(table, Ordered()).add(some, self.numbers)
@@ -200,7 +224,7 @@ class Task:
         if self.whole_groups:
             named: dict[Row, None] = {}
             for row in rows:
-                if members := self.groups.get(self.group[row]):
+                if members := self._groups.get(self.group[row]):
                     named[next(iter(members))] = None
                     if row in members:
                         members[row] = False
@@ -237,6 +261,7 @@ class Tasks:
             name: Task(writers, name in whole_groups, self.rows, self.group, self.written)
             for name, writers in waits.items()
         }
+        self.facts: Callable[[Row], Candidate] = lambda row: Candidate(row)
         self._admitted = count()
 
     def __getitem__(self, name: Any) -> Task:
@@ -248,22 +273,17 @@ class Tasks:
     ) -> None:
         """Admit rows to a table of all tasks, or of the named ones; they may enter others later.
 
-        Raises ValueError, without a change, for a row that is in work already, and for one of a group that a task gets whole and that
-        is in work: without this row the group may have been taken.
+        Raises ValueError for a row that is in work already.
         """
-        rows, tasks = list(rows), [self.tasks[name] for name in (self.tasks if names is None else names)]
-        groups = dict(zip(rows, map(group, rows), strict=True))
-        if len(groups) < len(rows) or not self.rows.keys().isdisjoint(rows):
-            raise ValueError(f"a row of {rows[:4]} is admitted twice")
-        for begun in (set(groups.values()) & task.groups.keys() for task in tasks):
-            if begun:
-                raise ValueError(
-                    f"rows of group {begun.pop()!r} are in work already; admit all rows of a group together"
-                )
+        rows = list(rows)
+        if not self.rows.keys().isdisjoint(rows):
+            raise ValueError(f"row {next(row for row in rows if row in self.rows)} is admitted twice")
         self.rows.update(zip(rows, self._admitted, strict=False))
-        self.group.update(groups)
-        for task in tasks:
-            task.admit(rows, table)
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"a row of {rows[:4]} is admitted twice")
+        self.group.update(zip(rows, map(group, rows), strict=True))
+        for name in self.tasks if names is None else names:
+            self.tasks[name].admit(rows, table)
 
     def write(self, writer: str, rows: Sequence[Row]) -> None:
         """Record written rows. Raises ValueError for a second write: columns are immutable."""
@@ -284,7 +304,10 @@ class Tasks:
             if writer in task.waits:
                 task.unwrite(rows)
 
-    def take(self, name: Any, holder: str, now: float, seconds: float, most: int, table: Any = None) -> Lease | None:
+    def take(
+        self, name: Any, holder: str, now: float, seconds: float, most: int,
+        sampler: Sampler = FIRST_IN, ranks: int = 1, table: Any = None,
+    ) -> Lease | None:  # fmt: skip
         """Lease ready rows for a task, or return None.
 
         Args:
@@ -293,12 +316,14 @@ class Tasks:
             now: Time in seconds, on any clock.
             seconds: Duration of the lease without renewal.
             most: Limit of rows; a task of whole groups gets at least one group.
+            sampler: Chooses among ready rows.
+            ranks: Processes that share the rows.
             table: Table to take from; None is the first with ready rows.
         """
         task = self.tasks[name]
         if table is None:
             table = min(task.ready, default=None)
-        return self._lease(name, task.take(table, most), holder, now, seconds)
+        return self._lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
 
     def lease(self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float) -> Lease | None:
         """Lease these rows, or return None without rows. Raises ValueError if one is held, or lacks a column."""

@@ -15,11 +15,12 @@ jagged nested tensor, list of 1-d tensors       ──▶ Ragged       a differe
 list of JSON values                             ──▶ Objects
 """
 
+import asyncio
 import atexit
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
-from braidrl.queue.client import Client, DataPlane, Evicted, StorageNode, assembled, data_plane
+from braidrl.queue.client import Client, DataPlane, Evicted, assembled, data_plane
 from braidrl.queue.controller import ColumnController
+from braidrl.queue.owner import StorageNode
+from braidrl.queue.samplers import FIRST_IN, sampler_named
 from braidrl.queue.storage import Place
 from braidrl.queue.table import StoredRows, row_name
 from braidrl.queue.transport import Connection, QueueServer, QueueTimeout
@@ -136,30 +139,30 @@ class TransferQueue:
 
     @classmethod
     def serve(
-        cls, tasks: Mapping[str, Collection[str]], *, whole_groups: Collection[str] = (), lease_s: float = 60.0,
-        budget_bytes: int | None = None, ip: str = LOOPBACK, secret: str | None = None,
+        cls, tasks: Mapping[str, Collection[str]], *, samplers: Mapping[str, str] | None = None, lease_s: float = 60.0,
+        budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory", secret: str | None = None,
     ) -> "TransferQueue":  # fmt: skip
         """Serve a queue from a thread of this process.
 
         Args:
             tasks: By consuming task the columns that a row needs before it is ready.
-            whole_groups: The tasks that get all rows of a group at once, oldest group first.
+            samplers: By task a sampler's name, `module:function` or `path.py:function`; the oldest rows first by default.
             lease_s: Seconds without a heartbeat after which a consumer's rows go to another.
             budget_bytes: Limit of payload in the queue; a put waits for room. None is no limit but memory.
             ip: Address to listen on; other machines reach any but the loopback.
+            storage: Place of payload: `shared_memory`, `file:/path` or `redis://host:port/0`.
             secret: Needed by every client, and encrypts all traffic. Required off the loopback.
 
         Raises:
-            UserError: A task of `whole_groups` is unknown, or the secret is missing on a public address.
+            UserError: A sampler or storage is unknown, or the secret is missing on a public address.
         """
-        if unknown := set(whole_groups) - set(tasks):
-            raise UserError(f"whole_groups: there is no task {min(unknown)!r} among {', '.join(tasks)}")
+        chosen = {task: sampler_named((samplers or {}).get(task, FIRST_IN.name)) for task in tasks}
         if ip != LOOPBACK and secret is None:
             raise UserError(f"a queue at {ip} can be reached by others: write serve(ip=..., secret=...)")
         with ExitStack() as resources:
-            node = StorageNode(node_name(), ip, secret)
+            node = StorageNode(node_name(), ip, secret, storage)
             resources.callback(node.close)
-            controller = ColumnController(tasks, whole_groups, node.data, node.place(), lease_s, budget_bytes)
+            controller = ColumnController(tasks, chosen, node.data, node.place(), lease_s, budget_bytes)
             server = QueueServer(controller.handle, controller.tick, f"tcp://{ip}:*", secret)
             resources.callback(server.close)
             data = data_plane(node.place(), "owner", secret=secret)
@@ -214,7 +217,7 @@ class TransferQueue:
             columns: By name, each with a value for every row: numpy, torch, lists, or one TensorDict.
             rows: Names of rows: numbers or strings or tuples of these. The first column of a row admits it.
             table: Table of new rows, such as a step or a source; tasks take from the first one that has rows.
-            groups: Group of each row, for tasks of whole groups; the first columns of a group's rows are put in one call.
+            groups: Group of each row, for samplers of groups.
             wait_s: Seconds to wait for room.
 
         Raises:
@@ -224,6 +227,8 @@ class TransferQueue:
         content = as_rows(columns)
         if len(content) != len(rows):
             raise ValueError(f"{len(rows)} rows are named and the columns have {len(content)}")
+        ragged = (column.lengths.tolist() for _, column in content.payload.items() if isinstance(column, Ragged))
+        lengths = next(ragged, None)
         frames = encode(content)
         size = sum(memoryview(frame).nbytes for frame in frames)
         if self._has_budget and self._client.ask("reserve", wait_s=wait_s, bytes=size)[0].get("waited"):
@@ -240,13 +245,14 @@ class TransferQueue:
             )
         part = StoredRows.of_block(Rows({}), self.data.write(frames), list(content), len(content))
         told: list[Frame] = []
-        named = {"rows": list(rows), "table": table, "groups": groups and list(groups)}
+        named = {"rows": list(rows), "table": table, "groups": groups and list(groups), "lengths": lengths}
         message = part.message(told)
         self._client.ask("put", told, part=message, **named)
 
     def get(
-        self, task: str, rows: int, *, columns: Sequence[str] | None = None, table: Any = None, wait_s: float = 60.0
-    ) -> Batch | None:
+        self, task: str, rows: int, *, columns: Sequence[str] | None = None, table: Any = None, ranks: int = 1,
+        wait_s: float = 60.0,
+    ) -> Batch | None:  # fmt: skip
         """Return ready rows for a task, under a lease; None when no more will come.
 
         Args:
@@ -254,6 +260,7 @@ class TransferQueue:
             rows: Limit of rows.
             columns: Columns to read; by default those that the task waits for.
             table: Table to take from; by default the first with ready rows.
+            ranks: Processes that will share them, for samplers.
             wait_s: Seconds to wait for the first row.
 
         Raises:
@@ -264,7 +271,7 @@ class TransferQueue:
         until = time.monotonic() + wait_s
         while True:
             left = max(0.0, until - time.monotonic())
-            work = self._client.take([task], rows, min(left, ASK_AGAIN_S), columns=columns, table=table)
+            work = self._client.take([task], rows, min(left, ASK_AGAIN_S), ranks, columns=columns, table=table)
             if work.kind == "stop":
                 return None
             if work.kind == "rows":
@@ -334,6 +341,20 @@ class TransferQueue:
     def lost(self) -> dict[Any, list[str]]:
         """Return by row the columns with lost payload, and the machine or file that held it; they may be put again."""
         return {row_name(row): columns for row, columns in self._client.ask("usage")[0]["lost"]}
+
+    async def put_async(self, columns: Any, rows: Sequence[Any], **options: Any) -> None:
+        """Do as `put` without blocking the event loop."""
+        await asyncio.to_thread(self.put, columns, rows, **options)
+
+    async def get_async(self, task: str, rows: int, **options: Any) -> Batch | None:
+        """Do as `get` without blocking the event loop."""
+        return await asyncio.to_thread(self.get, task, rows, **options)
+
+    async def stream_async(self, task: str, rows: int, **options: Any) -> AsyncIterator[Batch]:
+        """Do as `stream` without blocking the event loop."""
+        while (batch := await self.get_async(task, rows, **options)) is not None:
+            yield batch
+            await asyncio.to_thread(self.done, batch)
 
     def close(self) -> None:
         """Leave the queue; the serving process ends it, and frees all of its memory."""

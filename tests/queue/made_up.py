@@ -15,7 +15,8 @@ from braidrl.data.messages import Frame, pack_message
 from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.queue.client import Client, StorageNode, WorkItem, data_plane, write_columns
+from braidrl.queue.client import Client, WorkItem, data_plane, write_columns
+from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import StoredRows
 from braidrl.queue.transport import Answer, QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane

@@ -10,6 +10,7 @@ from typing import Any
 from braidrl.data.messages import Frame, pack_message, unpack_message
 from braidrl.data.rows import Rows
 from braidrl.queue.controller import ColumnController
+from braidrl.queue.samplers import sampler_named
 from braidrl.queue.storage import Place
 from braidrl.queue.table import Block, StoredRows
 from braidrl.queue.transport import REPEAT_S, Answer, Parking
@@ -63,7 +64,7 @@ class Client:
             self.network.put_next(self)
         elif self.batch is None:
             most = self.network.chance.randint(1, 4)
-            self.ask("take", wait_s=1.0, consumers=[self.task], most=most, held=[], columns=None, table=None)
+            self.ask("take", wait_s=1.0, consumers=[self.task], most=most, ranks=2, held=[], columns=None, table=None)
         else:
             number, rows = self.batch
             parts = []
@@ -92,13 +93,14 @@ class Client:
 class Network:
     """All of it; `step` lets one thing happen."""
 
-    def __init__(self, seed: int, whole_groups: Sequence[str], rows: int) -> None:
+    def __init__(self, seed: int, sampler: str, rows: int) -> None:
         self.chance, self.now, self.rows = random.Random(seed), 100.0, rows
         self.to_queue: deque[tuple[str, dict[str, Any], list[Frame]]] = deque()
         self.from_queue: deque[tuple[str, dict[str, Any]]] = deque()
         self.memory, self.unborn = Memory(), list(range(rows))
+        samplers = dict.fromkeys(TASKS, sampler_named(sampler))
         place, clock = Place("here", "0", ""), lambda: self.now
-        self.controller = ColumnController(TASKS, whole_groups, self.memory, place, LEASE_S, clock=clock)  # type: ignore[arg-type]
+        self.controller = ColumnController(TASKS, samplers, self.memory, place, LEASE_S, clock=clock)  # type: ignore[arg-type]
         self.parking = Parking(self.controller.handle, self.answer)
         self.clients: dict[str, Client] = {}
         self.joined = 0
@@ -118,11 +120,11 @@ class Network:
         self.from_queue.append((sender.decode(), {**carried(answer[0]), "number": number}))
 
     def put_next(self, client: Client) -> None:
-        """Put up to two groups of two rows; when there are no more, say so."""
-        rows, self.unborn = self.unborn[:4], self.unborn[4:]
+        """Put up to three rows; when there are no more, say so."""
+        rows, self.unborn = self.unborn[:3], self.unborn[3:]
         if rows:
-            groups = [row // 2 for row in rows]
-            client.ask("put", part=client.part("x", len(rows)), rows=rows, table=0, groups=groups)
+            lengths, groups = [row * 7 % 5 + 1 for row in rows], [row // 2 for row in rows]
+            client.ask("put", part=client.part("x", len(rows)), rows=rows, table=0, lengths=lengths, groups=groups)
         elif not self.controller.finished:
             client.ask("finish")
 

@@ -8,31 +8,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braidrl.queue.samplers import SAMPLERS
 from tests.queue.network import TASKS, Network
 
 ROWS = 24
 STEPS = 20_000
 HARMFUL_STEPS = 2_000
-WHOLE_GROUPS: list[list[str]] = [[], ["train"], ["score", "train"]]
-"""Tasks that get groups of two rows whole."""
 
 
-@pytest.mark.parametrize("whole_groups", WHOLE_GROUPS)
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 30))
-def test_lost_messages_and_dead_clients_lose_and_repeat_no_row(whole_groups: list[str], seed: int) -> None:
-    play(whole_groups, seed)
+def test_lost_messages_and_dead_clients_lose_and_repeat_no_row(sampler: str, seed: int) -> None:
+    play(sampler, seed)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("whole_groups", WHOLE_GROUPS)
-def test_ten_thousand_interleavings(whole_groups: list[str]) -> None:
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+def test_ten_thousand_interleavings(sampler: str) -> None:
     for seed in range(2_000):
-        play(whole_groups, seed)
+        play(sampler, seed)
 
 
-def play(whole_groups: list[str], seed: int) -> None:
-    network = Network(seed, whole_groups, ROWS)
+def play(sampler: str, seed: int) -> None:
+    network = Network(seed, sampler, ROWS)
     for step in range(STEPS):
         network.step(step < HARMFUL_STEPS)
         if network.is_over():

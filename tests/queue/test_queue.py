@@ -26,8 +26,9 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.queue.client import Client, Evicted, StorageNode, assembled, data_plane, write_columns
-from braidrl.queue.storage import Owner, Place, Segments, remove_abandoned
+from braidrl.queue.client import Client, Evicted, assembled, data_plane, write_columns
+from braidrl.queue.owner import Owner, StorageNode, remove_abandoned
+from braidrl.queue.storage import Place, Segments
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from braidrl.queue.samplers import SAMPLERS, Candidate, Sampler, sampler_named
 from braidrl.queue.table import LeaseLost
-from braidrl.queue.tasks import Tasks
+from braidrl.queue.tasks import PATIENCE, Tasks
 
 Row = tuple[int, int]
 ROWS = [(group, sample) for group in range(3) for sample in range(2)]
@@ -17,6 +18,7 @@ TASKS = {"generate": [], "check": ["generate"], "train": ["generate", "check"], 
 
 def begin(rows: list[Row] | None = None) -> Tasks:
     tasks = Tasks(TASKS, ["groups"])
+    tasks.facts = lambda row: Candidate(row, row[0], 2, sum(row), row[1])
     tasks.admit(ROWS if rows is None else rows, lambda row: row[0])
     return tasks
 
@@ -54,10 +56,13 @@ class TaskMachine(RuleBasedStateMachine):
         self.tasks.admit(rows, lambda row: row[0])
         self.work += rows
 
-    @rule(name=st.sampled_from(list(TASKS)), holder=st.sampled_from("ab"), most=st.integers(1, 4))
-    def take(self, name: str, holder: str, most: int) -> None:
+    @rule(
+        name=st.sampled_from(list(TASKS)), holder=st.sampled_from("ab"), most=st.integers(1, 4),
+        ranks=st.integers(1, 3), sampler=st.sampled_from(list(SAMPLERS)),
+    )  # fmt: skip
+    def take(self, name: str, holder: str, most: int, ranks: int, sampler: str) -> None:
         ready = self.ready(name)
-        lease = self.tasks.take(name, holder, self.now, 10.0, most)
+        lease = self.tasks.take(name, holder, self.now, 10.0, most, sampler_named(sampler), ranks)
         assert (lease is not None) == bool(ready), "there is work exactly where something is ready"
         if lease is not None:
             assert len(set(lease.rows)) == len(lease.rows) and set(lease.rows) <= set(ready)
@@ -180,6 +185,17 @@ def test_what_cannot_be_is_refused() -> None:
         tasks.write("generate", [(0, 0)])
     with pytest.raises(ValueError, match="before it is ready"):
         tasks.lease("train", [(0, 0)], "a", 0.0, 1.0)
+
+
+def test_the_oldest_row_is_not_passed_over_for_ever() -> None:
+    tasks, newest = Tasks({"one": []}), Sampler("newest", lambda ready, most, ranks: [len(ready) - 1])
+    tasks.admit(range(100), lambda row: None)
+    given = []
+    for _ in range(2 * PATIENCE):
+        lease = tasks.take("one", "a", 0.0, 1.0, 1, newest)
+        assert lease is not None
+        given += lease.rows
+    assert given.index(0) == PATIENCE - 1 and 1 in given
 
 
 @given(st.sets(st.sampled_from(ROWS)), st.sets(st.sampled_from(ROWS)))

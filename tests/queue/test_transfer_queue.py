@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -14,7 +15,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from braidrl.errors import UserError
 from braidrl.queue.storage import Segments
 from braidrl.queue.transfer_queue import QueueFull, TransferQueue
 from braidrl.queue.transport import QueueError
@@ -141,23 +141,20 @@ def test_a_consumer_that_dies_loses_its_rows_to_another() -> None:
         assert sorted(rows) == [0, 1, 2, 3]
 
 
-def test_a_task_of_whole_groups_waits_for_a_groups_last_row() -> None:
-    with TransferQueue.serve({"train": ["x", "y"]}, whole_groups=["train"]) as queue:
-        queue.put({"x": torch.arange(4)}, rows=[0, 2, 1, 3], groups=["a", "b", "a", "b"])
-        queue.put({"y": torch.arange(3)}, rows=[0, 2, 3])
-        first = queue.get("train", 1)
-        assert first is not None and first.rows == [2, 3], "a whole group, though it has more rows than asked for"
-        queue.put({"y": torch.arange(1)}, rows=[1])
-        second = queue.get("train", 8)
-        assert second is not None and second.rows == [0, 1]
-        with pytest.raises(
-            QueueError, match="rows of group 'a' are in work already; admit all rows of a group together"
-        ):
-            queue.put({"x": torch.arange(1)}, rows=[4], groups=["a"])
-        queue.clear()
-        assert segments(queue) == []
-    with pytest.raises(UserError, match="there is no task 'sort' among train"):
-        TransferQueue.serve({"train": ["x"]}, whole_groups=["sort"])
+def test_an_event_loop_puts_and_takes_at_the_same_time() -> None:
+    async def both(queue: TransferQueue) -> list[int]:
+        async def write() -> None:
+            for row in range(5):
+                await queue.put_async({"x": torch.tensor([row])}, rows=[row])
+            queue.finish()
+
+        writing = asyncio.create_task(write())
+        found = [row async for batch in queue.stream_async("train", 2) for row in batch.rows]
+        await writing
+        return found
+
+    with TransferQueue.serve({"train": ["x"]}) as queue:
+        assert sorted(asyncio.run(both(queue))) == [0, 1, 2, 3, 4]
 
 
 def test_two_programs_that_are_no_braid_use_it(tmp_path: Path) -> None:

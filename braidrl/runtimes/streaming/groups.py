@@ -16,6 +16,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import older_places
 from braidrl.observe.metrics import Sums
+from braidrl.queue.samplers import Sampler, sampler_named
 from braidrl.runtimes.streaming.consumers import Consumer, Consumers
 from braidrl.training.role_settings import inference_layouts, settings_of
 
@@ -116,6 +117,18 @@ def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[G
     return groups
 
 
+def samplers_of(config: Config, flow: Flow) -> dict[str, Sampler]:
+    """Return the sampler of each stage of a flow. Raises UserError for an unknown sampler or stage."""
+    wanted = config.streaming.sampler
+    stages = [stage.name for stage in flow.stages]
+    if isinstance(wanted, str):
+        return dict.fromkeys(stages, sampler_named(wanted))
+    for name in wanted:
+        if name not in stages:
+            raise UserError(f"streaming.sampler: the flow has no stage {name!r}. {suggest(name, stages)}")
+    return {name: sampler_named(sampler) for name, sampler in wanted.items()}
+
+
 def check_streaming(config: Config, flow: Flow) -> None:
     """Raise UserError, before anything starts, for a flow or configuration that streaming does not support."""
     if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
@@ -125,6 +138,10 @@ def check_streaming(config: Config, flow: Flow) -> None:
     if config.cluster.launcher == "torchrun":
         raise UserError(
             "runtime=streaming starts its workers itself; write cluster.launcher=local or cluster.launcher=ray"
+        )
+    if config.streaming.storage != "shared_memory" and config.cluster.launcher == "ray":
+        raise UserError(
+            f"streaming.storage={config.streaming.storage} is one machine's; write cluster.launcher=local or shared_memory"
         )
     modelled = {stage.role for stage in flow.stages if stage.kind in (Kind.INFER, Kind.TRAIN)}
     for stage in flow.stages:
@@ -139,6 +156,7 @@ def check_streaming(config: Config, flow: Flow) -> None:
         check_group(group, config, flow)
     most_out(config, groups)
     older_groups(config)
+    samplers_of(config, flow)
 
 
 def older_groups(config: Config) -> int | None:

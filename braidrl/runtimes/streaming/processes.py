@@ -28,8 +28,9 @@ from braidrl.engines.factory import follow_engines
 from braidrl.engines.spanning import OneOf, SpanningEngine
 from braidrl.errors import LostProcess, WorkerError
 from braidrl.observe.trace import WorkerTrace
-from braidrl.queue.client import Client, StorageNode, data_plane
-from braidrl.queue.storage import Place, remove_run
+from braidrl.queue.client import Client, data_plane
+from braidrl.queue.owner import StorageNode, remove_run
+from braidrl.queue.storage import Place
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
@@ -284,6 +285,6 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
 
 def orphaned(arguments: Mapping[str, Any]) -> None:
     """Remove the run's shared memory after its main process was killed; no other process does."""
-    run = Place(*arguments["place"]).run
-    remove_run(shared_folder(), run)
-    remove_weights(run)
+    place = Place(*arguments["place"])
+    remove_run(shared_folder(), place.run, place.storage)
+    remove_weights(place.run)

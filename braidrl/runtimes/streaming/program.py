@@ -24,7 +24,7 @@ from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.queue.client import StorageNode
+from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import HeldBlocks, StoredRows
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
@@ -38,6 +38,7 @@ from braidrl.runtimes.streaming.groups import (
     check_streaming,
     most_out,
     older_groups,
+    samplers_of,
     worker_groups,
 )
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
@@ -72,7 +73,7 @@ class StreamingProgram:
             trainer.max_staleness, trainer.surplus, loader.epoch_size, config.seed, trainer.over_sampling,
             older_groups(config), config.rollout.tokens_per_iteration is not None,
         )  # fmt: skip
-        self.new_stream = partial(Stream, flow, sizes, held=HeldBlocks())
+        self.new_stream = partial(Stream, flow, sizes, samplers=samplers_of(config, flow), held=HeldBlocks())
         self.stream = self.new_stream()
         self.opening: dict[int, Position] = {}
         """The run's position just before each iteration that was started and not finished."""
@@ -97,7 +98,7 @@ class StreamingProgram:
         config, streaming = prepared.config, prepared.config.streaming
         # A client, also on this machine, needs a secret that only this run's processes know.
         secret = secrets.token_hex(32)
-        node = StorageNode(launcher.node, launcher.ip, secret)
+        node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
         resources.callback(node.close)
         resources.callback(remove_weights, node.place().run)
         exported = [role for role in prepared.generating if role in prepared.flow.changed_roles]

@@ -15,6 +15,7 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow
 from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many
 from braidrl.flow.stage import Kind
+from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.table import Lease
 from braidrl.runtimes.streaming.consumers import OWN_VERSION, Consumer, Consumers, TrainersProgress
 
@@ -33,10 +34,12 @@ class StreamSchedule(TrainersProgress):
     other groups are drawn to their ends. Another group takes its place in the open batch.
     """
 
-    def __init__(self, flow: Flow, sizes: Sizes) -> None:
-        """Begin a run."""
+    def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
+        """Begin a run; `samplers` are those of stages whose consumers do not take the oldest rows first."""
         super().__init__(flow, Consumers(flow))
-        self.sizes, every = sizes, list(self.consumers)
+        self.sizes, self.tasks.facts = sizes, self._facts
+        every = list(self.consumers)
+        self.samplers = {c.name: s for c in every for stage in c.stages if (s := (samplers or {}).get(stage.name))}
         self.sampling = GroupSelector(
             sizes.prompts_per_step, sizes.epoch_groups, sizes.surplus, sizes.max_staleness, sizes.over_sampling
         )
@@ -52,6 +55,8 @@ class StreamSchedule(TrainersProgress):
         """The batch of a group's admission, later the batch that contains it."""
         self.versions: dict[Uid, int] = {}
         """The oldest version among a row's tokens, once it is generated."""
+        self.tokens: dict[Uid, int] = {}
+        """The known length of a row."""
         self.begun: dict[Uid, int] = {}
         """The oldest version of an engine that got a row."""
         self.suspended_rows: dict[Uid, int] = {}
@@ -228,8 +233,8 @@ class StreamSchedule(TrainersProgress):
     # Work
 
     def take(
-        self, name: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None
-    ) -> Lease | None:
+        self, name: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None, ranks: int = 1
+    ) -> Lease | None:  # fmt: skip
         """Lease ready rows, or return None.
 
         Args:
@@ -239,6 +244,7 @@ class StreamSchedule(TrainersProgress):
             seconds: Duration of the lease without renewal.
             most: Limit of rows; without effect for a consumer that takes whole batches.
             engine_version: Version of a possibly stale engine: it gets no rows that would be too stale for training.
+            ranks: Processes that share the rows.
         """
         consumer = self.consumers.by_name[name]
         if most <= 0 or not consumer.takes_rows:
@@ -264,7 +270,7 @@ class StreamSchedule(TrainersProgress):
             rows = batch.uids if batch.is_known and self.tasks[name].are_free(batch.uids) else ()
             lease = self.tasks.lease(name, rows, holder, now, seconds)
         else:
-            lease = self.tasks.take(name, holder, now, seconds, most, table)
+            lease = self.tasks.take(name, holder, now, seconds, most, self.samplers.get(name, FIRST_IN), ranks, table)
         if lease is None:
             return None
         if consumer.kind is Kind.GENERATE and engine_version is not None and self.sizes.max_staleness:
@@ -316,7 +322,7 @@ class StreamSchedule(TrainersProgress):
         """Return, and complete, the rows of all groups that are ready for a verdict stage."""
         task, rows = self.tasks[name], list[Uid]()
         for table in list(task.ready):
-            rows += task.take(table, len(task.numbers) + 1)
+            rows += task.take(table, len(task.numbers) + 1, 1, FIRST_IN, self._facts)
         task.finish(rows)
         return rows
 
@@ -349,6 +355,10 @@ class StreamSchedule(TrainersProgress):
         batch = self.batches.pop(self.published)
         self._forget(batch.joined)
         return batch
+
+    def _facts(self, uid: Uid) -> Candidate:
+        group = uid[1]
+        return Candidate(uid, group, len(self.rows_of[group]), self.tokens.get(uid, 0), self.versions.get(uid, 0))
 
     def _join_groups(self, batch: TrainingBatch, members: Iterable[tuple[int, int, int]]) -> None:
         """Add groups to a batch; trainers get those whose updates are the same for every position from the least to the largest."""
@@ -467,7 +477,7 @@ class StreamSchedule(TrainersProgress):
         groups = list(groups)
         uids = [uid for group in groups for uid in self.rows_of.pop(group)]
         lost = self.tasks.forget(uids)
-        for known in (self.versions, self.suspended_rows, self.begun):
+        for known in (self.versions, self.tokens, self.suspended_rows, self.begun):
             for uid in uids if known else ():
                 known.pop(uid, None)
         for group in groups:

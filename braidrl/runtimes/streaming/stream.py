@@ -3,7 +3,7 @@
 admit ──▶ table ◀──take: payload locations──▶ complete: index columns ──▶ verdicts ──▶ close the batch ──▶ publish ──▶ record
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, computed, dropped, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
+from braidrl.queue.samplers import Sampler
 from braidrl.queue.table import Block, HeldBlocks, StoredRows, Table
 from braidrl.queue.tasks import Places
 from braidrl.queue.transport import Answer
@@ -48,17 +49,21 @@ class IterationRecord:
 class Stream:
     """The rows of one flow."""
 
-    def __init__(self, flow: Flow, sizes: Sizes, during: int | None = None, held: HeldBlocks | None = None) -> None:
+    def __init__(
+        self, flow: Flow, sizes: Sizes, during: int | None = None, samplers: Mapping[str, Sampler] | None = None,
+        held: HeldBlocks | None = None,
+    ) -> None:  # fmt: skip
         """Begin without rows.
 
         Args:
             flow: The stages.
             sizes: Sizes of batches and updates.
             during: Training iteration under which an evaluation's work is shown.
+            samplers: Samplers of stages that do not take the oldest rows first.
             held: Reference counts of the blocks of all streams of a run.
         """
         self.during = during
-        self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes), Table(held)
+        self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes, samplers), Table(held)
         self.consumers = self.schedule.consumers
         self.tasks = self.schedule.tasks
         self.before = {name: self.consumers.before(name) for name in self.tasks.tasks}
@@ -85,6 +90,8 @@ class Stream:
 
     def _add_admitted(self, rows: StoredRows) -> None:
         drawn = set(self.drawn).intersection(rows.columns)
+        if self.schedule.samplers:
+            self._note_lengths(rows.uids(), rows.index.without(list(drawn)))
         self.table.add(rows.part(ADMISSION, [name for name in rows.columns if name not in drawn]))
         if drawn:
             self.table.add(rows.part(DRAWN, drawn))
@@ -133,6 +140,8 @@ class Stream:
         written = [name for name in rows.columns if name in wrote]
         if self.schedule.recorded:
             self.table.add(rows.part(self.schedule.recorded[0], written))
+        if self.schedule.samplers:
+            self._note_lengths(rows.uids(), rows.index)
 
     def begun(self) -> list[int]:
         """Return the batches to save: started on older versions; all other rows are drawn again after a resume.
@@ -173,13 +182,13 @@ class Stream:
 
         Args:
             name: The consumer that takes them.
-            request: `holder`, `most` rows.
+            request: `holder`, `most` rows, `ranks` that share them.
             now: Time in seconds, on the controller's clock.
             seconds: Duration of the lease without renewal.
             version: Version that the engine holds.
         """
         schedule = self.schedule
-        lease = schedule.take(name, request["holder"], now, seconds, request["most"], version)
+        lease = schedule.take(name, request["holder"], now, seconds, request["most"], version, request["ranks"])
         if lease is None:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
@@ -225,6 +234,8 @@ class Stream:
         for part, _ in parts:
             part.writer = DRAWN if unfinished else name
             if part.rows:
+                if self.schedule.samplers:
+                    self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
                 freed += self.table.replace(part)
             else:
                 freed += part.blocks
@@ -307,6 +318,13 @@ class Stream:
             if self.consumers.reporting[stage] == name:
                 record.states[stage] = self.states[stage]
                 self.states[stage] = next_state(self.flow[stage], self.states[stage], own)
+
+    def _note_lengths(self, uids: Iterable[Uid], index: Rows, places: Sequence[int] | None = None) -> None:
+        """Give samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""
+        name = next((name for name in ("length", "prompt_length") if name in index), None)
+        if name is not None:
+            lengths = index[name] if places is None else index[name][places]
+            self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
 
 
 def versions_of(rows: Rows) -> list[int]:

@@ -115,7 +115,7 @@ class StageLoop:
         with self.exports:
             while True:
                 asks = {"role": self.role, "ready": self.trainer.ready()} if self.trainer else {}
-                work = client.take(self.context.group.consumers, self.most, wait_s, **asks)
+                work = client.take(self.context.group.consumers, self.most, wait_s, self.world.size, **asks)
                 if work.kind == "stop":
                     break
                 # Also without work, as a heartbeat of the leader for the others.

@@ -15,7 +15,7 @@ import pytest
 
 from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.observe.metrics import read_metrics
-from braidrl.queue.storage import remove_abandoned
+from braidrl.queue.owner import remove_abandoned
 from tests.runtimes.streaming.test_program import assert_same, faulty, sections_of, without_owner
 from tests.tiny import ROOT, Workshop, braid, recorded, sums, wait_for_steps, write_jsonl, write_model
 

@@ -20,7 +20,7 @@ from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.errors import UserError, WorkerError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
-from braidrl.queue.storage import remove_abandoned
+from braidrl.queue.owner import remove_abandoned
 from braidrl.queue.table import Lease
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint, read_state, run_config
@@ -41,6 +41,8 @@ from tests.tiny import (
 )
 
 DIAMOND = str(Path(__file__).parents[1] / "diamond.yaml")
+LONGEST_FIRST = f"{Path(__file__).parents[3]}/examples/longest_first.py:longest_first"
+"""A user's own sampler, in a file outside the package."""
 MANY = 2000
 """More changes than a run of a few steps has, and fewer than a program makes in two seconds that looks without a pause."""
 TWO_EACH = {"actor.generate": 2, "actor": 2}
@@ -145,10 +147,14 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
     ("flow", "streaming"),
     [
         ("grpo", {"weights": "delayed"}),
-        ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3}),
+        ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3, "sampler": "token_balanced"}),
         ("over-sampled", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}),
-        pytest.param("prompt-mean", {"workers": {"actor": 2}}, marks=pytest.mark.soak),
-        ("diamond", {"dispatch_rows": 1}),
+        pytest.param(
+            "prompt-mean",
+            {"workers": {"actor": 2}, "sampler": {"actor.update": "whole_groups"}},
+            marks=pytest.mark.soak,
+        ),
+        ("diamond", {"dispatch_rows": 1, "sampler": LONGEST_FIRST}),
         ("ppo", {"workers": {"critic": 2}}),
         ("played", {"workers": {"actor.generate": 2}, "dispatch_rows": 3}),
     ],
@@ -186,15 +192,16 @@ def test_main_program_carries_no_payload_and_refuses_to(workshop: Workshop) -> N
 
 
 def test_payload_on_a_disk_gives_the_same_result(
-    workshop: Workshop, eager: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workshop: Workshop, eager: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = workshop.config_file("streaming-file", runtime="streaming", **sections_of("grpo", 3))
-    monkeypatch.setenv("BRAID_SHARED_MEMORY", str(tmp_path))
-    process = braid("train", path, prefix="import os")
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert_same(eager("grpo", 3), workshop.folder / "streaming-file")
+    assert_same(eager("grpo", 3), stream(workshop, "streaming-file", "grpo", {"storage": f"file:{tmp_path}"}, steps=3))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_payload_in_redis_gives_the_same_result(
+    workshop: Workshop, eager: Callable[..., Path], redis_server: str
+) -> None:
+    assert_same(eager("grpo", 3), stream(workshop, "streaming-redis", "grpo", {"storage": redis_server}, steps=3))
 
 
 def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, parse_config
-from braidrl.queue.storage import Owner, remove_run
+from braidrl.queue.owner import Owner, remove_run
 from braidrl.runtimes.streaming.weights import (
     Place,
     VersionWriter,

@@ -1,0 +1,99 @@
+"""The owner of a run's shared memory on a node: serves it to other nodes, and frees all of it at the end.
+
+/dev/shm/braid-<run>.owner     locked by the run's main process for its lifetime
+
+The name of a segment contains its run, so the owner can remove all segments at the end, whichever process wrote them. A later
+run that finds an unlocked owner file removes the segments of the killed run.
+"""
+
+import fcntl
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from braidrl.cluster.shared_memory import PREFIX, shared_folder
+from braidrl.errors import UserError
+from braidrl.queue.client import DataPlane
+from braidrl.queue.storage import Place, open_storage
+from braidrl.queue.transport import QueueServer
+
+
+class Owner:
+    """The owner of a run's shared memory on this node: chooses the run's name, and frees everything at the end."""
+
+    def __init__(self, folder: Path | None = None, storage: str = "shared_memory") -> None:
+        """First remove the remains of killed runs. `storage` holds the run's segments, `folder` the lock.
+
+        Raises UserError for a storage that cannot be used.
+        """
+        self.folder, self.storage = folder or shared_folder(), storage
+        remove_abandoned(self.folder)
+        self.run = secrets.token_hex(6)
+        self.segments = open_storage(storage, self.run, "owner", folder)
+        self.path = self.folder / f"{PREFIX}{self.run}.owner"
+        self._handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        # A later run that finds the file unlocked reads from it where the segments are.
+        os.write(self._handle, self.storage.encode())
+
+    def close(self) -> None:
+        """Free every segment of the run, whichever process wrote it. The run's processes must have ended."""
+        self.segments.unlink(self.segments.names())
+        self.path.unlink(missing_ok=True)
+        os.close(self._handle)
+
+
+def remove_run(folder: Path, run: str, storage: str = "shared_memory") -> None:
+    """Free everything with the run's name."""
+    segments = open_storage(storage, run, "remover", folder)
+    segments.unlink(segments.names())
+    (folder / f"{PREFIX}{run}.owner").unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: Path) -> list[str]:
+    """Free the remains of runs without an owner; return their names."""
+    removed = []
+    for path in folder.glob(f"{PREFIX}*.owner"):
+        run = path.name.removeprefix(PREFIX).removesuffix(".owner")
+        try:
+            handle = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue  # The run has ended since the listing, and removed its own files.
+        except PermissionError:
+            continue  # Another user's run: only that user's next run can remove its files.
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # Its owner lives and holds the lock, so nothing is abandoned.
+        else:
+            with suppress(UserError):  # A storage that is unreachable now is cleaned up later.
+                remove_run(folder, run, os.read(handle, 4096).decode() or "shared_memory")
+                removed.append(run)
+        finally:
+            os.close(handle)
+    return removed
+
+
+class StorageNode:
+    """The memory of a run on one node, and the thread that serves it to others; lives as long as the run.
+
+    Each node's memory has its own name, also if two nodes are on one machine.
+    """
+
+    def __init__(self, host: str, ip: str, secret: str | None = None, storage: str = "shared_memory") -> None:
+        """Serve a node; `host` is its name in the run, `ip` its address for clients, which must know the secret."""
+        self.owner = Owner(storage=storage)
+        self.data = DataPlane(open_storage(storage, self.owner.run, "node"), "", host, secret=secret)
+        self.server = QueueServer(self.data.answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
+        self.data.address = self.server.address
+
+    def place(self) -> Place:
+        """Return the description of this node for its processes."""
+        return Place(self.data.host, self.owner.run, self.server.address, self.owner.storage)
+
+    def close(self) -> None:
+        """Free the memory and the port. The run's processes on this node must have ended."""
+        self.server.close()
+        self.data.close()
+        self.owner.close()
