@@ -5,6 +5,7 @@ other workers ──fetch──▶ rows in chunks, by Ray's object store, also w
 """
 
 import gc
+import os
 import secrets
 import threading
 import time
