@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +13,16 @@ import yaml
 
 from tests.hub import COMMIT, TOKEN, Hub, serving
 from tests.tiny import ROOT, Workshop, recorded, sums, write_model
+from tests.tiny import braid as start_braid
 
 UNREACHABLE = "http://127.0.0.1:1"
-# Commands run one after the other in one process, because the import takes longest; an object sets the environment of later commands.
+# Commands run one after the other in one process; an object sets the environment of later commands. The libraries have read theirs.
 COMMANDS = """
-import json, os, sys
+import importlib, json, os, sys
+import datasets.config, huggingface_hub.constants
 from braidrl import cli
+for module in (huggingface_hub.constants, datasets.config):
+    importlib.reload(module)
 for line in map(json.loads, sys.argv[1:]):
     if isinstance(line, dict):
         os.environ |= line
@@ -31,6 +32,7 @@ for line in map(json.loads, sys.argv[1:]):
         cli.main()
     except SystemExit as end:
         print("ended", end.code or 0, file=sys.stderr)
+sys.exit()
 """
 
 
@@ -61,12 +63,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 def braid(hub: str, cache: Path, *commands: list[str] | dict[str, str], **environment: str) -> list[tuple[int, str]]:
     """Return the exit code and stderr of each command."""
-    ended = subprocess.run(
-        [sys.executable, "-c", COMMANDS, *map(json.dumps, commands)], text=True, capture_output=True, timeout=280,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(cache), "HF_ENDPOINT": hub, **environment},
-    )  # fmt: skip
-    parts = ended.stderr.split("ended ")
-    assert len(parts) == sum(isinstance(command, list) for command in commands) + 1, ended.stderr
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in {"HF_HOME": str(cache), "HF_ENDPOINT": hub, **environment}.items():
+            patched.setenv(name, value)
+        process = start_braid(*map(json.dumps, commands), prefix=COMMANDS)
+    with process:
+        _, said = process.communicate(timeout=280)
+    parts = said.split("ended ")
+    assert len(parts) == sum(isinstance(command, list) for command in commands) + 1, said
     codes = [part.partition("\n") for part in parts[1:]]
     return [(int(codes[i][0]), (parts[i] if i == 0 else codes[i - 1][2])) for i in range(len(codes))]
 

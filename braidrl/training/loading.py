@@ -3,6 +3,8 @@
 import json
 import logging
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -312,12 +314,18 @@ def read_model_config(path: str | Path) -> Any:
                 f"model: {path}: num_attention_heads {heads} does not divide hidden_size {about['hidden_size']}"
             )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = deepcopy(_parsed_config(folder, path.read_bytes()))
     except Exception as error:
         raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
     if random := still(config):
         logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
     return config
+
+
+@lru_cache(maxsize=64)
+def _parsed_config(folder: Path, text: bytes) -> Any:
+    """Return the configuration of a folder whose config.json holds this text: a run's start asks for it a dozen times."""
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:

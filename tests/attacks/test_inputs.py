@@ -216,7 +216,7 @@ TEMPLATES = {
     "a macro in itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "an include": ("{% include 'x' %}", "no loader"),
     "syntax": ("{% for %}", "refuses the messages"),
-    "50 MB": ("x" * 50_000_000, "at most 262144 are taken"),
+    "1 MB": ("x" * 1_000_000, "at most 262144 are taken"),
     "a text of 100 MB": ("{% for a in range(50000) %}" + "x" * 2000 + "{% endfor %}", "at most 16777216 are taken"),
     "a way out": ("{{ cycler.__init__.__globals__ }}", "unsafe"),
 }  # fmt: skip
@@ -226,8 +226,9 @@ TEMPLATES = {
 def test_a_chat_template_has_limits_of_time_and_size(
     damaged: Callable[[str, bytes], str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "RENDER_S", 0.5)
     template, reason = TEMPLATES[kind]
+    if reason == "took too long":  # What fills memory may need longer for that than this.
+        monkeypatch.setattr(chat, "RENDER_S", 0.5)
     assert reason in damaged("chat_template.jinja", template.encode())
 
 
@@ -247,8 +248,8 @@ LINES: dict[str, tuple[str | bytes, str]] = {
     "970 levels": (record("[" * 970 + "]" * 970), "nested more than 64 levels"),
     "10,000 levels": (record('{"a":' * 10_000 + "1" + "}" * 10_000), "nested more than 64 levels"),
     "a million brackets": (record("[" * 1_000_000), "nested more than 64 levels"),
-    "100 MB": (record('"' + "x" * 100_000_000 + '"'), "at most 33554432 are read"),
-    "100 MB of blanks": (" " * 100_000_000 + "\n", "at most 33554432 are read"),
+    "40 MB": (record('"' + "x" * 40_000_000 + '"'), "at most 33554432 are read"),
+    "40 MB of blanks": (" " * 40_000_000 + "\n", "at most 33554432 are read"),
     "infinity": (record("1e999"), "beyond the numbers of double precision"),
     "NaN": (record("NaN"), "NaN is not a JSON value"),
     "5,000 digits": (record("9" * 5000), "is not JSON"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts
 from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
 from tests.tiny import Workshop, weights_of
+from tests.tiny import braid as start_braid
 
 
 @pytest.fixture
@@ -97,21 +96,26 @@ def test_paths_are_found_beside_the_configuration_from_any_folder(
     assert (used.model, used.data.train[0].path) == (workshop.model, workshop.data)
 
 
-def test_a_breakpoint_in_a_verifier_works_without_reward_processes(workshop: Workshop) -> None:
+TYPED = """
+import os, sys
+reading, writing = os.pipe()
+os.write(writing, b"p 40 + 2\\nc\\n" * 100)
+os.dup2(reading, 0)
+sys.stdin = open(0)
+"""
+
+
+def test_a_breakpoint_in_a_verifier_works_without_reward_processes(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (workshop.folder / "mine.py").write_text("def stops(response: str) -> bool:\n    breakpoint()\n    return True\n")
     config = workshop.config_file("debugged", reward={"verify": "mine.py:stops", "processes": 0}, trainer={"steps": 1})
-    command = [sys.executable, "-m", "braidrl.cli", "train", str(config)]
     # If another test has started Ray here, Ray has put its own debugger into the environment.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"}
-    said = subprocess.run(
-        command, input="p 40 + 2\nc\n" * 100, capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert said.returncode == 0, said.stderr
-    assert (
-        "stops()" in said.stdout
-        and "(Pdb) 42" in said.stdout
-        and read_metrics(workshop.folder / "debugged")[-1]["step"] == 1
-    )
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    with start_braid("train", config, prefix=TYPED) as process:
+        out, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert "stops()" in out and "(Pdb) 42" in out and read_metrics(workshop.folder / "debugged")[-1]["step"] == 1
 
 
 def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) -> None:
