@@ -1,10 +1,8 @@
 """Another project's server as an engine over HTTP: it is sent token ids, and returns token ids and log-probs.
 
-submit ──▶ gate ──▶ server ──▶ part ──▶ Response        update, abort: the server ends        what it draws with what there is,
-             ▲                   |                      and a row that continues asks for the rest, with the draws that come next
-             └── rest of a row ──┘
+submit ──▶ server ──▶ tokens, log-probs ──▶ Response        abort: the server ends what it draws, and answers with what there is
 
-So each token has one version, and none is drawn from keys and values of earlier weights.
+A row is one request and has one version of the weights; `ResumingEngine` requests the rest of a preempted row.
 """
 
 import asyncio
