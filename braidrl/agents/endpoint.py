@@ -13,7 +13,7 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -51,6 +51,8 @@ PATH = "chat/completions"
 """The path of turns below a session's URL."""
 WORD_EVERY_S, UNDER_WAY = 10.0, ": the turn is under way\n\n"
 """The interval and text of the keep-alive comment that a streaming client gets while its turn is in progress."""
+UNFINISHED = "\ufffd"
+"""A decoder's output for bytes that are not a complete character yet."""
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
@@ -65,6 +67,44 @@ class EndpointSession:
     """Held during a turn, since a row's turns are sequential."""
     requests: int = 0
     """Requests that are being read or answered."""
+
+
+class TurnStream:
+    """A turn that is streamed to its client while it is drawn: its tokens, and the pieces of their text that may be sent."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self.name, self.pieces = "", list[str]()
+        self.drawn = asyncio.Event()
+        self._decode, self._stops = decode, stops
+        self._held = max(map(len, stops), default=1) - 1
+        """Characters at the text's end that are not sent yet: a stop text may begin there."""
+        self._tokens: list[int] = []
+        self._text, self._sent, self._from, self._read = "", 0, 0, 0
+
+    def add_token(self, number: int, token: int) -> None:
+        """Add a token by its index in the response, and ignore a token that another engine draws again."""
+        if number == len(self._tokens):
+            self._tokens.append(token)
+            self.drawn.set()
+
+    def add_piece(self) -> bool:
+        """Add the next piece of the text: whole characters, and nothing that may belong to a stop text.
+
+        Returns False if there is none yet.
+        """
+        self.drawn.clear()
+        # Decoded with earlier tokens, since a decoder may treat the first token of a text differently.
+        before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
+        if not now.endswith(UNFINISHED):
+            self._text += now[len(before) :]
+            self._from, self._read = self._read, len(self._tokens)
+        # A stop text that is complete begins in the part that was not sent.
+        end = first_stop(self._text, self._stops, self._sent)
+        end = len(self._text) - self._held if end is None else end
+        piece = self._text[self._sent : max(end, self._sent)]
+        self._sent += len(piece)
+        self.pieces += [piece] if piece else []
+        return bool(piece)
 
 
 class Endpoint:
@@ -208,8 +248,12 @@ class Endpoint:
             except ValueError as error:
                 raise UserError(f"the body is not JSON: {error}") from error
             asked = read(body if isinstance(body, dict) else {})
-            turn = asyncio.ensure_future(self._turn(session, asked, len(raw) > INLINE_BYTES))
-            return await streamed(http, asked, turn) if asked.stream else web.json_response(whole(asked, await turn))
+            # A possible tool call is sent when it is complete.
+            stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
+            turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
+            if asked.stream:
+                return await streamed(http, asked, turn, stream or TurnStream(self.template.text, ()))
+            return web.json_response(whole(asked, await turn))
         except UserError as error:
             return failed(400, str(error))
         except EngineError as error:
@@ -220,7 +264,9 @@ class Endpoint:
         one = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _turn(self, session: EndpointSession, asked: TurnRequest, is_long: bool) -> TurnReply:
+    async def _turn(
+        self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None, is_long: bool
+    ) -> TurnReply:
         """Generate a row's next turn, one at a time, and remember the conversation up to it."""
         trajectory = session.trajectory
         async with session.lock:
@@ -243,10 +289,13 @@ class Endpoint:
             stops = (*self.sampling.stop, *asked.stops)
             sampling = replace(self.sampling, max_tokens=asked.limit or self.sampling.max_tokens, stop=stops)
             name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
+            if stream is not None:
+                stream.name = name
             # The row is unchanged if this fails: the client may repeat its request.
             tokens = await trajectory.sample_turn(
-                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage, opens=opens
-            )
+                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage,
+                opens=opens, on_token=stream.add_token if stream else None,
+            )  # fmt: skip
             text = self.template.text(tokens, asked.tools)
             # The reply lacks the stop text that ended it, whose tokens are trained on all the same.
             text = text[: first_stop(text, asked.stops)]
@@ -268,33 +317,44 @@ class Endpoint:
         return self.template.first(messages, asked.tools), True
 
 
-async def streamed(http: web.Request, asked: TurnRequest, turn: "asyncio.Future[TurnReply]") -> web.StreamResponse:
-    """Send a turn's events when it is over, and until then a keep-alive comment every `WORD_EVERY_S`.
+async def streamed(
+    http: web.Request, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", stream: TurnStream
+) -> web.StreamResponse:
+    """Stream a turn as events while its tokens are drawn, with a keep-alive comment every `WORD_EVERY_S`, and the rest at its end.
 
     Raises UserError or EngineError if the turn fails before anything was sent.
     """
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    is_over = False
     try:
-        while not (await asyncio.wait((turn,), timeout=WORD_EVERY_S))[0]:
-            if not answer.prepared:
-                await answer.prepare(http)
-            await answer.write(UNDER_WAY.encode())
-        error = turn.exception()
-        if not answer.prepared:
-            if error is not None:
-                raise error
-            await answer.prepare(http)
-        failure = [event({"error": {"message": str(error)}})]
-        for each in failure if error else events(asked, turn.result()):
-            await answer.write(each.encode())
+        while not is_over:
+            coming = asyncio.ensure_future(stream.drawn.wait())
+            await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            coming.cancel()
+            is_over, has_drawn = turn.done(), stream.drawn.is_set()
+            sent: Iterable[str] = ()
+            if is_over:
+                error = turn.exception()
+                if error is not None and not answer.prepared:
+                    raise error
+                failure = [event({"error": {"message": str(error)}})]
+                sent = failure if error else events(asked, turn.result().name, stream.pieces, turn.result())
+            elif stream.add_piece():
+                sent = events(asked, stream.name, stream.pieces, None)
+            elif not has_drawn:
+                sent = (UNDER_WAY,)
+            for each in sent:
+                if not answer.prepared:
+                    await answer.prepare(http)
+                await answer.write(each.encode())
     except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
         await asyncio.wait((turn,))
     return answer
 
 
-def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Return the first position at which a text has one of the stop texts; None if it has none."""
-    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
+    """Return the first position from `begin` on at which a text has one of the stop texts; None if it has none."""
+    return min((place for stop in stops if (place := text.find(stop, begin)) >= 0), default=None)
 
 
 def failed(status: int, message: str) -> web.Response:

@@ -1,7 +1,7 @@
 """OpenAI's chat completions as pure functions: requests, and answers, whole or as events.
 
-body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──whole───▶ JSON
-                                                            ──events──▶ server-sent events
+body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──whole──▶ JSON
+                                └── text so far ─────events──▶ server-sent events, the rest of them when the turn is over
 """
 
 import json
@@ -131,13 +131,18 @@ def whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
     return completion(asked, answered.name, choice, answered)
 
 
-def events(asked: TurnRequest, answered: TurnReply) -> Iterator[str]:
-    """Yield the answer to a request that is streamed: its message, its calls of tools, and the end."""
+def events(asked: TurnRequest, name: str, pieces: Sequence[str], answered: TurnReply | None) -> Iterator[str]:
+    """Yield the event that sends the last of the pieces of a turn's text, or given the whole turn, the events that complete it."""
 
     def chunk(choice: Mapping[str, Any] | None, counted: TurnReply | None = None) -> str:
-        return event(completion(asked, answered.name, choice, counted, ".chunk"))
+        return event(completion(asked, name, choice, counted, ".chunk"))
 
-    yield chunk({"delta": {"role": "assistant", "content": answered.message["content"] or ""}})
+    text = pieces[-1] if answered is None else (answered.message["content"] or "")[len("".join(pieces)) :]
+    if answered is None or text or not pieces:
+        is_first = len(pieces) == (answered is None)
+        yield chunk({"delta": {**({"role": "assistant"} if is_first else {}), "content": text}})
+    if answered is None:
+        return
     for number, call in enumerate(answered.message.get("tool_calls", [])):
         yield chunk({"delta": {"tool_calls": [{"index": number, **call}]}})
     yield chunk({"delta": {}, "finish_reason": answered.reason})

@@ -5,7 +5,7 @@ context ──▶ actions ──▶ observation ──▶ actions | context ─�
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -110,7 +110,7 @@ class Trajectory:
 
     async def sample_turn(
         self, engine: Engine, ids: Sequence[int], sampling: SamplingParams, max_sequence_tokens: int, purpose: str,
-        stage: str, *, opens: bool = False,
+        stage: str, *, opens: bool = False, on_token: Callable[[int, int], None] | None = None,
     ) -> list[int]:  # fmt: skip
         """Append tokens and a turn that an engine samples after them, and return the sampled tokens.
 
@@ -122,6 +122,7 @@ class Trajectory:
             purpose: The purpose of the row's random numbers.
             stage: The generate stage.
             opens: `ids` begin a new sequence.
+            on_token: Called with each sampled token's index in the turn, and its id.
 
         Raises:
             UserError: The sequence has no room for a token; nothing was appended, as after an error of the engine.
@@ -136,7 +137,9 @@ class Trajectory:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         drawn = self.action_tokens
         prompt = torch.tensor(context, dtype=torch.int64)
-        turn = await engine.submit(Request(self.uid, prompt, sampling, purpose, stage, first_draw=drawn))
+        turn = await engine.submit(
+            Request(self.uid, prompt, sampling, purpose, stage, first_draw=drawn, on_token=on_token)
+        )
         self.append(ids, opens=opens)
         self.append(turn.tokens.tolist(), log_probs=turn.log_probs, versions=turn.versions)
         self.finish_reason = turn.finish_reason

@@ -1,7 +1,7 @@
 """An engine in a process of its own: first the run's side of the socket, `EngineProcess`, then the process's side, from `main`.
 
 EngineProcess ──EngineCall──▶ main, serve ──▶ engine
-              ◀──EngineReply: a result, an error or a heartbeat, each with the engine's load──
+              ◀──EngineReply: a result, an error, a token or a heartbeat, each with the engine's load──
 
 Each message has its length before it. If the process ends, or sends nothing for too long, pending calls raise EngineError. The process
 waits while it has no work, and ends when the run is gone.
@@ -15,6 +15,7 @@ import shutil
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +58,8 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
     id: int = 0
     spec: EngineSpec | None = None
     request: Request | None = None
+    followed: bool = False
+    """Send each token of the request as soon as it is known, in place of its `on_token`."""
     uid: Uid | None = None
     version: int = 0
     path: str | None = None
@@ -66,12 +69,14 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
 
 
 class EngineReply(msgspec.Struct, omit_defaults=True):
-    """The result or error of a call; without an `id` a heartbeat while rows are generated."""
+    """The result or error of a call, or a token of a followed row; without an `id` a heartbeat while rows are generated."""
 
     id: int | None = None
     result: Response | int | None = None
     error: tuple[str, str] | None = None
     """Name and text of an exception in `ERRORS`."""
+    token: tuple[int, int] | None = None
+    """A token's index in the response, and its id."""
     load: Load | None = None
     """The engine's load; None while there is no engine."""
 
@@ -120,6 +125,7 @@ class EngineProcess:
         self._tasks: list[asyncio.Task[None]] = []
         """The tasks that read messages and watch other nodes."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._followed: dict[int, Callable[[int, int], None]] = {}
         """The callback for a row's tokens, by the id of its call."""
         self._rows: set[Uid] = set()
         """The rows in flight."""
@@ -156,10 +162,11 @@ class EngineProcess:
         await self._ask(EngineCall("start", spec=spec))
 
     async def submit(self, request: Request) -> Response:
+        call = EngineCall("submit", request=replace(request, on_token=None), followed=request.on_token is not None)
         self._rows.add(request.uid)
         try:
             with WORK.waiting():
-                response: Response = await self._ask(EngineCall("submit", request=request))
+                response: Response = await self._ask(call, request.on_token)
                 return response
         except asyncio.CancelledError:
             if self._writer is not None:
@@ -245,11 +252,13 @@ class EngineProcess:
                 self._die(f"lost its part on node {node}")
             await asyncio.sleep(LOOK_S)
 
-    async def _ask(self, call: EngineCall) -> Any:
+    async def _ask(self, call: EngineCall, on_token: Callable[[int, int], None] | None = None) -> Any:
         """Send a call and return its result. Raises EngineError if the process ends, or after `limit_s` seconds without a message."""
         if self._writer is None:
             raise EngineError(f"{self.name} {self._end}")
         loop, call.id = asyncio.get_running_loop(), next(self._numbers)
+        if on_token is not None:
+            self._followed[call.id] = on_token
         answer = self._answers[call.id] = loop.create_future()
         self._writer.write(framed(call))
         begun = loop.time()
@@ -264,6 +273,7 @@ class EngineProcess:
             return answer.result()
         finally:
             answer.cancel()
+            self._followed.pop(call.id, None)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give each message to the call or row that it is for, until the process ends."""
@@ -272,6 +282,10 @@ class EngineProcess:
             if reply.load is not None:
                 self._load = reply.load
             if reply.id is None:
+                continue
+            if reply.token is not None:
+                if reply.id in self._followed:
+                    self._followed[reply.id](*reply.token)
                 continue
             answer = self._answers.pop(reply.id, None)
             if answer is None or answer.done():
@@ -360,7 +374,7 @@ async def serve(connection: socket.socket) -> None:
 
     async def answer(call: EngineCall) -> None:
         try:
-            say(EngineReply(call.id, await execute(engine, call)))
+            say(EngineReply(call.id, await execute(engine, call, say)))
         except Exception as error:
             say(EngineReply.of(call.id, error))
 
@@ -375,10 +389,13 @@ async def serve(connection: socket.socket) -> None:
     await engine.close()
 
 
-async def execute(engine: ServedEngine, call: EngineCall) -> Response | int | None:
-    """Execute a call on the engine, and return its result."""
+async def execute(engine: ServedEngine, call: EngineCall, say: Callable[[EngineReply], None]) -> Response | int | None:
+    """Execute a call on the engine, and return its result; `say` sends the tokens of a followed row."""
     match call:
         case EngineCall("submit", request=Request() as request):
+            if call.followed:
+                drew = lambda number, token: say(EngineReply(call.id, token=(number, token)))  # noqa: E731
+                request = replace(request, on_token=drew)
             return await engine.submit(request)
         case EngineCall("abort", uid=tuple() as uid):
             await engine.abort(uid)

@@ -3,7 +3,7 @@
 Request ──row_of──▶ EngineRow, until an end of sequence, a stop text or its length ──▶ Response ──remaining_request──▶ Request
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,6 +73,9 @@ class Request:
     """Number of tokens that this row drew in earlier turns: their random numbers are not used again."""
     continues: int = 0
     """Number of tokens at the prompt's end that begin this response: a stop text may start among them."""
+    on_token: Callable[[int, int], None] | None = None
+    """Called in the engine's event loop with each token's index in the response and its id, as soon as the engine knows it. When a row is
+    restarted on another engine, the same tokens are drawn and reported again."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prompt that is not a non-empty row of ids."""
@@ -153,7 +156,9 @@ class EngineRow:
     """True once the text holds one of the stop texts."""
 
     def record_token(self, token: int) -> bool:
-        """Record the next drawn token; return True if it ends the row."""
+        """Record the next drawn token, and call `Request.on_token`; return True if the token ends the row."""
+        if self.request.on_token is not None:
+            self.request.on_token(self.request.continues + len(self.tokens), token)
         self.tokens.append(token)
         if self.tokenizer is not None:
             stops = self.request.sampling.stop

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -159,7 +160,7 @@ class SteppingEngine(ABC):
         own, ranks, may_end = list(requests), Ranks(self.group), rows_to_end is not None
         uids, every = [request.uid for request in own], own
         if self.group is not None:
-            asked = may_end, own
+            asked = may_end, [replace(request, on_token=None) for request in own]
             gathered = ranks.all_gather("requests", asked, tuple[bool, list[Request]])
             every = [request for _, requests in gathered for request in requests]
             # All ranks are asked after each step, but only if some rank may end rows.

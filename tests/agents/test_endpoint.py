@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import aiohttp
 import pytest
 import torch
 
-from braidrl.agents.endpoint import Endpoint
+from braidrl.agents.endpoint import Endpoint, TurnStream
 from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
@@ -306,6 +307,44 @@ async def streamed(url: str, **body: Any) -> list[Any]:
     return [data if data == "[DONE]" else json.loads(data) for data in found]
 
 
+class PausedAmidATurn(EngineReplica):
+    """Engine that finishes a turn only after its client received some pieces of it."""
+
+    client_has_some: asyncio.Event
+
+    async def hold(self) -> None:
+        step = self.engine.step
+        self.engine.step = list  # type: ignore[method-assign]
+        await self.client_has_some.wait()
+        self.engine.step = step  # type: ignore[method-assign]
+
+    async def submit(self, request: Request) -> Response:
+        def hear(number: int, token: int) -> None:
+            assert request.on_token is not None
+            request.on_token(number, token)
+            if number == 20:
+                self._holding = asyncio.ensure_future(self.hold())
+
+        return await super().submit(replace(request, on_token=hear))
+
+
+async def pieces(engine: PausedAmidATurn, url: str) -> list[str]:
+    """Return the pieces of a streamed turn's text."""
+    found, engine.client_has_some = [], asyncio.Event()
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/chat/completions", json={"stream": True, "messages": USER}) as response,
+    ):
+        async for line in response.content:
+            data = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+            (choice,) = data.get("choices") or [{}]
+            text = choice.get("delta", {}).get("content")
+            found += [text] if text else []
+            if len(found) == 2:
+                engine.client_has_some.set()
+    return found
+
+
 def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
     tokenizer = make_chat_tokenizer("chatml")
 
@@ -328,6 +367,32 @@ def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
             assert session.turns == len(session.log_probs) == 1
 
     asyncio.run(run())
+
+
+def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
+    tokenizer, model = engine_parts("chatml")
+    engine, template = PausedAmidATurn(EmbeddedEngine(model, tokenizer, 16, 400)), turn_template(tokenizer)
+
+    async def run() -> None:
+        async with Endpoint(engine, template, SamplingParams(max_tokens=40, ends=False), 400) as endpoint:
+            url = endpoint.open(Trajectory((0, 0, 0)))
+            found = await asyncio.wait_for(pieces(engine, url), 60)
+            session = await endpoint.close((0, 0, 0))
+            assert "".join(found) == template.text(session.tokens[-len(session.log_probs[-1]) :])
+
+    asyncio.run(run())
+
+
+def test_a_streamed_piece_has_whole_characters_and_no_part_of_a_stop_text() -> None:
+    decode = turn_template(tokenizer := make_chat_tokenizer("chatml")).text
+    # Three characters could begin the stop text, and are sent with the end of the turn.
+    for text, told in (("né 🙂 a bcd", "né 🙂 a "), ("né STOP x", "né "), ("a STO b S", "a STO ")):
+        turn = TurnStream(decode, ["STOP"])
+        for number, token in enumerate(tokenizer.encode(text)):
+            turn.add_token(number, token)
+            turn.add_token(0, token)
+            turn.add_piece()
+        assert "".join(turn.pieces) == told and len(turn.pieces) > 1
 
 
 CALL = 'so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from braidrl.agents import endpoint as endpoints
-from braidrl.agents.endpoint import MOST_REQUESTS, Endpoint
+from braidrl.agents.endpoint import MOST_REQUESTS, Endpoint, TurnStream
 from braidrl.agents.tool_calls import FORMATS
 from braidrl.agents.trajectory import Trajectory
 from braidrl.engines.requests import SamplingParams
@@ -103,6 +103,27 @@ def test_a_long_request_is_answered_and_does_not_hold_the_loop(kind: str) -> Non
     bad, good, longest = asyncio.run(run())
     assert bad == status and good == 200
     assert longest < MOST_S, f"the loop stood still for {longest:.3f} s"
+
+
+def test_streamed_pieces_end_before_a_stop_text_in_linear_time() -> None:
+    stops = ["aab", "ba", "aaaaab"]
+    text = "".join("ab"[n * n % 7 % 2] for n in range(60)) + "aaaaab"
+    for begin in range(40):
+        whole = text[begin:]
+        said = whole[: min(place for stop in stops if (place := whole.find(stop)) >= 0)]
+        stream = TurnStream(lambda tokens: "".join(map(chr, tokens)), stops)
+        for number, character in enumerate(whole):
+            stream.add_token(number, ord(character))
+            stream.add_piece()
+            assert said.startswith("".join(stream.pieces))
+            assert len("".join(stream.pieces)) >= min(len(said), number + 1 - max(map(len, stops)))
+        assert "".join(stream.pieces) == said
+    stream = TurnStream(lambda tokens: "a" * len(tokens), ["a" * 255 + letter for letter in "bcdefghijklmnopq"])
+    start = time.thread_time()
+    for number in range(2_000):
+        stream.add_token(number, 0)
+        stream.add_piece()
+    assert time.thread_time() - start < 1.0 and len("".join(stream.pieces)) == 2_000 - 255
 
 
 OVER_AND_OVER = (

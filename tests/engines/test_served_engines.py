@@ -70,6 +70,13 @@ def test_engines_in_processes_keep_the_contract(
     served.run(check(subject(served)))  # type: ignore[arg-type]
 
 
+def test_a_rows_callback_gets_each_token_before_its_response(served: Served) -> None:
+    seen: list[tuple[int, int]] = []
+    (request, *_) = requests(subject(served), 1)
+    finished = served.run(served.engine.submit(replace(request, on_token=lambda *token: seen.append(token))))
+    assert seen == list(enumerate(finished.tokens.tolist()))
+
+
 def test_log_probs_after_each_update_are_those_of_the_trainer(served: Served) -> None:
     assert served.run(largest_gap(served.engine, requests(subject(served), 4), offered=True)) < 1e-5
 

@@ -25,8 +25,8 @@ async def arrived(message: EngineCall | EngineReply) -> list[EngineCall | Engine
 def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
     sampling = SamplingParams(0.7, 0.9, 5, 64, (3, 4), ("stop",), greedy=True)
     request = Request((1, 2**40, 3), torch.tensor([5, 6, 7]), sampling, "evaluate", "second", 4, 2)
-    call, end = asyncio.run(arrived(EngineCall("submit", 9, request=request)))
-    assert isinstance(call, EngineCall) and (call.method, call.id, end) == ("submit", 9, None)
+    call, end = asyncio.run(arrived(EngineCall("submit", 9, request=request, followed=True)))
+    assert isinstance(call, EngineCall) and (call.method, call.id, call.followed, end) == ("submit", 9, True, None)
     found = call.request
     assert found is not None and torch.equal(found.prompt, request.prompt) and found.prompt.dtype == torch.int64
     for name in ("uid", "sampling", "purpose", "stage", "first_draw", "continues"):

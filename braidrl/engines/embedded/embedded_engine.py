@@ -381,8 +381,10 @@ class EmbeddedEngine(SteppingEngine):
         self._sampling = batch_sampling(asked, self.model.device)
         # The length of the longest row, less the steps so far: the number does not change while the rows grow.
         self._longest = max((len(row.request.prompt) - row.begun for row in rows.values()), default=-self._steps)
-        # Stop texts need each token as soon as it is drawn.
-        self._watched = {slot: row for slot, row in rows.items() if row.tokenizer is not None}
+        # Stop texts and `on_token` need each token as soon as it is drawn.
+        self._watched = {
+            slot: row for slot, row in rows.items() if row.tokenizer is not None or row.request.on_token is not None
+        }
 
     def abort(self, uid: Uid) -> Response:
         for slot, row in self._rows.items():
