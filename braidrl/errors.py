@@ -106,10 +106,9 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def where_raised(error: BaseException, file: str | None = None) -> str:
-    """Return the file and line that raised an exception, as in `rewards.py:3`; with `file`, its last line there if it has one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = ([each for each in frames if each.filename == file] or frames)[-1]
+def where_raised(error: BaseException) -> str:
+    """Return the file and line that raised an exception, as in `rewards.py:3`."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import braidrl.algorithms.library  # noqa: F401  (registers what comes with Braid)
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry, Registry, is_number
-from braidrl.errors import UserError, first_line, shown, suggest, where_raised
+from braidrl.errors import UserError, shown, suggest
 from braidrl.flow.stage import Kind, Signature
 from braidrl.importing import LOADED_FROM_FILE, import_function
 
@@ -245,22 +244,11 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
 
 
 def called(entry: Entry, columns: Sequence[Any], settings: Mapping[str, Any]) -> Any:
-    """Call a registered function.
-
-    Raises UserError if it changes a column in place, since metrics and later stages read the same tensor, and for an exception of
-    a user's own function.
-    """
+    """Call a registered function. Raises UserError if it changes a column in place: metrics and later stages read the same tensor."""
     tensors = [column.values if isinstance(column, Ragged) else column for column in columns]
     counted = [t if isinstance(t, Tensor) and not t.is_inference() else None for t in tensors]
     before = [None if t is None else t._version for t in counted]
-    try:
-        result = entry.function(*columns, **settings)
-    except Exception as error:
-        is_own = not entry.function.__module__.startswith("braidrl.")
-        if not is_own or isinstance(error, (UserError, MemoryError, torch.OutOfMemoryError)):
-            raise
-        place = where_raised(error, inspect.getsourcefile(entry.function))
-        raise UserError(f"{entry.name} raised {type(error).__name__}: {first_line(error)} ({place})") from error
+    result = entry.function(*columns, **settings)
     for parameter, tensor, version in zip((*entry.reads, *entry.optional), counted, before, strict=False):
         if tensor is not None and tensor._version != version:
             raise UserError(

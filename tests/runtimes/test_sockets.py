@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,10 @@ def test_forged_replayed_or_malformed_messages_change_nothing(workshop: Workshop
         program.control.fail("recorded")
         (recording := workshop.folder / "recording").write_bytes(hello)
         first = program.server.address.removeprefix("tcp://")
-        opened = open_sockets(family()) - mine
+        # Ranks begin to listen for each other at about the time at which they ask for rows.
+        deadline = time.monotonic() + 60
+        while len(opened := open_sockets(family()) - mine) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
         others = sorted({f"{host}:{port}" for host, port in opened} - {first})
         assert len(others) >= 3 and {host for host, _ in opened} == {LOOPBACK}, opened
         command = [sys.executable, "-m", "tests.runtimes.strangers", str(count), str(recording), first, *others]

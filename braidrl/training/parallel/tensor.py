@@ -65,6 +65,22 @@ COLUMNS = ("colwise", "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
 
 
+class Replicated(torch.autograd.Function):
+    """A tensor that all ranks have, as a DTensor; the gradient of a rank stays its summand.
+
+    `DTensor.from_local` would all-reduce the gradient here, for each product of a block; torch 2.11 gives no choice.
+    """
+
+    @staticmethod
+    def forward(context: Any, own: Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(own, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient.redistribute(placements=[Partial()]).to_local(), None
+
+
 def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
     """Shard a matrix in place by one of the styles COLUMNS or ROWS.
 
@@ -76,12 +92,7 @@ def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
         # Summed, and scattered to the ranks' tokens.
         parallelize_module(module, mesh, RowwiseParallel(output_layouts=TOKENS))
         return
-    # By default, torch would all-reduce the gradient of the input here, for each product of a block.
-    module.register_forward_pre_hook(
-        lambda _, given: (
-            DTensor.from_local(given[0], mesh, [Replicate()], run_check=False, grad_placements=[Partial()]), *given[1:],
-        )
-    )  # fmt: skip
+    module.register_forward_pre_hook(lambda _, given: (Replicated.apply(given[0], mesh), *given[1:]))
     gathers = style == "colwise_gather_output"
     parallelize_module(module, mesh, ColwiseParallel(use_local_output=not gathers))
     if gathers:
