@@ -53,7 +53,7 @@ class Pipeline:
             if rank < size - 1:
                 return predicted[HIDDEN]
             loss = on_prediction(int(number), predicted)
-            return torch.zeros(()) if loss is None else loss
+            return torch.zeros(()) if loss is None else loss.float()
 
         for numbers in runs(len(micro_batches), size):
             longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
@@ -61,14 +61,15 @@ class Pipeline:
             message = torch.empty(
                 1, own, model.config.hidden_size, dtype=model.dtype, device="meta", requires_grad=train
             )
+            # The last pipeline rank outputs its loss; sums are divided once, at `step`.
+            output = message if rank < size - 1 else torch.empty((), device="meta", requires_grad=train)
             # The module that torch's schedule calls with a micro-batch's number and the previous pipeline rank's output.
             module: Any = nn.Module()
             module.forward = partial(forward, own * self.divisor)
             pipeline_stage = PipelineStage(
                 module, rank, size, self.device,
-                input_args=() if rank == 0 else (message,), output_args=(message,), group=self.group,
+                input_args=() if rank == 0 else (message,), output_args=(output,), group=self.group,
             )  # fmt: skip
-            # The last pipeline rank outputs its loss; sums are divided once, at `step`.
             loss = (lambda output, number: output) if train else None
             schedule = Schedule1F1B(pipeline_stage, len(numbers), loss, scale_grads=False)
             try:
