@@ -105,9 +105,10 @@ def check_optimizer(config: TrainerConfig) -> None:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all elements are finite, reading each tensor once."""
+    """Return whether all elements are finite, as a rule reading each tensor once."""
     found = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    return bool(torch.nn.utils.get_total_norm(found, math.inf).isfinite())
+    # The sum of squares is ten times as fast as the maximum on a CPU, but may overflow where the elements do not.
+    return any(bool(torch.nn.utils.get_total_norm(found, order).isfinite()) for order in (2.0, math.inf))
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
