@@ -57,7 +57,6 @@ def test_infinite_weights_end_the_run_and_the_last_checkpoint_stays(workshop: Wo
 def test_one_number_that_is_not_finite_is_found_among_all(tensor: torch.Tensor) -> None:
     others = [torch.ones(3), torch.ones(()), torch.empty(0), torch.ones(2, dtype=torch.int64), torch.full((2,), 3e38)]
     assert all_finite(others) and not all_finite([*others, tensor])
-    assert all_finite([torch.full((4,), 3e38)]), "squares overflow where elements do not"
 
 
 PLACES = ("weights", "moments", "parts")
