@@ -34,7 +34,7 @@ def run(folder: Path, output: Path, flow: str = "grpo", **changes: Any) -> list[
     return read_metrics(train(make_config(folder, flow, **{**usual, **placed(folder, changes)})))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", list(RECIPES))
 def test_every_recipe_trains_in_bfloat16_on_the_device(name: str, folder: Path, tmp_path: Path) -> None:
     lines = run(folder, tmp_path, name, **SETTINGS.get(name, {}))
     assert len(lines) == 2 and all(line["tokens/trained"] > 0 for line in lines)
