@@ -6,8 +6,9 @@ file ──YAML──▶ tree ◀── key=value        tree ──checked─�
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)
 
 GONE: dict[str, tuple[object, str]] = {
     "rollout.check_weights": (False, "rollout.max_log_prob_gap ends a run whose engine has other weights; remove it"),
+    "roles.*.generate_workers": (None, "every rank generates, as it trains; remove it"),
 }
 """Keys of earlier versions: their default, which a recorded configuration has, and what there is instead."""
 
@@ -131,17 +133,17 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
         raise (Problems("\n".join(lines)) if every else UserError(lines[0])) from None
 
 
-def without_gone(tree: dict[str, Any]) -> dict[str, Any]:
+def without_gone(tree: Mapping[Any, Any], place: str = "") -> dict[Any, Any]:
     """Return a tree without keys of earlier versions that have their default. Raises UserError for another value."""
-    for place, (default, instead) in GONE.items():
-        name, key = place.split(".")
-        section = tree.get(name)
-        if not isinstance(section, dict) or key not in section:
-            continue
-        if section[key] != default:
-            raise UserError(f"{place} is gone: {instead}")
-        tree = {**tree, name: {other: value for other, value in section.items() if other != key}}
-    return tree
+    kept: dict[Any, Any] = {}
+    for key, value in tree.items():
+        own = f"{place}{key}"
+        gone = next((found for pattern, found in GONE.items() if fnmatchcase(own, pattern)), None)
+        if gone is None:
+            kept[key] = without_gone(value, f"{own}.") if isinstance(value, dict) else value
+        elif value != gone[0]:
+            raise UserError(f"{own} is gone: {gone[1]}")
+    return kept
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import MOST_ROWS, MOST_STEPS, MOST_TOKENS, DType, Section
@@ -155,13 +155,3 @@ class RoleConfig(Section):
     methods: str | None = None
     """Class with your own methods for this role's workers, `module:Class` or `file.py:Class`; a session calls them under
     `runtime: hybrid`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _generates_on_every_rank(cls, value: Any) -> Any:
-        """Take a key of earlier versions out, which a recorded configuration has. Raises ValueError where it was set."""
-        if not isinstance(value, dict) or "generate_workers" not in value:
-            return value
-        if value["generate_workers"] is not None:
-            raise ValueError("generate_workers is gone: every rank generates, as it trains; remove it")
-        return {key: own for key, own in value.items() if key != "generate_workers"}

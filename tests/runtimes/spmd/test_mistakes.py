@@ -22,7 +22,7 @@ FAILING = Path(__file__).parents[1] / "failing.yaml"
     ("sections", "words"),
     [
         ({"placement": "standalone"}, "runtime=distributed has all roles on every rank"),
-        ({"roles": {"actor": {"generate_workers": 1}}}, "roles.actor: generate_workers is gone: every rank generates"),
+        ({"roles": {"actor": {"generate_workers": 1}}}, "roles.actor.generate_workers is gone: every rank generates"),
         ({"trainer": {"surplus": "keep"}}, "trainer.surplus=keep"),
         ({"flow": "grop"}, "grpo"),
     ],
