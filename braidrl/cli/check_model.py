@@ -20,10 +20,9 @@ WIDTH = 52
 
 
 def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | None = None) -> bool:
-    """Print the table of a model: a Hugging Face directory, a config.json, or a hub id in this machine's cache.
+    """Print a model's table; return True if it may train. A run that needs an optional property that does not hold is refused.
 
-    Returns True if the model may train; a run that needs an optional property that does not hold is refused. `layouts` also starts
-    two ranks for each layout, and `vllm`, an interpreter that has it, compares with vLLM. Raises UserError if there is no such model.
+    `layouts` also starts two ranks for each layout; `vllm`, an interpreter that has it, compares with vLLM. Raises UserError for no model.
     """
     config = config_of(model)
     try:

@@ -27,7 +27,6 @@ class DeviceKind(Section):
     """One kind of device, with its maker's figures."""
 
     source: str
-    """Source of the figures."""
     names: list[str] = Field(default_factory=list)
     """Result of `torch.cuda.get_device_name` on such a device."""
     peak: dict[str, float]
@@ -64,11 +63,8 @@ class NodeGroup(Section):
     """Nodes of one kind of device."""
 
     kind: str
-    """Name of a kind."""
     nodes: int = Field(1, ge=1)
-    """Number of nodes."""
     devices: int = Field(1, ge=1)
-    """Devices per node."""
 
     @property
     def size(self) -> int:
@@ -82,7 +78,6 @@ class Cluster(Section):
     kinds: dict[str, DeviceKind] = Field(default_factory=dict)
     """The kinds of the groups; in a file, those that extend or replace the built-in ones."""
     groups: tuple[NodeGroup, ...] = Field(min_length=1)
-    """The nodes."""
 
     @property
     def size(self) -> int:

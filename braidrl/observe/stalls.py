@@ -108,4 +108,3 @@ class OwnWork:
 
 
 WORK = OwnWork()
-"""The work of this process."""

@@ -126,10 +126,7 @@ class Choices:
         self, model: Model, group: NodeGroup, devices: int, part: RolePart = "all",
         keep: Callable[[Iterable[Choice]], list[Choice]] = list,
     ) -> Iterator[Choice]:  # fmt: skip
-        """Yield each choice of a role that fits the devices.
-
-        `keep` reduces the choices of one layout: the best micro-batch does not depend on the engine.
-        """
+        """Yield each choice of a role that fits. `keep` reduces those of one layout, where micro-batch and engine are independent."""
         problem, longest = self.problem, self.problem.config.max_sequence_tokens
         given = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
         if part == "generate":
@@ -189,10 +186,7 @@ class Choices:
     def engines(
         self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None = None
     ) -> Iterator[EngineUse | None]:
-        """Yield the engines to try on devices that train in `layout`, or on devices of their own; None stands for servers.
-
-        The slots are those for all rows of the engine at once, halves of that, and the configured count.
-        """
+        """Yield the engines to try, with slots for all rows, halves of that, and the configured count; None stands for servers."""
         problem, engine = self.problem, self.problem.config.rollout.engine
         if engine == "http":
             yield None
@@ -221,10 +215,7 @@ class Choices:
     def together(
         self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, limit: float = math.inf
     ) -> SetChoice | None:
-        """Combine choices on shared devices, with the offloading that memory requires.
-
-        Return None if a single stage does not fit, or if offloading takes at least `limit` seconds.
-        """
+        """Combine choices on shared devices with the offloading that memory requires; None if none fits, or if it takes `limit` seconds."""
         kind = self.problem.cluster.kinds[group.kind]
         room = int(kind.memory * USABLE)
         whole, working = all_resident(roles, group, devices), max(choice.working for choice in roles.values())

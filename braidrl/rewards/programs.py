@@ -263,10 +263,7 @@ class Running:
     unread: bytes = b""
 
     def output(self) -> str | None:
-        """Wait for the program's end, and return its output; None if the program failed by itself.
-
-        Raises ProgramEnded if it took too long, was killed, or ended by an error of memory, files, processes or the network.
-        """
+        """Wait, and return the output; None if the program failed by itself. Raises ProgramEnded if a limit or the sandbox ended it."""
         # A sleeping program is ended with its row, after reward.timeout_s.
         status = self.process.wait()
         if status == 0:

@@ -33,7 +33,6 @@ SCORE = r"Score:\s*\**\s*(-?[0-9]+(?:\.[0-9]+)?)"
 GATHER_S = 0.02
 """Seconds for which a batch waits for further rows."""
 LONGEST_WAIT_S = 30.0
-"""Longest wait in seconds between two tries of a request."""
 BUSY = 429
 
 
@@ -159,10 +158,7 @@ class Batches:
 
 
 async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: float) -> tuple[dict[str, Any], int]:
-    """Return a service's answer to a POST, a JSON object, and the number of requests made.
-
-    Raises Refused for a refusal, and ConnectionError without an answer after `retries` further requests.
-    """
+    """Return a service's answer, a JSON object, and the number of requests made. Raises Refused, or ConnectionError after all retries."""
     # Imported here: other verifiers do not need it, and it is optional.
     from aiohttp import ClientError, ClientSession
 
