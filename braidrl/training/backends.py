@@ -42,7 +42,7 @@ FEATURES = (
 )  # fmt: skip
 """Features of the built-in backend, each of which another may declare in `supports`. `streaming`, `offload` and `copies` need `weights`."""
 BACKENDS = PluginRegistry(
-    "training backend", {"torch": "braidrl.training.roles.worker:torch_backend"}, arguments=("spec",),
+    "training backend", {"torch": "braidrl.training.roles.worker:RoleWorker"}, arguments=("spec",),
     methods=("forward", "forward_backward", "optim_step", "tensors", "load", "export"),
 )  # fmt: skip
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
@@ -56,11 +56,11 @@ class BackendSpec:
     config: Config
     train: bool = True
     """False for a frozen role."""
-    is_scalar: bool = False
-    """True for a critic or a reward model, which predicts `values` or `scores` instead of `log_probs`."""
+    ranks: DataParallel = field(default_factory=DataParallel)
     is_copy: bool = False
     """True for a frozen copy of a trained role's weights."""
-    ranks: DataParallel = field(default_factory=DataParallel)
+    is_scalar: bool = False
+    """True for a critic or a reward model, which predicts `values` or `scores` instead of `log_probs`."""
     path: Path = field(init=False)
     """The model's Hugging Face directory."""
     dtype: torch.dtype = field(init=False)

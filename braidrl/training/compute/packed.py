@@ -204,10 +204,8 @@ def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
             held += length
         parts.append(Family(family.prompt, family.responses[start:], family.rows[start:]))
     uids = rows.uids()
-    (plan,) = plan_micro_batches(
-        [part.tokens for part in parts], 1, max_tokens, uids=[uids[part.rows[0]] for part in parts]
-    )
-    return [sorted(row for number in batch for row in parts[number].rows) for batch in plan if batch]
+    plan = plan_micro_batches([part.tokens for part in parts], max_tokens, [uids[part.rows[0]] for part in parts])
+    return [sorted(row for number in batch for row in parts[number].rows) for batch in plan]
 
 
 @dataclass(frozen=True, eq=False)
