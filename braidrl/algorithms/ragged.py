@@ -95,9 +95,6 @@ class Ragged:
         shift = (self.offsets[:-1][rows] - offsets[:-1]).repeat_interleave(lengths)
         return Ragged(self.values[torch.arange(len(shift), device=shift.device) + shift], offsets)
 
-    def to(self, device: torch.device | str) -> "Ragged":
-        return Ragged(self.values.to(device), self.offsets.to(device))
-
     def where(self, kept: Tensor) -> "Ragged":
         """Return the rows with only those entries for which `kept` (N,) is true."""
         ends = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])

@@ -27,19 +27,9 @@ def balanced_partition(
 ) -> list[list[int]]:
     """Divide items into parts of nearly equal cost; return positions by part, fullest first.
 
-    Args:
-        costs: Cost of each item, at least 0.
-        parts: Number of parts; some may be empty.
-        equal_size: Let the numbers of items (or of groups) differ by at most one.
-        groups: Group of each item; items of a group stay together.
-
-    Raises:
-        ValueError: A cost is negative, `parts` is below one, or `groups` has another length.
+    Some parts may be empty. With `equal_size` the numbers of items (or of groups) differ by at most one. Items of one of `groups` stay
+    together.
     """
-    if groups is not None and len(groups) != len(costs):
-        raise ValueError(f"{len(costs)} items have {len(groups)} groups")
-    if parts < 1 or min(costs, default=0) < 0:
-        raise ValueError(f"a partition needs costs of at least 0 and at least one part, got {parts} parts")
     if parts == 1:
         return [list(range(len(costs)))]
     divide = _fill_equally if equal_size else _differencing
@@ -131,15 +121,10 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
 def plan_micro_batches(
     lengths: Sequence[int], max_tokens: int, uids: Sequence[Any] | None = None, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Divide the rows of a rank into micro-batches, none over the limit; return row positions by micro-batch, heaviest first.
+    """Divide a rank's rows, given their lengths, into micro-batches of at most `max_tokens`; return row positions by micro-batch.
 
-    Raises UserError for a row over the limit.
-
-    Args:
-        lengths: Tokens of each row.
-        max_tokens: Maximum number of tokens of a micro-batch.
-        uids: Names of the rows in messages, by default their positions.
-        groups: Group of each row, for losses that need the rows of a group in one micro-batch.
+    The heaviest comes first. Rows of one of `groups` share a micro-batch, as some losses need. Raises UserError, with its uid, for a row
+    over the limit.
     """
     if groups is not None:
         # Plan with the sums of each group, then replace each group by its rows.

@@ -231,7 +231,6 @@ OPTIONAL = {*AXES.values(), HALF, ADAPTERS}
 
 
 def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
-    """Measure one property."""
     return Finding.of(name, MEASURES[name], twin, plan)
 
 

@@ -7,8 +7,6 @@ from braidrl.flow.recipes.parts import Parameters
 
 
 class DistillationParameters(Parameters):
-    """Parameters of on-policy distillation."""
-
     aggregate: str | dict[str, Any] = "token-mean"
     """Aggregation of token losses."""
 

@@ -89,7 +89,6 @@ def rewarded(
 
 
 def surrogate(p: ClippedParameters) -> dict[str, Any]:
-    """Return the clipped surrogate at the recipe's clip range."""
     return loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip)
 
 

@@ -34,15 +34,11 @@ class CriticParameters(ClippedParameters, KlParameters):
 
 
 class PpoParameters(CriticParameters):
-    """Parameters of PPO."""
-
     kl_target: float | None = Field(None, gt=0)
     """Target of the mean KL per response, in nats; the penalty's weight is adapted to it. Null keeps `kl_coef`."""
 
 
 class PpoPtxParameters(PpoParameters):
-    """Parameters of PPO-ptx."""
-
     ptx_coef: float = Field(27.8, gt=0)
     """γ of the paper: weight of the text's mean −log π per token, added to the policy loss. The text is `data.ptx`."""
 

@@ -7,8 +7,6 @@ from braidrl.flow.recipes.parts import KlParameters, PolicyParameters, policy_up
 
 
 class RemaxParameters(PolicyParameters, KlParameters):
-    """Parameters of ReMax."""
-
     aggregate: str | dict[str, Any] = "seq-mean-token-sum"
     """Aggregation of token losses; the paper uses the mean over rows of row sums."""
 

@@ -7,8 +7,6 @@ from braidrl.flow.recipes.parts import KlParameters, PolicyParameters, policy_up
 
 
 class RlooParameters(PolicyParameters, KlParameters):
-    """Parameters of RLOO."""
-
     aggregate: str | dict[str, Any] = "seq-mean-token-sum"
     """Aggregation of token losses; the paper uses the mean over rows of row sums, because a response is one action."""
 

@@ -7,8 +7,6 @@ from braidrl.flow.recipes.parts import Parameters
 
 
 class SftParameters(Parameters):
-    """Parameters of supervised fine-tuning."""
-
     aggregate: str | dict[str, Any] = "token-mean"
     """Aggregation of token losses."""
 

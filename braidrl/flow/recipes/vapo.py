@@ -8,8 +8,6 @@ from braidrl.flow.recipes.ppo import PpoParameters, kl_penalty
 
 
 class VapoParameters(PpoParameters):
-    """Parameters of VAPO."""
-
     reward: str | dict[str, float] = "verify"
     """Source of rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several with weights."""
     kl_coef: float = Field(0.0, ge=0)

@@ -81,7 +81,6 @@ class RoleWorker(ShardedBackend):
     """A rank's part of one role: a decoder, or a scalar critic or reward model; frozen, or trained."""
 
     def __init__(self, spec: BackendSpec) -> None:
-        """Load the model of a role."""
         self.role, self.config = spec.role, spec.config
         self.path, self.dtype, self.device = spec.path, spec.dtype, spec.device
         self.train, self.is_copy, self.is_scalar = spec.train, spec.is_copy, spec.is_scalar
@@ -109,7 +108,12 @@ class RoleWorker(ShardedBackend):
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self.train and (not self.lora or is_adapter(name)))
         self.optimizer: MasterOptimizer | None = None
-        offloadable = {"weights": OffloadableTensors(self._local_parameters)}
+
+        def local_parameters() -> list[Tensor]:
+            self.ranks.reshard(self.model)
+            return list(self.model.parameters())
+
+        offloadable = {"weights": OffloadableTensors(local_parameters)}
         self.side_files: dict[str, bytes] | None = None
         """A checkpoint's files beside its weights, by name, written now so that no checkpoint fails on one."""
         self.background: dist.ProcessGroup | None = None
@@ -127,10 +131,6 @@ class RoleWorker(ShardedBackend):
             if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
                 self.side_files = checkpoint.side_files(self.model, self.path)
         self.offloadable = offloadable
-
-    def _local_parameters(self) -> list[Tensor]:
-        self.ranks.reshard(self.model)
-        return list(self.model.parameters())
 
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
@@ -165,7 +165,6 @@ class RoleWorker(ShardedBackend):
         return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in wanted.items()}
 
     def shares_prompts(self, rows: Rows) -> bool:
-        """Return whether shared prompts of these rows are computed once."""
         return self.config.trainer.share_prompts and plan_of_model(self.model) == PACKED and saves_enough(rows)
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
@@ -230,8 +229,7 @@ class RoleWorker(ShardedBackend):
                 if not batch.numbers:
                     # A zero loss over every output, so that all ranks run the same collectives.
                     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
-                losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
-                loss = losses[term.denominator]
+                loss, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
                 if self.ranks.is_reporting_rank:
                     total = float(loss.detach())
                     totals[term.denominator] = totals.get(term.denominator, 0.0) + total
@@ -291,15 +289,9 @@ class RoleWorker(ShardedBackend):
     def saving_tasks(self, folder: Path, write: bool = True, copy: bool = False) -> list[checkpoint.Write]:
         """Return the calls that write model, tokenizer and optimizer into a new folder, in order.
 
-        Every rank of a sharded model calls this; otherwise one rank of the role does.
-
-        Args:
-            folder: The directory to make.
-            write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
-            copy: Copy the tensors to host memory first, so that a thread can write while training continues.
-
-        Raises:
-            UserError: A tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
+        Every rank of a sharded model calls this; otherwise one rank of the role does. Rank 0 writes what all ranks have in full, as
+        transformers writes nothing on others. `copy` copies the tensors to host memory first, so that a thread can write while training
+        continues. Raises UserError if a tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
         """
         kept = checkpoint.copied if copy else dict[str, Tensor]
         weights, adapters = self.full_state_dict(wanted=write), dict[str, Tensor]()
@@ -332,7 +324,6 @@ class RoleWorker(ShardedBackend):
         return parts
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
-        """Write the model's Hugging Face directory, and the adapters beside it."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora:
             place = folder / ADAPTER
