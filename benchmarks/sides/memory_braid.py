@@ -45,6 +45,6 @@ def plain(worker: RoleWorker, objective: Objective, rows: Rows) -> None:
     log_softmax = logits.log_softmax(-1)
     del logits
     log_probs = log_softmax.gather(-1, packed.targets[:, None])[:, 0]
-    loss, _ = objective.sums(rows, packed.offsets, {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)})
+    losses, _ = objective.sums(rows, packed.offsets, {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)})
     worker.optimizer.collect(objective.denominator)
-    loss.backward()
+    losses[objective.denominator].backward()

@@ -29,6 +29,10 @@ from braidrl.errors import UserError
 from braidrl.flow.signatures import called, columns_in_training, entry_of, form_of, log_probs_column
 
 
+LossSums = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Loss sums by denominator, and metrics."""
+
+
 @dataclass(frozen=True)
 class Likelihood:
     """One term: `coefficient` times the mean of −log π over action tokens: `ptx` of attached texts, `positive` of correct rows."""
@@ -55,10 +59,10 @@ class Likelihood:
         texts = Rows(columns)
         return texts.take(texts["action_tokens"] > 0)
 
-    def sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss sum, with gradient, and the loss per token, detached."""
+    def sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> LossSums:
+        """Return the loss sum by its denominator, with gradient, and the loss per token, detached."""
         per_token, _ = self.loss.function(predicted["log_probs"])
-        return self.coefficient * per_token.sum(), {f"{self.name}_loss": per_token.detach()}
+        return {self.denominator: self.coefficient * per_token.sum()}, {f"{self.name}_loss": per_token.detach()}
 
 
 NAMES_A_TOKEN = "at response token"
@@ -116,8 +120,8 @@ class Objective:
     def select(self, rows: Rows) -> Rows:
         return trained_rows(rows)
 
-    def sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss sum of a micro-batch, with gradient, and metrics per token (A,), detached.
+    def sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> LossSums:
+        """Return the loss sums of a micro-batch by denominator, with gradient, and metrics per token (A,), detached.
 
         `offsets` (B + 1,) int64 are the starts of each row's action tokens, on the CPU to avoid device synchronisation; `predicted` are
         this forward pass's `log_probs` and `entropy` (A,), `values` (A,), or `scores` (B,).
@@ -152,7 +156,7 @@ class Objective:
         # Computed on the host, which knows the token counts, to avoid device synchronisation.
         on_host = look.arguments(self.aggregation, offsets.device)
         weights = per_token_of(self.aggregation, called(self.aggregation, on_host, self.aggregation_settings), count)
-        return (per_token * weights.to(device, per_token.dtype)).sum(), metrics
+        return {self.denominator: (per_token * weights.to(device, per_token.dtype)).sum()}, metrics
 
     def _drift(self, look: "Lookup", device: torch.device) -> dict[str, Tensor]:
         """Return metrics per token (A,) of a policy's drift from the old, the rollout and the reference policy."""

@@ -229,7 +229,8 @@ class RoleWorker(ShardedBackend):
                 if not batch.numbers:
                     # A zero loss over every output, so that all ranks run the same collectives.
                     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
-                loss, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
+                losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
+                loss = losses[term.denominator]
                 if self.ranks.is_reporting_rank:
                     total = float(loss.detach())
                     totals[term.denominator] = totals.get(term.denominator, 0.0) + total
