@@ -28,7 +28,6 @@ from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
 from braidrl.errors import UserError
 from braidrl.flow.signatures import called, columns_in_training, entry_of, form_of, log_probs_column
 
-
 LossSums = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Loss sums by denominator, and metrics."""
 
