@@ -78,7 +78,7 @@ class MicroBatch:
 
 
 class RoleWorker(ShardedBackend):
-    """A rank's part of one role: a decoder, or a scalar critic or reward model; frozen, or trained."""
+    """The built-in backend, on torch: a rank's part of a role, which is a decoder or a scalar critic or reward model, trained or frozen."""
 
     def __init__(self, spec: BackendSpec) -> None:
         self.role, self.config = spec.role, spec.config
