@@ -26,14 +26,13 @@ from braidrl.engines.factory import (
     hosts_vllm,
     own_engines,
     pools_ranks,
-    ranks_per_node,
     with_engines,
 )
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, after_first, check_files, lacking, longest, with_data, without_data
-from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 from braidrl.training.role_settings import MOST_SLOTS
 
 VLLM_SHARE = 0.9
@@ -110,35 +109,21 @@ class DeviceGroup:
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return the run's processes with devices, and the roles whose models they hold."""
     config = prepared.config
-    if config.runtime == "streaming" and prepared.train:
-        evaluation = prepared.evaluation if config.data.evaluation_sources else None
-        return groups_of_workers(worker_groups(config, prepared.flow, evaluation), config, prepared.flow)
+    if config.runtime == "hybrid" or (config.runtime == "streaming" and prepared.train):
+        return groups_of_pools(pools_of_run(prepared), prepared.executed)
     workers = config.workers if config.runtime == "distributed" else 1
-    together = (Pool(prepared.roles(), workers, generating=prepared.generating),)
-    return groups_of_pools(prepared.pools() if config.runtime == "hybrid" else together, prepared.executed)
-
-
-def groups_of_workers(groups: Sequence[Group], config: Config, flow: Flow) -> list[DeviceGroup]:
-    """Return the devices of streaming's worker groups."""
-    each = max(1, own_engines(config) * ranks_per_node(config))
-    found = []
-    for group in groups:
-        if group.role:
-            # Engines have their own weights here.
-            role, generates = str(group.role), group.kind == "generate"
-            # A role that only follows another one has no optimizer.
-            use = RoleUse(role, role in flow.trained_roles and not generates, generates, apart=generates)
-            found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
-    return found
+    return groups_of_pools([Pool(prepared.roles(), workers, generating=prepared.generating)], prepared.executed)
 
 
 def groups_of_pools(pools: Sequence[Pool], flow: Flow) -> list[DeviceGroup]:
-    """Return the devices of pools."""
+    """Return the devices of pools: of their workers, or of the engine processes of a pool that only generates."""
     found = []
     for pool in pools:
+        # A role that only follows another one has no optimizer.
         uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
         uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
-        found.append(DeviceGroup(pool.workers, tuple(uses)))
+        engines = 1 if pool.models else max(1, pool.engines * pool.engine_devices)
+        found.append(DeviceGroup(pool.workers * engines, tuple(uses)))
     return found
 
 
@@ -162,17 +147,15 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     """
 
     def read(kept: Mapping[str, Any] | None) -> Prepared:
+        if config.runtime == "hybrid":
+            # Its generating workers read the data, and this process only checks that it exists.
+            check_files(config, train)
         checked = without_data(config, train)
         if lines := lacking(config):
             raise UserError(lines[0])
         return checked if config.runtime == "hybrid" else with_data(checked, kept)
 
-    if config.runtime == "hybrid":
-        # Its generating workers read the data, and this process only checks that it exists.
-        check_files(config, train)
-        prepared = read(None)
-    else:
-        prepared = after_first(world, read)
+    prepared = after_first(world, read)
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this process.
     free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
     own = pack_message(device_memory(config.device, free=free))
@@ -205,13 +188,11 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
                 vllm = {**config.rollout.vllm, "gpu_memory_utilization": min(VLLM_SHARE, floor(100 * left) / 100)}
                 rollout = config.rollout.model_copy(update={"vllm": vllm})
                 sized = replace(sized, config=config.model_copy(update={"rollout": rollout}))
-    chosen = []
-    if given.rollout.slots != sized.config.rollout.slots:
-        chosen.append(f"rollout.slots={sized.config.rollout.slots}")
-    if given.trainer.max_tokens_per_device != sized.config.trainer.max_tokens_per_device:
-        chosen.append(f"trainer.max_tokens_per_device={sized.config.trainer.max_tokens_per_device}")
-    if given.rollout.vllm != sized.config.rollout.vllm:
-        chosen.append(f"rollout.vllm.gpu_memory_utilization={sized.config.rollout.vllm['gpu_memory_utilization']:g}")
+    before, after = ({
+        "rollout.slots": c.rollout.slots, "trainer.max_tokens_per_device": c.trainer.max_tokens_per_device,
+        "rollout.vllm.gpu_memory_utilization": c.rollout.vllm.get("gpu_memory_utilization"),
+    } for c in (given, sized.config))  # fmt: skip
+    chosen = [f"{key}={value}" for key, value in after.items() if value != before[key]]
     return sized, [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
 
 

@@ -19,7 +19,7 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interfaces import Controller, Interrupts, SerialBackend
-from braidrl.runtimes.prepare.setup import Prepared, rule_rewards
+from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
@@ -51,12 +51,8 @@ def start_backend(
         return start_hybrid_backend(prepared, progress, folder)
     config, flow = prepared.config, prepared.executed
     loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if prepared.train else None
-    executor = StageExecutor(
-        config, flow, prepared.roles(), prepared.tokenizer,
-        rule_rewards(config, prepared.stages, prepared.tokenizer), progress,
-        prepared.generating,
-        DataParallel(world.group, world) if world.group is not None else None,
-    )  # fmt: skip
+    ranks = DataParallel(world.group, world) if world.group is not None else None
+    executor = StageExecutor(prepared, prepared.roles(), progress, prepared.generating, ranks)
     if config.runtime == "distributed":
         at_end.append(executor.close)
     # Only now: a refused run leaves nothing in its folder but its configuration.

@@ -48,7 +48,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.prepare.setup import Prepared, after_first, rule_rewards, set_up_torch, with_data, without_data
+from braidrl.runtimes.prepare.setup import Prepared, after_first, set_up_torch, with_data, without_data
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import UpdateCounts
@@ -181,11 +181,8 @@ class HybridWorker:
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)
-        self.executor = StageExecutor(
-            prepared.config, self.flow, pool.models, prepared.tokenizer,
-            rule_rewards(prepared.config, prepared.stages, prepared.tokenizer), Progress(shown=False), pool.generating,
-            DataParallel(self.world.group),
-        )  # fmt: skip
+        ranks = DataParallel(self.world.group)
+        self.executor = StageExecutor(prepared, pool.models, Progress(shown=False), pool.generating, ranks)
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace
         return os.getpid(), ray.get_runtime_context().get_node_id(), self.executor.usage.device.type

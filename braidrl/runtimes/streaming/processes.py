@@ -33,7 +33,7 @@ from braidrl.queue.owner import StorageNode, remove_run
 from braidrl.queue.storage import Place
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
-from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
+from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
@@ -219,9 +219,8 @@ def work(arguments: Mapping[str, Any]) -> None:
         with closing(Client(arguments["queue"], arguments["holder"], data)) as client:
             serve_rows(client, config, arguments["kept"], config.streaming.wait_s)
         return
-    flow = build_flow(config)
-    evaluation = evaluation_flow(config, flow)
-    tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
+    flow, progress = build_flow(config), LeaseProgress()
+    prepared = Prepared(config, flow, evaluation_flow(config, flow), load_tokenizer(config.model))
     generating = [str(group.role)] if group.kind == "generate" else []
     ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
     if generating:
@@ -233,13 +232,10 @@ def work(arguments: Mapping[str, Any]) -> None:
     else:
         world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
         ranks = DataParallel(world.group, world)
-    consumers = {**Consumers(flow).by_name, **Consumers(evaluation).by_name}
+    consumers = {**Consumers(flow).by_name, **Consumers(prepared.evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
-    executor = StageExecutor(
-        config, flow, [str(group.role)] if group.kind == "model" else [], tokenizer,
-        rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if checks else None,
-        progress, generating, ranks, group.trained,
-    )  # fmt: skip
+    held = [str(group.role)] if group.kind == "model" else []
+    executor = StageExecutor(prepared, held, progress, generating, ranks, group.trained, checks)
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
     leader = arguments["leader"], arguments["queue"]
     context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, place.run, ip)
