@@ -21,13 +21,7 @@ from braidrl.cluster.pools import Pool
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.engines.factory import (
-    generation_layout,
-    hosts_vllm,
-    own_engines,
-    pools_ranks,
-    with_engines,
-)
+from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units

@@ -25,13 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.process_groups import (
-    address_towards,
-    connect_store,
-    group_between,
-    join_group,
-    open_store,
-)
+from braidrl.cluster.process_groups import address_towards, connect_store, group_between, join_group, open_store
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows

@@ -16,13 +16,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
 from braidrl.engines.embedded.sharded_decoding import check_heads
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import (
-    engine_processes,
-    generation_layout,
-    hosts_vllm,
-    pools_ranks,
-    training_sampling,
-)
+from braidrl.engines.factory import engine_processes, generation_layout, hosts_vllm, pools_ranks, training_sampling
 from braidrl.engines.http.dialects import DIALECTS, vllm_log_prob_modes
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
