@@ -149,7 +149,7 @@ class SerialController(Generic[TableT]):
     ) -> tuple[TableT | None, dict[int, Verdict]]:
         """Run the sampling segment on rows, and return which groups are kept.
 
-        Groups with a suspended response are kept for later and are not in the table. It is None if there are no others.
+        Groups with a suspended response are kept for later, outside the table, which is None without others.
         """
         table: TableT | None = started
         early, needless = self.config.trainer.surplus == "drop", self.sampling.needless

@@ -168,9 +168,7 @@ class StageExecutor:
                     self.optim_step(stage, losses, counts, iteration, sums, counted)
 
     def update(self, stage: Stage, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
-        """Return the input of an optimizer step: the counts of all of its rows (`index`), and the local rows with what they need of
-        others.
-        """
+        """Return the input of an optimizer step: the counts of all its rows (`index`), and the local rows with what they need of others."""
         needs = "group_tokens" in self.objective(stage).aggregation.reads and len(rows)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
 

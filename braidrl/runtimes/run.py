@@ -58,8 +58,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     ) -> None:
         """Check everything that can be checked before a model loads. Raises UserError if the run is not possible.
 
-        `world` holds the ranks that run this together, each in its own TrainingRun; the first rank writes shared files.
-        `restarts` counts automatic restarts of the run so far.
+        `world` holds the ranks that run this together, each in its own TrainingRun. `restarts` counts automatic restarts so far.
         """
         self.replay, self.rollout_only = replay, rollout_only
         if replay is not None:
@@ -207,9 +206,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         )
 
     def _bring_back(self, error: LostProcess) -> None:
-        """Resume from the newest complete checkpoint with the remaining processes. Raises `error` if there is none, or after too many
-        restarts.
-        """
+        """Resume from the newest complete checkpoint with the remaining processes, or raise `error`."""
         error.restarts = self.restarts
         checkpoint = (
             resume_point(self.folder, newest_whole=True) if self.restarts < self.config.trainer.max_restarts else None
@@ -240,10 +237,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._bring_back(another)
 
     def _report(self, rehearsal: bool = False) -> None:
-        """Write the report. Its data is in the folder already, so a failure is printed and does not end the run.
-
-        A `rehearsal` before the first step raises the failure: the run could not write its report at its end.
-        """
+        """Write the report from the run's folder. A failure is printed; in a `rehearsal` before the first step it is raised."""
         if not self.metrics:
             return
         try:

@@ -61,10 +61,7 @@ class Demand:
 
 
 def fitting_sizes(free: int, demand: Demand) -> tuple[int | None, int | None]:
-    """Return the slots and micro-batch tokens that fit into a device's free bytes: at least 16 slots and the longest row.
-
-    None stands for work that the device does not do.
-    """
+    """Return the slots (at least 16) and micro-batch tokens (at least the longest row) that fit into free bytes; None without such work."""
     room = max(0, int(free * (1 - RESERVE)) - demand.stays)
     if demand.together and demand.slot and demand.token:
         room //= 2
@@ -136,8 +133,8 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
     """Return a run as `prepare` does, with sizes that fit its devices, and lines about them; all ranks call this together.
 
-    A rank's device may have less free memory than another's. All ranks take the sizes of the one with the least: ranks that share a
-    model must pack the same micro-batches. Raises UserError also for what this machine lacks.
+    All take the sizes of the device with the least memory: ranks that share a model must pack the same micro-batches. Raises UserError
+    also for what this machine lacks.
     """
 
     def read(kept: Mapping[str, Any] | None) -> Prepared:

@@ -75,10 +75,7 @@ def start_controller(
 
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, planned: bool = False) -> None:
-    """Raise UserError, before anything is made, if the runtime does not support the flow; a replay does not generate.
-
-    A run that is only `planned` may target another machine's devices.
-    """
+    """Raise UserError, before anything is made, if the runtime does not support the flow; a `planned` run may be for another machine."""
     trainer, rollout = config.trainer, config.rollout
     GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
     if trainer.over_sampling > 1 and not flow.sampling_segment:

@@ -71,8 +71,7 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
 
-        `reads` are the columns that workers need of handles, by default all. `aside` runs beside the call that a worker is busy
-        with.
+        `reads` are the columns of handles that workers need, by default all. `aside` runs beside the call that a worker is busy with.
         """
         protocol: TransferProtocol = registration_of(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
@@ -173,8 +172,8 @@ class RunWorkers:
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
         """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
 
-        Returns the number of prompts and a message per source; nothing if `home` is not among them, or reads none. Raises UserError
-        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
+        Returns the number of prompts and a message per source if `home` is among them, and reads data. Raises UserError if a worker
+        refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
         config = self.prepared.config
         for group in fresh:
@@ -217,10 +216,9 @@ class RunWorkers:
         return counts
 
     def replace_lost(self) -> None:
-        """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
+        """Restart the groups that lost a worker, and those that do not finish in `cluster.silence_s`: a rank may wait for a failed one.
 
-        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish. Raises WorkerError
-        if the restart failed.
+        All others forget their rows. Raises WorkerError if the restart failed.
         """
         cluster = self.home.cluster
         cluster.look()
@@ -274,9 +272,7 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
 
 
 def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
-    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one rank, for losses
-    that compare their rows.
-    """
+    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one rank."""
     costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
     return balanced_partition(costs, ranks, groups=index["group"].tolist() if whole_groups else None)
 

@@ -204,11 +204,9 @@ class Handle:
         return found[::-1]
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
-        """Return the table in the form that a worker receives; appends to `awaited` the futures whose answers must come with the
-        call.
+        """Return the table as a worker receives it; appends to `awaited` the futures whose answers must come with the call.
 
-        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers
-        keep.
+        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers keep.
         """
         if not len(self):
             return Part()

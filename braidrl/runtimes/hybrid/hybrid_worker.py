@@ -101,11 +101,10 @@ class HybridWorker:
         self.resources.close()
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
-        """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
-        answers of earlier calls that hold the arguments' rows.
+        """Call a method by name with the first `count` of `values`; the rest are answers of earlier calls that hold the arguments' rows.
 
-        Raises UserError if the method raised it, and WorkerError for any other error, also if rows did not arrive: its text holds
-        everything, since the exception behind it may not be serializable.
+        Rows under the keys `released` are freed before. Any error but UserError becomes a WorkerError whose text holds everything, since
+        the exception behind it may not be serializable.
         """
         for key in released:
             self.kept.pop(key, None)
@@ -125,10 +124,7 @@ class HybridWorker:
 
     @register(protocol="ALL_TO_ALL")
     def join_run(self, number: int, order: RunOrder) -> int:
-        """Derive this worker's part from the run's configuration; return the hash of its stages.
-
-        Raises UserError for a configuration that cannot run.
-        """
+        """Derive this worker's part from the run's configuration, or raise UserError; return the hash of its stages."""
         config = parse_config(order.settings)
         self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
@@ -159,10 +155,7 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
-        """Read the run's data with the other ranks of the pool; return the number of prompts and a message per source.
-
-        The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
-        """
+        """Read the run's data with the pool's other ranks, which map the first one's tables; return prompts and a message per source."""
         self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, kept))
         return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
 
@@ -183,10 +176,7 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
-        """Plan the transfer of a role's weights between its training pool and its generating pool, `size` ranks together.
-
-        `first` is this pool's first rank among them.
-        """
+        """Plan the transfer of a role's weights between the pools that train and generate: `size` ranks, this pool's from `first` on."""
         host, port, secret = meeting
         if role in self.exchanges:
             # Some of its ranks have ended: waiting for them would time out.
@@ -249,10 +239,7 @@ class HybridWorker:
         return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
-        """Call a method of the user's class for a role, with rows in place of a part, and keep the columns that it writes.
-
-        A rank without rows is left out, unless the role's ranks compute collectively.
-        """
+        """Call a method of the user's class for a role, with rows in place of a part, and keep the columns that it writes."""
         call = partial(self.executor.own_method(stage), **stage.settings)
         self.executor.residency.before(stage)
         if not (arguments and isinstance(arguments[0], Part)):
@@ -304,10 +291,7 @@ class HybridWorker:
             self.rows.save(path / f"{self.rank:05}", self._rows_of(part, None))
 
     def fetch(self, wanted: Sequence[tuple[int, Numbers, tuple[str, ...]]]) -> list[list[Numbers]]:
-        """Return, for each key, payload columns, or without names all columns, of some rows (n,) that the call with this key has kept.
-
-        They are encoded as arrays, which Ray copies only once.
-        """
+        """Return payload columns, or without names all, of some rows (n,) kept under each key: as arrays, which Ray copies only once."""
         return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*one))] for one in wanted]
 
     def _write(
@@ -334,10 +318,7 @@ class HybridWorker:
         return CallResult(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
-        """Return the rows of a part with their index columns and the payload to read; None reads all, index columns included.
-
-        Raises TimeoutError naming the late workers.
-        """
+        """Return a part's rows with index columns and the payload to read; None reads all. Raises TimeoutError naming the late workers."""
         if not len(part):
             return Rows({})
         came = {(answer.worker, answer.key): answer for answer in self.call.answers}

@@ -186,9 +186,7 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
 
 
 def check_engine(config: Config) -> None:
-    """Raise UserError for an unknown engine, servers that are named but not used or used but not named, and draws that vLLM cannot make
-    as `rollout.reproducible` and the sampling say.
-    """
+    """Raise UserError for an unknown engine, and for servers or draws that contradict other settings."""
     rollout = config.rollout
     engine, servers = rollout.engine, rollout.servers
     # Another interpreter may have packages that this one lacks.

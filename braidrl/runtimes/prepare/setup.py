@@ -114,10 +114,7 @@ class Prepared:
 
 
 def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepared]) -> Prepared:
-    """Call `read` on the first rank, then on all others with its table folders, which those on its machine map.
-
-    Raises a UserError of the first rank in all of them.
-    """
+    """Call `read` on the first rank, then on all others with its table folders, or raise its UserError in all of them."""
     if not world.first:
         kept = world.share("data", None)
         if "refused" in kept:
@@ -167,10 +164,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
 
 
 def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
-    """Return a run with its data; if it only evaluates, held-out sets alone are read.
-
-    `kept` holds the table folders that another process has made. Raises UserError for data that the run cannot use.
-    """
+    """Return a run with its data, held-out sets alone if it only evaluates. Raises UserError for data that it cannot use."""
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
     own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
     given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()

@@ -79,10 +79,7 @@ class RankBackend:
             self.trace.close()
 
     def read(self, origin: Origin) -> Shard:
-        """Make this rank's share of the rows.
-
-        At the start the first rank tokenizes every prompt; later each rank tokenizes only its own.
-        """
+        """Make this rank's share of the rows; of admitted prompts each rank tokenizes only its own."""
         rank, size, rows = self.world.rank, self.world.size, Rows({})
         self.world.at("admission" if isinstance(origin, Admission) else f"reading {type(origin).__name__}")
         if isinstance(origin, Admission):
@@ -103,10 +100,7 @@ class RankBackend:
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
-        """Run a stage where its rows are; inference is balanced first.
-
-        Ranks that generate a `segment` exchange its results, and each aborts its rows that are no longer needed.
-        """
+        """Run a stage where its rows are; inference is balanced first. In a `segment` ranks exchange results, and end rows early."""
         self.exchange.iteration = iteration
         self.world.at(f"step {iteration}, {stage.name}")
         stop = None

@@ -97,10 +97,7 @@ class ShardExchange:
         self.iteration = self.version = self.moved_rows = 0
 
     def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
-        """Return the table with each row's payload, or its columns `needed`, on rank `owner` (B,).
-
-        In place if nothing moves; else one message of encoded rows for each pair of ranks. The rows keep the order of the table.
-        """
+        """Return the table with each row's payload, or its columns `needed`, on rank `owner` (B,), by one message per pair of ranks."""
         rank, source, rows = self.world.rank, table.owner, table.payload
         if torch.equal(owner, source):
             return table
@@ -120,10 +117,7 @@ class ShardExchange:
         return replace(table, owner=owner, payload=moved)
 
     def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
-        """All-gather the columns that each rank computed for its rows, and their metric sums; payload stays where it is.
-
-        Raises KeyboardInterrupt on every rank if one was asked to stop.
-        """
+        """All-gather each rank's new columns and metric sums. Raises KeyboardInterrupt on every rank if one was asked to stop."""
         new = Rows(columns)
         about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
         with traced(self.waits, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
@@ -167,8 +161,7 @@ class ShardExchange:
 def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
     """Return each row's rank (B,): `owner` if it is balanced enough, else the result of the partition function.
 
-    With `groups`, one number per row, rows of a group stay together. A new part goes, the fullest first, to the rank that already
-    has most of it.
+    Rows of one of `groups` stay together. A new part goes, the fullest first, to the rank that already has most of it.
     """
     parts = balanced_partition(costs, ranks, groups=groups)
     owners = owner.tolist()
