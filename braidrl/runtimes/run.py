@@ -175,7 +175,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 # Every rank sees this error: the step is complete, and all that does not depend on it is kept.
                 self._save(self._snapshot(), wait=True)
                 self._report()
-                self.world.gather("the checkpoint of the last step", b"")
+                self.world.gather("the checkpoint of the last step", None)
                 raise
             except KeyboardInterrupt:
                 if not self.interrupts.torn:
@@ -294,7 +294,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.gaps.check(metrics)
         except UserError:
             # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's line.
-            self.world.gather("the line of the last step", b"")
+            self.world.gather("the line of the last step", None)
             raise
         self._check_folder()
         if (often := self.config.trainer.checkpoint_every) and step % often == 0:
@@ -312,14 +312,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
         """Record the batch of a failed update; return a message about it."""
-        words = [bytes(word).decode() for word in self.world.gather("failure", str(error).encode())]
         # If several ranks failed, the message names those with non-finite numbers.
-        said = max(words, key=lambda word: NAMES_A_TOKEN in word)
+        said = max(self.world.gather("failure", str(error)), key=lambda word: NAMES_A_TOKEN in word)
         if error.batch is not None:
             if self.records:
                 self.backend.record(rollout_path(self.folder, step), *error.batch)
             # The first rank that fails ends the others, which must have written their parts.
-            self.world.gather("the batch that is kept", b"")
+            self.world.gather("the batch that is kept", None)
         again = f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay {self.folder}"
         other = "go on without such updates with trainer.skip_bad_updates=true"
         if self.config.trainer.skip_bad_updates:

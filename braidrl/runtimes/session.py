@@ -101,9 +101,8 @@ class Session(AbstractContextManager["Session"]):
             if old in stage.reads and not self.closed and len(rows):
                 # A batch of several updates, or of stale rows, is compared with the weights before its first update.
                 columns = set(rows)
-                lacking = b"lacking" if "tokens" in columns and old not in columns else b""
                 # A rank without rows has no columns to check, and takes part all the same.
-                if b"lacking" in map(bytes, self.world.gather("columns", lacking)):
+                if any(self.world.gather("lacking columns", "tokens" in columns and old not in columns)):
                     table = self.run(Role(str(stage.role)).log_probs(), rows)
             self._check(stage, table)
             table = self.controller.ordered(table)

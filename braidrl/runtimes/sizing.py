@@ -20,7 +20,6 @@ from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.world import World
 from braidrl.config import Config
-from braidrl.data.messages import pack_message, unpack_message
 from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
 from braidrl.errors import UserError
 from braidrl.flow import Flow
@@ -149,8 +148,7 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     prepared = after_first(world, read)
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this process.
     free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
-    own = pack_message(device_memory(config.device, free=free))
-    known = [unpack_message(memory) for memory in world.gather("memory of the devices", own)]
+    known = world.gather("memory of the devices", device_memory(config.device, free=free))
     return with_fitting_sizes(prepared, None if None in known else min(known))
 
 
