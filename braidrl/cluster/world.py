@@ -195,7 +195,12 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, 
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
     store = dist.PrefixStore(secret, store) if secret else store
-    group = join_group(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
+    return world_at(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
+
+
+def world_at(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, host: str) -> World:
+    """Return the world of all ranks that use a store at `host`; arguments and errors are those of `join_group`."""
+    group = join_group(store, rank, size, limit_s, cuda, host)
     return World(rank, size, group, dist.PrefixStore("places", store))
 
 

@@ -17,11 +17,11 @@ from braidrl.cluster.devices import choose_device
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
-from braidrl.cluster.process_groups import connect_store, join_group, open_store
+from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.watchdog import mute_after
-from braidrl.cluster.world import World
+from braidrl.cluster.world import World, world_at
 from braidrl.config import Config, parse_config
 from braidrl.engines.engine import NodePart
 from braidrl.engines.factory import follow_engines
@@ -263,7 +263,7 @@ def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
         return OneOf(rank=number, size=workers)
     started = f"{arguments['secret']}/{group.name}.{number}.{arguments['starts']}"
     host, port = arguments["meeting"]
-    store = dist.PrefixStore(started, connect_store(host, port, RANKS_LIMIT_S))
+    store = connect_store(host, port, RANKS_LIMIT_S, started)
     spanning = SpanningEngine(store, NodePart(arguments["rank"], group.nodes, ip))
     return OneOf(rank=number, size=workers, spanning=spanning)
 
@@ -274,9 +274,8 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
         return World()
     host, port = arguments["meeting"]
     begun = f"{arguments['secret']}/{group.name}.{arguments['starts']}"
-    store = dist.PrefixStore(begun, connect_store(host, port, RANKS_LIMIT_S))
-    everyone = join_group(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
-    return World(arguments["rank"], group.ranks, everyone, dist.PrefixStore("places", store))
+    store = connect_store(host, port, RANKS_LIMIT_S, begun)
+    return world_at(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
 
 
 def orphaned(arguments: Mapping[str, Any]) -> None:
