@@ -7,7 +7,7 @@ driver ──configuration, number──▶ worker: derives its part ──▶ p
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -96,7 +96,7 @@ class WorkerGroup:
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
 
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
-        """Return the answers of this group's calls, in the order of the futures, which then know where their rows are.
+        """Return the answers of this group's calls, in the order of the futures.
 
         `arrived` is called with each completed future. Raises WorkerError if a worker failed or sent no answer for too long, and
         UserError if a worker raised it.
@@ -118,8 +118,6 @@ class WorkerGroup:
                 except WorkerError as failure:
                     self._raise_deaths(list(waiting.values()), failure)
                     raise
-                # Index columns and sums go to the caller; the future keeps the location of the payload.
-                future.answer = replace(answers[ref], index=b"", sums={}, result=None)
                 if arrived:
                     arrived(future)
         return [answers[future.ref] for future in futures]

@@ -359,6 +359,7 @@ class HybridWorker:
         return [Rows.cat(parts) for parts in found]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
-        kept = self.kept[key].only(columns) if columns else self.kept[key]
+        kept = self.kept[key]
+        kept = kept.only([name for name in columns if name in kept]) if columns else kept
         everything = len(rows) == len(kept) and bool((rows == np.arange(len(rows))).all())
         return kept if everything else kept.take(torch.tensor(rows))
