@@ -130,7 +130,7 @@ def work(arguments: Mapping[str, Any]) -> Any:
     try:
         world = join(arguments["limit_s"], task.get("cuda", False), secret=arguments["secret"])
         result = function_of(arguments["entry"])(world, task)
-        world.gather("the end of the run", b"")
+        world.gather("the end of the run", None)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:

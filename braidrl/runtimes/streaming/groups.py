@@ -83,7 +83,7 @@ class Activity:
 
 def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
     """Return the groups' processes as pools; generating ones start the engine processes of `rollout`."""
-    pools = [Pool((g.name,), g.processes, True, generating=(g.name,) if g.kind == "generate" else ()) for g in groups]
+    pools = [Pool((g.name,), g.processes, generating=(str(g.role),) if g.kind == "generate" else ()) for g in groups]
     return list(with_engines(pools, config))
 
 
