@@ -128,7 +128,7 @@ def work(arguments: Mapping[str, Any]) -> Any:
     try:
         world = join(arguments["limit_s"], task.get("cuda", False), secret=arguments["secret"])
         result = resolve_name(arguments["entry"])(world, task)
-        world.gather("the end of the run", b"")
+        world.gather("the end of the run", None)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -1,6 +1,6 @@
 """The world: all ranks of a run as one rank sees them. All ranks make the same calls in the same order.
 
-gather      every rank's bytes, on every rank                 (index columns: a few numbers per row)
+gather      every rank's message, on every rank               (index columns: a few numbers per row)
 exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
 notices     messages without waiting: a list in the store of the process group
@@ -130,13 +130,15 @@ class World:
             with self.meeting(purpose):
                 raise
 
-    def gather(self, purpose: str, message: bytes | bytearray | memoryview) -> list[memoryview]:
-        """All-gather a message, in the order of ranks."""
+    def gather(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
+        """All-gather messages of a type, in the order of ranks."""
         if self.group is None:
-            return [memoryview(message)]
+            return [value]
+        message = pack_message(value)
         with self.meeting(purpose) as where:
             sizes = self._sizes(where, torch.tensor([len(message)]).expand(self.size))
-            return all_gather_bytes(message, self.group, sizes)
+            parts = all_gather_bytes(message, self.group, sizes)
+        return [unpack_message(part, type) for part in parts]
 
     def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
         """Exchange messages with all ranks, one for each; a single all-to-all of bytes."""
@@ -189,7 +191,12 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, 
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
     store = dist.PrefixStore(secret, store) if secret else store
-    group = join_group(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
+    return world_at(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
+
+
+def world_at(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, host: str) -> World:
+    """Return the world of all ranks that use a store at `host`; arguments and errors are those of `join_group`."""
+    group = join_group(store, rank, size, limit_s, cuda, host)
     return World(rank, size, group, dist.PrefixStore("places", store))
 
 

@@ -90,10 +90,9 @@ class DeviceUsage:
 
     @contextmanager
     def computing(self, stage: Stage, worker: TrainingBackend, sums: Sums, *passes: Rows) -> Iterator[None]:
-        """Add the utilisation of the device's operations per second in the block, an infer or train stage; a user's own worker is
-        not measured.
+        """Add the utilisation of operations per second in the block, for an infer or train stage; a user's own worker is not measured.
 
-        `passes` are the rows that go through the model, forward and in a train stage backward; none during an optimizer step.
+        `passes` are the rows that go through the model; none during an optimizer step.
         """
         start = time.perf_counter()
         yield

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.pools import GENERATE
+from braidrl.cluster.process_groups import open_store
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
@@ -92,10 +93,7 @@ class HybridBackend:
         return Handle((output,), torch.arange(len(output.future))[None])
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None) -> Handle:
-        """Start a stage; a stage without a role is deferred until its output is needed.
-
-        Ranks that generate a `segment` exchange results, and each aborts its rows that are no longer needed.
-        """
+        """Start a stage; without a role it is deferred until its output is needed. In a `segment` ranks exchange results."""
         if stage.role is not None and ":" in stage.type:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
@@ -150,11 +148,9 @@ class HybridBackend:
         return True
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names, through its transfer protocol, and return the collected
-        result.
+        """Call a method of the class that `roles.ROLE.methods` names through its transfer protocol, and return the collected result.
 
-        This is a table, at once, if the method writes columns; else the workers' return values. Raises UserError if the role has no
-        such class, or the class no such method.
+        This is a table, at once, if the method writes columns. Raises UserError if there is no such class or method.
         """
         own = self.config.roles.get(role)
         if own is None or own.methods is None:
@@ -224,10 +220,9 @@ class HybridBackend:
         group.wait(group.call("keep", [folder] * len(parts), own, aside=True))
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Save beside a running call, so that an interrupt does not wait until all rows are generated.
+        """Save beside a running call, so that an interrupt does not wait until all rows are generated; a sharded model after it.
 
-        A sharded model is saved collectively, after the running call. With `copy` each worker continues as soon as it has copies, and
-        writes them in a thread.
+        With `copy` each worker continues as soon as it has copies, and writes them in a thread.
         """
         begun = []
         for group in self.distinct:
@@ -343,10 +338,9 @@ class HybridBackend:
 def start_hybrid_backend(
     prepared: Prepared, progress: Progress, folder: Path | None, cluster: RayCluster | None = None
 ) -> HybridBackend:
-    """Start the workers and have them read the data and load their models.
+    """Start the workers, on the configured cluster by default, and have them read the data and load their models.
 
-    `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
-    placement does not fit, the data cannot be used, or a user's class of methods is missing.
+    `folder` is the run's, for files of workers. Raises UserError if a placement, the data or a user's class cannot be used.
     """
     config = prepared.config
     for own in config.roles.values():
@@ -365,8 +359,11 @@ def start_hybrid_backend(
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
-        order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
-        workers = RunWorkers(groups, home, prepared, order)
+        host = ray.util.get_node_ip_address()
+        store = open_store(host, config.cluster.wait_limit_s)
+        own_folder = folder.resolve() if folder else None
+        order = RunOrder(settings, prepared.train, own_folder, cluster.family, (host, store.port))
+        workers = RunWorkers(groups, home, prepared, order, store)
         counts, admissions = workers.begin(groups), None
         for _, report in counts:
             progress.print(report)

@@ -39,15 +39,10 @@ MESHES = (
 def check_protocol(
     protocol: TransferProtocol, meshes: Iterable[Mesh] = MESHES, counts: Sequence[int] = range(20)
 ) -> None:
-    """Check that workers which return their rows return all rows once and in order, on any mesh.
+    """Check that workers which return their rows return all rows once and in order, for each of `counts` rows on each of `meshes`.
 
-    Args:
-        protocol: A protocol whose methods take rows and further arguments; it may give a row to several workers.
-        meshes: Meshes to check.
-        counts: Numbers of rows to check.
-
-    Raises:
-        AssertionError: The violated rule, with the numbers of rows and workers.
+    The protocol's methods take rows and further arguments; it may give a row to several workers. Raises AssertionError with the violated
+    rule, and the numbers of rows and workers.
     """
     other = object()
     for mesh, count in itertools.product(meshes, counts):

@@ -16,13 +16,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
 from braidrl.engines.embedded.sharded_decoding import check_heads
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import (
-    engine_processes,
-    generation_layout,
-    hosts_vllm,
-    pools_ranks,
-    training_sampling,
-)
+from braidrl.engines.factory import engine_processes, generation_layout, hosts_vllm, pools_ranks, training_sampling
 from braidrl.engines.http.dialects import DIALECTS, vllm_log_prob_modes
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
@@ -192,9 +186,7 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
 
 
 def check_engine(config: Config) -> None:
-    """Raise UserError for an unknown engine, servers that are named but not used or used but not named, and draws that vLLM cannot make
-    as `rollout.reproducible` and the sampling say.
-    """
+    """Raise UserError for an unknown engine, and for servers or draws that contradict other settings."""
     rollout = config.rollout
     engine, servers = rollout.engine, rollout.servers
     # Another interpreter may have packages that this one lacks.
