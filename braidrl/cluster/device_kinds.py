@@ -68,7 +68,6 @@ class NodeGroup(Section):
 
     @property
     def size(self) -> int:
-        """Return the number of devices."""
         return self.nodes * self.devices
 
 
@@ -81,7 +80,6 @@ class Cluster(Section):
 
     @property
     def size(self) -> int:
-        """Return the number of devices."""
         return sum(group.size for group in self.groups)
 
     @property

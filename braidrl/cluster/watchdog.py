@@ -107,7 +107,6 @@ def has_ended(process: int) -> bool:
 
 
 def name_of(process: int) -> str:
-    """Return the name of a process."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         name = Path(f"/proc/{process}/comm").read_text().strip()

@@ -48,7 +48,6 @@ class Notices:
         self._list, self._told, self._heard, self._next = name, [], 0, 0.0
 
     def tell(self, message: bytes) -> None:
-        """Append a message."""
         number = self._store.add(f"{self._list}/count", 1) - 1
         self._told.append(f"{self._list}/{number}")
         self._store.set(self._told[-1], message)  # type: ignore[arg-type]  # takes bytes too

@@ -82,7 +82,6 @@ class TraceWriter:
             self.record(span)
 
     def record(self, span: Span) -> None:
-        """Append a span."""
         with self._lock:
             append_line(self._file, {one.name: getattr(span, one.name) for one in fields(Span)})
 

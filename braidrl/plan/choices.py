@@ -226,7 +226,7 @@ class Choices:
         # Lower bound: the excess is offloaded and loaded at least once.
         if 2 * (whole.memory - room) / (kind.host * self.problem.rates[group.kind].host) >= limit:
             return None
-        return in_turns(self.problem, roles, group, devices, room - working)
+        return in_turns(self.problem, whole, room - working)
 
 
 def best(choices: Iterable[Choice]) -> list[Choice]:
@@ -252,25 +252,23 @@ def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) ->
     return SetChoice(group, devices, roles, costs, memory)
 
 
-def in_turns(
-    problem: Problem, roles: Mapping[str, Choice], group: NodeGroup, devices: int, budget: int
-) -> SetChoice | None:
-    """Return these choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
+def in_turns(problem: Problem, whole: SetChoice, budget: int) -> SetChoice | None:
+    """Return choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
+    roles, kind = whole.roles, whole.group.kind
     generating = [role for role, one in roles.items() if one.use.engine]
     resident = {role: dict(one.resident) for role, one in roles.items()}
     try:
         plan = taking_turns(problem.flow, resident, generating, budget)
     except UserError:
         return None
-    host = problem.cluster.kinds[group.kind].host * problem.rates[group.kind].host
-    moved = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
+    host, moved = problem.cluster.kinds[kind].host * problem.rates[kind].host, dict(whole.costs)
     for step, size in plan.moved.items():
         # Loads before publication are charged to the next generation.
         name = next(iter(moved)) if step == PUBLISH else step
         if name in moved and size:
             moved[name] = moved[name].plus(Cost(moves=size / host))
     working = max(choice.working for choice in roles.values())
-    return SetChoice(group, devices, roles, moved, plan.most + working, budget)
+    return replace(whole, costs=moved, memory=plan.most + working, budget=budget)
 
 
 def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple[Choice, ...]]]:

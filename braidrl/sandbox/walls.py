@@ -72,7 +72,6 @@ class CodeFiles:
         return found
 
     def close(self) -> None:
-        """Close the in-memory files."""
         while self.descriptors:
             os.close(self.descriptors.popitem()[1])
 
