@@ -61,9 +61,7 @@ def config_of(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path if path.is_file() else model, local_files_only=True)
     except (ValueError, OSError) as error:
-        raise UserError(
-            f"braid check {model}: no folder, config.json or model that this machine has kept: {first_line(error)}"
-        ) from error
+        raise UserError(f"braid check {model}: no folder, config.json or kept model: {first_line(error)}") from error
 
 
 def line(finding: Finding) -> str:

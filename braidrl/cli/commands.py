@@ -81,9 +81,7 @@ def train(
     if resume is not None:
         file, changed = split(settings)
         if file is not None:
-            raise UserError(
-                f"--resume takes its configuration from the run folder; write what changes as key=value, not {file}"
-            )
+            raise UserError(f"--resume takes its configuration from the run folder; write key=value, not {file}")
         config = run_config(resume, changed)
     else:
         config = load_config(*split(settings), every=dry)
@@ -244,9 +242,7 @@ def doctor(
     from braidrl.config import load_config
 
     if not cluster and settings:
-        raise UserError(
-            "braid doctor looks at this machine and takes no configuration; write --cluster for a cluster's nodes"
-        )
+        raise UserError("braid doctor takes no configuration for this machine; write --cluster for a cluster's nodes")
     config = load_config(*split(settings), flow="grpo") if settings else None
     if not (examine_cluster(config, typer.echo) if cluster else examine(typer.echo)):
         raise typer.Exit(1)

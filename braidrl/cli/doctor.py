@@ -135,9 +135,7 @@ class Inspector:
 def unusable(folder: Path, mark: str, own: str) -> str:
     """Create a file in the run's folder; return the reason if the node cannot use the folder, else empty text."""
     if not (folder / mark).exists():
-        return (
-            f"{folder} here is not the command's: a file written there is not seen; put the run on a shared file system"
-        )
+        return f"{folder} here is not the command's: its files are not seen; put the run on a shared file system"
     try:
         (folder / own).touch()
     except OSError as error:
@@ -173,9 +171,7 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / mark).touch()
             except OSError as error:
-                raise UserError(
-                    f"output: {folder} cannot be written ({error.strerror}); set output to a folder that can be"
-                ) from error
+                raise UserError(f"output: {folder} cannot be written ({error.strerror}); set another folder") from error
         nodes = [node["NodeID"] for node in cluster.ray.nodes() if node["Alive"]]
         own = {node[:8]: cluster.start_on(node, Inspector) for node in nodes}
         looks = {node: one.look.remote(node, paths_of(config), folder, mark) for node, one in own.items()}

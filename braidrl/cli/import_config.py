@@ -250,9 +250,7 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{path} names no model, as in `actor_rollout_ref: {{model: {{path: Qwen/Qwen3-4B}}}}`; is it one of verl?"
         )
     if "trainer.steps" not in one.made:
-        one.left.setdefault(
-            "trainer.total_training_steps", "write trainer.steps: verl counts epochs where it is not set"
-        )
+        one.left.setdefault("trainer.total_training_steps", "write trainer.steps: verl counts epochs without it")
     nested: dict[str, Any] = {}
     for key, value in one.made.items():
         place = nested

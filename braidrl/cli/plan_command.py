@@ -56,9 +56,7 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | Non
         console.print(f"predicted timeline in {trace}; open it at ui.perfetto.dev", soft_wrap=True, highlight=False)
     if overlay is not None:
         overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")
-        console.print(
-            f"plan 1 is in {overlay}; start it by braid train CONFIG {overlay}", soft_wrap=True, highlight=False
-        )
+        console.print(f"plan 1 is in {overlay}; run braid train CONFIG {overlay}", soft_wrap=True, highlight=False)
     return plans
 
 

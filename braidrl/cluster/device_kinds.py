@@ -106,9 +106,7 @@ def read_cluster(text: str) -> Cluster:
     for part in () if groups else text.split("+"):
         match = FORM.fullmatch(part)
         if match is None:
-            raise UserError(
-                f"--devices: {part!r} is not NODESxDEVICESxKIND, as in 8x8xH100-80GB; or write cpu, or a .yaml file"
-            )
+            raise UserError(f"--devices: {part!r} is not NODESxDEVICESxKIND, as in 8x8xH100-80GB; or cpu, or FILE.yaml")
         first, second, kind = match.groups()
         nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
         if kind == "cpu" and first is None:

@@ -134,13 +134,9 @@ class EnvironmentConfig(SandboxConfig):
     @model_validator(mode="after")
     def _fits_the_sandbox(self) -> "EnvironmentConfig":
         if self.python is not None and self.sandbox == "none":
-            raise ValueError(
-                "python is the interpreter of processes, and sandbox=none plays in the run's own; remove one"
-            )
+            raise ValueError("python is the interpreter of processes, which sandbox=none does not have; remove one")
         if self.host != "127.0.0.1" and self.sandbox == "bubblewrap":
-            raise ValueError(
-                "host is an address of this machine, and sandbox=bubblewrap has a network of its own; remove one"
-            )
+            raise ValueError("host is an address of this machine, which sandbox=bubblewrap does not reach; remove one")
         return self
 
 
@@ -216,9 +212,7 @@ class RolloutConfig(Section):
         if value == "handles":
             raise ValueError("handles are not supported any more; write collective between CUDA devices, or file")
         if isinstance(value, str) and value not in ("file", "collective") and ":" not in value:
-            raise ValueError(
-                f"{value!r} is no transfer of weights; write file, collective, or your own as file.py:name"
-            )
+            raise ValueError(f"{value!r} is no transfer of weights; write file, collective, or your own file.py:name")
         return value
 
     @property

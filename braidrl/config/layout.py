@@ -55,9 +55,7 @@ class ParallelLayout(BaseModel):
             )
         if self.nodes > 1 and (self.shard == "none" or data % self.nodes):
             why = f"does not divide data {data}" if data % self.nodes else "has no shards"
-            raise UserError(
-                f"{key}: nodes={self.nodes} {why}; write shard=full and a number of nodes that divides data"
-            )
+            raise UserError(f"{key}: nodes={self.nodes} {why}; write shard=full and nodes that divide data")
         return filled
 
     @property

@@ -77,9 +77,7 @@ class MetricsWriter:
         """Start metrics.jsonl, or resume it after the checkpoint's step `resume_step`. Raises UserError if metrics exist without it."""
         path = folder / FILE_NAME
         if resume_step is None and path.exists() and path.stat().st_size:
-            raise UserError(
-                f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
-            )
+            raise UserError(f"{folder} holds the metrics of an earlier run; go on by --resume, or choose another name")
         kept = [line for line in read_lines(path) if line["step"] <= (resume_step or 0)] if path.exists() else []
         if path.exists():
             # A kill during this leaves the old file intact.

@@ -129,9 +129,7 @@ def check_recording(path: Path) -> None:
         try:
             metadata = pq.read_metadata(file).metadata or {}
         except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(
-                f"{file} cannot be read as a recording ({first_line(error)}); record the run again"
-            ) from None
+            raise UserError(f"{file} cannot be read as a recording ({first_line(error)}); record it again") from None
         if SCHEMA_KEY not in metadata:
             raise UserError(f"{path} was not recorded by a run: it lacks the types of its columns")
 

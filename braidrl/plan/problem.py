@@ -238,9 +238,7 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
         form = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)
         median, longest = (int(form[1]), int(form[2] or form[1])) if form else (0, 0)
         if not 1 <= median <= longest:
-            raise UserError(
-                f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in --lengths 300:2000"
-            )
+            raise UserError(f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in 300:2000")
         responses = np.array([median])
         if longest > median:
             sigma = math.log(longest / median) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))

@@ -154,9 +154,7 @@ def cases_of(answer: Any) -> list[ProgramTest]:
         elif isinstance(one, dict) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
             tests.append(ProgramTest(one["input"], one["output"]))
         else:
-            raise ValueError(
-                f"a test has a text as `input` and `output`, or is a text of asserts; this one is {str(one)[:80]}"
-            )
+            raise ValueError(f"a test has texts as `input` and `output`, or is a text of asserts, not {str(one)[:80]}")
     return tests
 
 

@@ -56,10 +56,9 @@ async def judge(
     as temperature. At most `concurrency` requests are open; each is repeated up to `retries` times, after `wait_s` seconds, then twice as
     long each time. `cache` is a folder of answers. `prices` per million tokens read and written give the cost metric.
     """
-    question = filled(
-        template or TEMPLATE, {"prompt": as_text(prompt), "response": response, "answer": as_text(answer)}
-    )
-    body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0.0, **(settings or {})}
+    fields = {"prompt": as_text(prompt), "response": response, "answer": as_text(answer)}
+    messages = [{"role": "user", "content": filled(template or TEMPLATE, fields)}]
+    body = {"model": model, "messages": messages, "temperature": 0.0, **(settings or {})}
     digest = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
     kept = Path(cache).expanduser() / f"{digest}.json" if cache else None
     tries = 0
