@@ -129,12 +129,9 @@ def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepare
     return prepared
 
 
-def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
-    """Raise UserError for the first obstacle to a run; without `train` only evaluation data is read.
-
-    `kept` holds the table folders that another process has made of `train`, `eval` and `texts`.
-    """
-    return with_data(without_data(config, train, check), kept, check)
+def prepare(config: Config, train: bool = True, check: Check = call) -> Prepared:
+    """Raise UserError for the first obstacle to a run; without `train` only evaluation data is read."""
+    return with_data(without_data(config, train, check), check=check)
 
 
 def without_data(config: Config, train: bool = True, check: Check = call) -> Prepared:
@@ -164,7 +161,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
 
 
 def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
-    """Return a run with its data, held-out sets alone if it only evaluates. Raises UserError for data that it cannot use."""
+    """Return a run with its data, in the table folders `kept` by another process. Raises UserError for data that it cannot use."""
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
     own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
     given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
