@@ -190,7 +190,6 @@ class HybridBackend:
         return table.index
 
     def texts(self, table: Handle) -> list[RowText]:
-        """Get the texts from the ranks that generated the rows."""
         group, parts = self._where_made(table)
         answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
         said: dict[int, RowText] = {}

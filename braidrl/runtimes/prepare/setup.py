@@ -109,7 +109,6 @@ class Prepared:
         )
 
     def store(self) -> RowStore:
-        """Return the row store of the run."""
         return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
 
 
