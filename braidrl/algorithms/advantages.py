@@ -151,13 +151,7 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
 
 def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
-    """Return C(part, size)/C(whole, size), the share of subsets of `whole` that lie in `part`, (K,) float64.
-
-    Args:
-        part: Members of the part, (K,) float64.
-        whole: Members of the whole, (K,) float64.
-        size: Members of a subset.
-    """
+    """Return C(part, size)/C(whole, size): of subsets with `size` members of a whole, the share within a part, (K,) float64 each."""
     share = torch.ones_like(whole)
     for taken in range(size):
         share = share * (part - taken).clamp(min=0) / (whole - taken).clamp(min=1)

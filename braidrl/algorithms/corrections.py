@@ -57,12 +57,7 @@ def sequence_rejection(
         level: Level of ρ: `sequence` or `geometric`.
         low: The smallest accepted ρ.
         high: The largest accepted ρ.
-
-    Raises:
-        ValueError: `level` is `token`, which would reject tokens and not sequences.
     """
-    if level == "token":
-        raise ValueError("sequence_rejection works at level sequence or geometric, not token")
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     outside = (rho < low) | (rho > high)
     return (~outside).to(rho.dtype), correction_metrics(rho, outside)

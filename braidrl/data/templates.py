@@ -75,7 +75,6 @@ class PromptTemplate:
 
     @property
     def is_chat(self) -> bool:
-        """Return True if prompts are rendered with the tokenizer's chat template."""
         return self.chat_template and bool(self.tokenizer.chat_template)
 
     @cached_property

@@ -502,9 +502,6 @@ class CorrectionNames:
             level: Level of ρ: `sequence` or `geometric`.
             low: The smallest accepted ρ.
             high: The largest accepted ρ.
-
-        Raises:
-            ValueError: `level` is `token`, which would reject tokens and not sequences.
         """
 
     def truncated(

@@ -34,15 +34,10 @@ def make_stage(
     type: str, role: str | None = None, params: Mapping[str, Any] | None = None, *, id: str | None = None,
     when: When = ALWAYS, after: Sequence[str] = (),
 ) -> Stage:  # fmt: skip
-    """Return a stage. Raises UserError for an unknown type, role or parameter.
+    """Return a stage of a type in the table above. Raises UserError for an unknown type, role or parameter.
 
-    Args:
-        type: As in the table above.
-        role: The model's role, for types of a model.
-        params: Parameters of the type; None is the same as absent.
-        id: The stage's name; by default its role and type.
-        when: The iterations in which it runs.
-        after: Names of stages that it must follow although no column requires it.
+    A parameter that is None is the same as absent. The name `id` is by default role and type. The stage runs in the iterations `when`,
+    and after those named in `after` although no column requires it.
     """
     params = {name: plain(type, value) for name, value in (params or {}).items() if value is not None}
     if type in ROLE_TYPES:

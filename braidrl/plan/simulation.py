@@ -19,7 +19,7 @@ from braidrl.flow.batches import Sizes, TrainingBatch, UpdatesInProgress
 from braidrl.flow.flow import Flow, is_optimized
 from braidrl.flow.stage import Kind, Stage
 from braidrl.observe.trace import Span
-from braidrl.queue.table import Lease, LeaseLost
+from braidrl.queue.table import Lease
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule, Way
@@ -245,11 +245,8 @@ class Streaming:
         """End a lease, unless its end was postponed since this was scheduled, in its `turn`."""
         if turn != work.turn or worker.work.pop(work.lease.number, None) is None:
             return
-        try:
-            rows = self.schedule.tasks.complete(work.lease.number, self.clock.now)
-        except LeaseLost:
-            # Selection dropped its rows: discard the result.
-            return
+        # Without the rows that selection has dropped.
+        rows = self.schedule.tasks.complete(work.lease)
         versions = dict.fromkeys(rows, work.version or 0) if worker.consumer.kind is Kind.GENERATE else None
         self.schedule.done(worker.consumer.name, rows, versions)
 
@@ -282,7 +279,7 @@ class Streaming:
             elif training is not None and not training.busy and not training.rows_left:
                 # All of its rows have come and all updates are made.
                 for lease, _ in training.pieces:
-                    self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease.number, self.clock.now))
+                    self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease))
                 worker.training, changed = None, True
         return changed
 

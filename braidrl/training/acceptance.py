@@ -22,6 +22,7 @@ from braidrl.config import LoraConfig, parse_config
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
+from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
 from braidrl.training.decoders.proof import (
@@ -230,7 +231,6 @@ OPTIONAL = {*AXES.values(), HALF, ADAPTERS}
 
 
 def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
-    """Measure one property."""
     return Finding.of(name, MEASURES[name], twin, plan)
 
 
@@ -293,7 +293,7 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
         {**settings, "trainer": {"layout": layout, "max_tokens_per_device": 64, "max_grad_norm": 1.0}}
     )
     ranks = DataParallel(world.group, world) if world else DataParallel()
-    worker = RoleWorker("actor", config, True, ranks)
+    worker = RoleWorker(BackendSpec("actor", config, True, ranks))
     numbers = [n for n in range(len(rows)) if n % size == rank and len(rows[n]) > 1]
     tokens = [rows[n] for n in numbers]
     lengths = torch.tensor([len(row) for row in tokens])

@@ -28,7 +28,7 @@ from braidrl.engines.factory import follow_engines
 from braidrl.engines.spanning import OneOf, SpanningEngine
 from braidrl.errors import LostProcess, WorkerError
 from braidrl.observe.trace import WorkerTrace
-from braidrl.queue.client import Client, data_plane
+from braidrl.queue.client import Client, DataPlane
 from braidrl.queue.owner import StorageNode, remove_run
 from braidrl.queue.storage import Place
 from braidrl.runtimes.executor import StageExecutor
@@ -79,15 +79,8 @@ class Processes:
     ) -> None:  # fmt: skip
         """Store the parts; start nothing yet.
 
-        Args:
-            config: The run's configuration.
-            folder: The run's folder, for files of workers.
-            control: Answers the workers.
-            launcher: Starts them.
-            queue: Address at which they are answered.
-            node: This node's memory.
-            secret: Needed to connect to the queue and between nodes.
-            kept: The examples that passed the length limit, for the process that makes rows of them.
+        Workers reach the control plane at the address `queue`, and each other's nodes, by the secret. `kept` are the examples that
+        passed the length limit, for the process that makes rows of them.
         """
         self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
         self.queue, self.secret, self.kept = queue, secret, kept
@@ -214,7 +207,7 @@ def work(arguments: Mapping[str, Any]) -> None:
     config, group = parse_config(arguments["config"]), Group(**arguments["group"])
     set_up_torch(config)
     place, wait_limit_s = Place(*arguments["place"]), config.cluster.wait_limit_s
-    data = data_plane(place, arguments["holder"], wait_limit_s, arguments["secret"])
+    data = DataPlane(place, arguments["holder"], wait_limit_s, arguments["secret"])
     if group.kind == "rows":
         with closing(Client(arguments["queue"], arguments["holder"], data)) as client:
             serve_rows(client, config, arguments["kept"], config.streaming.wait_s)

@@ -52,17 +52,7 @@ class Trainer:
         self, consumer: Consumer, executor: StageExecutor, trace: WorkerTrace, data: DataPlane, world: World, most: int,
         advanced: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Begin without a batch.
-
-        Args:
-            consumer: The role's consumer of rows.
-            executor: Runs its stages.
-            trace: Records their time.
-            data: Reads and writes payload.
-            world: The ranks.
-            most: Limit of the rows that pass through the model at a time, over all ranks.
-            advanced: Called as rows pass.
-        """
+        """Begin without a batch. At most `most` rows pass through the model at a time, over all ranks; `advanced` is called as they do."""
         self.consumer, self.executor, self.trace, self.data = consumer, executor, trace, data
         self.world, self.most, self.advanced = world, most, advanced
         self._forget()

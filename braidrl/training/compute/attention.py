@@ -97,7 +97,6 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
 
 @cache
 def parameters_of(forward: Forward) -> frozenset[str]:
-    """Return the names of a function's parameters."""
     return frozenset(signature(forward).parameters)
 
 
