@@ -192,10 +192,10 @@ class HybridBackend:
     def texts(self, table: Handle) -> list[RowText]:
         group, parts = self._where_made(table)
         answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
-        said: dict[int, RowText] = {}
-        for rows, answer in zip(parts, answers, strict=True):
-            said |= {row: RowText(*text) for row, text in zip(rows, answer.result, strict=True)}
-        return [said[row] for row in range(len(table))]
+        pairs = [
+            pair for rows, answer in zip(parts, answers, strict=True) for pair in zip(rows, answer.result, strict=True)
+        ]
+        return [RowText(*text) for _, text in sorted(pairs)]
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         """Write the rows from the ranks that generated them."""

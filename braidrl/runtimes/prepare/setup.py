@@ -258,19 +258,18 @@ def set_up_torch(config: Config) -> None:
 def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
     """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
     for source, own in zip(sources, settings, strict=True):
-        verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
-        needy = None
-        for verifier in reversed(verifiers):
-            if "answer" in verifier.reads:
-                default = inspect.signature(verifier.function).parameters["answer"].default
-                needy = verifier if default is inspect.Parameter.empty else needy
         line, fields = source.facts.unanswered, source.facts.unanswered_fields
-        if needy is not None and line is not None:
-            hint = suggest(own.answer_field, fields) if fields else "There is no other field."
-            raise UserError(
-                f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
-                f"{needy.label!r} compares with. {hint} Set answer_field of this source."
-            )
+        if line is None:
+            continue
+        for named in config.reward.verify if own.verify is None else own.verify:
+            verifier = resolve(named.name, named.params)
+            answer = inspect.signature(verifier.function).parameters.get("answer")
+            if "answer" in verifier.reads and answer is not None and answer.default is inspect.Parameter.empty:
+                hint = suggest(own.answer_field, fields) if fields else "There is no other field."
+                raise UserError(
+                    f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
+                    f"{verifier.label!r} compares with. {hint} Set answer_field of this source."
+                )
 
 
 def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:
