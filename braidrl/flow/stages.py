@@ -10,7 +10,6 @@ module:Class.method  the user's registered method for the workers of a role
 """
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
@@ -102,10 +101,7 @@ class RegisteredNames:
 
         if name in self.registered:
             made.__name__ = made.__qualname__ = name
-            # `totals` and `state` are arguments from the stage, not settings.
-            doc = inspect.getdoc(self.registered[name].function) or ""
-            doc = re.sub(r"^    (?:totals|state): .*\n?(?:     +.*\n?)*", "", doc, flags=re.MULTILINE)
-            made.__doc__ = re.sub(r"\n+Args:\n(?=\n|\Z)", "\n", doc).rstrip()
+            made.__doc__ = inspect.getdoc(self.registered[name].function)
             made.__signature__ = self.signature(name)  # type: ignore[attr-defined]
         return made
 
