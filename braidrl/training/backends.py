@@ -66,7 +66,6 @@ class BackendSpec:
     dtype: torch.dtype = field(init=False)
     """The dtype of the weights in the forward pass."""
     device: torch.device = field(init=False)
-    """The device of the model."""
     learning_rate: float = field(init=False)
     """The learning rate after warm-up."""
     layout: ParallelLayout = field(init=False)

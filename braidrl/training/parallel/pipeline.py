@@ -32,7 +32,6 @@ class Pipeline:
     """The pipeline group of one replica of the model."""
 
     group: dist.ProcessGroup
-    """The pipeline ranks."""
     embedding_group: dist.ProcessGroup | None
     """The first and the last rank, which share tied embedding weights; None on the others."""
     divisor: int
