@@ -155,7 +155,10 @@ class TrainingBatch:
     def planned(sizes: Sizes, iteration: int) -> "TrainingBatch":
         """Return a batch without rows, with its planned updates."""
         samples, rows = sizes.samples_per_prompt, sizes.prompts_per_step * sizes.samples_per_prompt
-        plan: list[list[int]] = [[] for _ in range(rows)]
+        if sizes.rows_per_update == rows:
+            plan = [list(range(sizes.epochs))] * rows
+            return TrainingBatch(iteration, samples, rows, plan, sizes.epochs)
+        plan = [[] for _ in range(rows)]
         updates = sizes.updates(iteration, [n // samples for n in range(rows)], [n % samples for n in range(rows)])
         for number, step in enumerate(updates):
             for row in step:
@@ -182,9 +185,13 @@ class UpdatesInProgress:
     def add(self, piece: Any, numbers: Sequence[Sequence[int]]) -> None:
         """Add the rows of a piece; `numbers` are the updates of each."""
         places: dict[int, list[int]] = {}
-        for place, own in enumerate(numbers):
-            for number in own:
-                places.setdefault(number, []).append(place)
+        if numbers and numbers.count(numbers[0]) == len(numbers):
+            # Mostly all rows have the same updates.
+            places = {number: list(range(len(numbers))) for number in numbers[0]}
+        else:
+            for place, own in enumerate(numbers):
+                for number in own:
+                    places.setdefault(number, []).append(place)
         for number, found in places.items():
             self._arrived[number] += len(found)
             self._waiting.setdefault(number, deque()).append((piece, found))

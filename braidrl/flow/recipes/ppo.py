@@ -56,7 +56,7 @@ def ppo_ptx(p: PpoPtxParameters) -> Flow:
 
 
 def ppo_stages(p: PpoParameters, estimator: Stage | None = None, **update: Any) -> list[Stage]:
-    """Return PPO's eight stages, by default with GAE, without a reference if there is no KL penalty; `update` are the actor's settings."""
+    """Return PPO's eight stages, by default with GAE; without a KL penalty the reference's are absent. `update` is for the actor."""
     if p.kl_target is None:
         penalty = shape.kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)
     else:
