@@ -112,8 +112,8 @@ class Registry:
             name: By default the function's own.
             writes: Columns that it returns.
             scope: The rows that it must see at once.
-            sums: For scope `batch`: `sums(columns, **settings)` returns a dict of numbers or tensors, which the runtime adds up over all rows;
-                the function receives the totals as its keyword `totals`.
+            sums: For scope `batch`: `sums(columns, **settings)` returns a dict of numbers or tensors, which are added up over all rows; the
+                function receives the totals as its keyword `totals`.
             columns: Columns of parameters whose names differ from the columns': `{"baseline": "greedy.reward"}`.
             state: Initial values of a small state that its stage owns, such as a KL coefficient; the function receives it as its keyword
                 `state`.
