@@ -122,10 +122,8 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
     A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
     σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
-
-    Raises:
-        ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
+    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError if a group has fewer than k
+    samples. With fewer that count in its statistics, its samples get 0.
     """
     groups = Groups(group, statistics_mask)
     if bool((groups.sizes < k).any()):

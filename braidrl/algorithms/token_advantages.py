@@ -80,11 +80,8 @@ def decoupled_gae(
 ) -> tuple[Ragged, Ragged]:  # fmt: skip
     """Return `gae` with one λ for the advantages and another for the critic's returns.
 
-    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
-
-    Args:
-        lam_critic: λ of the returns.
-        lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
+    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l), in [0, 1], for a row of l
+    action tokens.
     """
     delta = residuals(values, reward, token_rewards, gamma)
     adaptive = (1 - 1 / (alpha * values.lengths.clamp(min=1).double())).clamp(0, 1)
@@ -205,9 +202,6 @@ def safe_rlhf(
     """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
 
     After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
-
-    Args:
-        threshold: The highest allowed mean cost.
     """
     multiplier = state["multiplier"]
     mixed = advantages.values - multiplier * cost_advantages.values
