@@ -149,10 +149,7 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
 
 @selections.register(scope="group", needs=PAIR)
 def informative_groups(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> dict[int, str]:
-    """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
-
-    Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
-    """
+    """Drop groups that are all right or all wrong: they keep 0 < #correct < G. Dynamic sampling, DAPO, arXiv 2503.14476, equation 11."""
     groups = Groups(group, statistics_mask)
     right, wrong = (groups.sums((groups.counted & rows).long()) for rows in (correct > 0, correct <= 0))
     dropped = dict.fromkeys(groups.numbers[wrong == 0].tolist(), "all correct")

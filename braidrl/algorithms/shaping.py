@@ -97,10 +97,7 @@ def kl_sums(
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1
 ) -> dict[str, float]:
-    """Return coef·(1 + gain·e) for the next iteration; e is the relative error of the batch's mean KL, clamped to ±0.2.
-
-    arXiv 1909.08593, section 2.2.
-    """
+    """Return coef·(1 + gain·e), e the relative error of the batch's mean KL, clamped to ±0.2. arXiv 1909.08593, section 2.2."""
     kl = totals["kl"] / max(totals["rows"], 1.0)
     error = max(-0.2, min(0.2, (kl - target) / target))
     return {"coef": state["coef"] * (1 + gain * error)}

@@ -42,10 +42,7 @@ def sums_to_go(rows: Ragged, decay: Tensor | float) -> Ragged:
 
 
 def residuals(values: Ragged, reward: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Return δ_t = r_t + γ·V_{t+1} − V_t; V after the row's last action token is 0.
-
-    r are the `token_rewards`, or the row's `reward` (B,) at its last action token.
-    """
+    """Return δ_t = r_t + γ·V_{t+1} − V_t with V = 0 after a row; r are `token_rewards`, or `reward` (B,) at its last action token."""
     v = values.values
     rewards = at_row_end(reward.to(v.dtype), values) if token_rewards is None else token_rewards
     following = torch.cat([v[1:], v.new_zeros(min(len(v), 1))]) * ~is_row_end(values)
@@ -161,10 +158,7 @@ def reinforce_plus_plus_baseline(
     advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8,
     totals: BatchSums,
 ) -> Ragged:  # fmt: skip
-    """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
-
-    REINFORCE++, the variant with a baseline, arXiv 2501.03262.
-    """
+    """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens. REINFORCE++ with baseline, arXiv 2501.03262."""
     return whitened(returns_to_go(advantage, action_tokens, None, 1.0), totals, epsilon)
 
 

@@ -106,10 +106,7 @@ class PromptTemplate:
         return (opened[: tag.start()] if tag and begun.lstrip().startswith(tag[1]) else opened) + begun
 
     def apply(self, messages: Sequence[chat.ChatMessage], tools: chat.Tools = (), opens: bool = False) -> str:
-        """Apply the chat template to messages; with `opens` it opens the assistant's turn.
-
-        Raises UserError if the template refuses the messages, fails, or breaks a limit of time or size.
-        """
+        """Render messages, with `opens` up to the assistant's turn. Raises UserError if the template refuses, fails or breaks a limit."""
         settings = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens, **self.arguments}
         try:
             with chat.WATCH:

@@ -97,10 +97,7 @@ class AdvantageNames:
     def reinforce_plus_plus_baseline(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
-
-        REINFORCE++, the variant with a baseline, arXiv 2501.03262.
-        """
+        """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens. REINFORCE++ with baseline, arXiv 2501.03262."""
 
     def remax(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -141,10 +138,7 @@ class ShapeNames:
     def covariance(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
-
-        arXiv 2505.22617, at the policy that starts the update.
-        """
+        """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the update. arXiv 2505.22617."""
 
     def highest_covariance(
         self, *, fraction: float, low: float | None = None, high: float | None = None, id: str | None = None,
@@ -215,10 +209,7 @@ class SelectNames:
     def informative_groups(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
-
-        Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
-        """
+        """Drop groups that are all right or all wrong: they keep 0 < #correct < G. Dynamic sampling, DAPO, arXiv 2503.14476, equation 11."""
 
     def informative_rewards(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -268,10 +259,7 @@ class LossNames:
     def clip_cov(
         self, *, low: float = 0.2, high: float = 0.2
     ) -> dict[str, Any]:
-        """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
-
-        Clip-Cov, arXiv 2505.22617.
-        """
+        """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`). Clip-Cov, arXiv 2505.22617."""
 
     def decoupled(
         self, *, low: float = 0.2, high: float = 0.2, cap: float = 5.0, over_cap: Literal["clamp", "mask"] = "clamp"

@@ -121,10 +121,7 @@ class Packed:
 
 
 def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packed:
-    """Pack rows for one forward pass, with `share_prompts` each family's prompt once.
-
-    Raises ValueError if a sequence starts with an action, which nothing can predict.
-    """
+    """Pack rows for one forward pass, with `share_prompts` each prompt once. Raises ValueError if an action begins a sequence."""
     tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
     actions = rows["action_mask"].values.nonzero().flatten()
     starts = offsets_of(lengths)
@@ -187,10 +184,7 @@ def saves_enough(rows: Rows) -> bool:
 
 
 def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
-    """Return the row numbers of each micro-batch, counting shared prompts once; split families over the limit.
-
-    Raises UserError for a row over the limit.
-    """
+    """Return each micro-batch's rows, counting shared prompts once and splitting families. Raises UserError for a row over the limit."""
     parts: list[Family] = []
     for family in families_of(rows) or []:
         start, held = 0, family.prompt

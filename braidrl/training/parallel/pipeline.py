@@ -105,10 +105,7 @@ class Nothing(nn.Module):
 
 
 class Received(PassThrough):
-    """A placeholder for the layer before a pipeline rank's first, which returns the previous rank's output.
-
-    It discards its input: the first rank has already processed the embedded tokens.
-    """
+    """A placeholder for the layer before a rank's first: it returns the previous rank's output in place of the embedded tokens."""
 
     hidden: Tensor
 
