@@ -50,11 +50,6 @@ class Drawn(NamedTuple):
         places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return Drawn(int(actions.sum()), int(places[actions].sum()))
 
-    @staticmethod
-    def after(prompts: Tensor, responses: Tensor) -> "list[Drawn]":
-        seen = responses * prompts + responses * (responses - 1) // 2
-        return list(map(Drawn, responses.tolist(), seen.tolist()))
-
 
 class DeviceUsage:
     """Adds this process's device usage to the metrics of stages."""
