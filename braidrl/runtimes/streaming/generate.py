@@ -162,7 +162,7 @@ class GenerateLoop:
             return next(iter(complete.values())), Drawn(0, 0)
         (rest,) = earlier.rest([request])
         response = await self.running.submit(rest)
-        return earlier.joined(response, self.engine.max_sequence_tokens), Drawn.of(rest.prompt, response)
+        return earlier.joined(response, self.engine.max_sequence_tokens), Drawn.of(len(rest.prompt), response)
 
     def _row_ended(self, uid: Uid, result: Response | BaseException) -> None:
         self._note_end(self.keys.pop(uid), result)
@@ -222,7 +222,8 @@ class GenerateLoop:
         if self.has_budget:
             ended, drawn = [response for response, _ in ended], [new for _, new in ended]
         else:
-            drawn = [Drawn.of(prompt, one) for prompt, one in zip(rows["prompt"].unbind(), ended, strict=True)]
+            lengths = rows["prompt"].lengths.tolist()
+            drawn = [Drawn.of(length, one) for length, one in zip(lengths, ended, strict=True)]
         if "environment" in stage.params:
             columns = dict(self.generation.trajectory_columns(stage, ended, self.limits, sums))
         else:
