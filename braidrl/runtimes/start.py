@@ -49,17 +49,15 @@ def start_backend(
         from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 
         return start_hybrid_backend(prepared, progress, folder)
-    config, flow = prepared.config, prepared.executed
-    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if prepared.train else None
     ranks = DataParallel(world.group, world) if world.group is not None else None
     executor = StageExecutor(prepared, prepared.roles(), progress, prepared.generating, ranks)
-    if config.runtime == "distributed":
+    name = "eager"
+    if prepared.config.runtime == "distributed":
+        name = f"rank-{world.rank}"
         at_end.append(executor.close)
     # Only now: a refused run leaves nothing in its folder but its configuration.
-    name = f"rank-{world.rank}" if config.runtime == "distributed" else "eager"
     trace = executor.generation.moves.trace = TraceWriter(folder, name) if folder else None
-    store = prepared.store()
-    return RankBackend(config, flow, loader, executor, store, world, interrupts, trace, any_stage)
+    return RankBackend(executor, prepared.store(), world, interrupts, trace, any_stage)
 
 
 def start_controller(
