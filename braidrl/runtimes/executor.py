@@ -54,8 +54,7 @@ class StageExecutor:
         """
         config, flow, tokenizer = prepared.config, prepared.executed, prepared.tokenizer
         self.config, self.flow, self.progress = config, flow, progress
-        rewards = prepared.rewards() if checks else None
-        self.generation = Generation(config, flow, tokenizer, rewards, progress, ranks or DataParallel())
+        self.generation = Generation(prepared, progress, ranks or DataParallel(), checks)
         self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
         self.role_copies: dict[tuple[str, str], RoleCopy] = {}

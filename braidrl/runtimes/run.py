@@ -337,7 +337,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and not self.config.evaluation.before_first_step:
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
-            evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, 0, prompts=1)
+            evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
             for name in self.config.data.evaluation_sources if self.world.first else ():
                 path = rollout_path(self.folder, 0, name)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -351,9 +351,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _evaluate(self) -> StepMetrics:
-        metrics: StepMetrics = {
-            **evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, self.step)
-        }
+        metrics: StepMetrics = {**evaluate_sets(self.backend, self.prepared, self.folder, self.step)}
         self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
         return metrics
 
