@@ -20,6 +20,7 @@ from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interfaces import Controller, Interrupts, SerialBackend
 from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.row_store import RowStore
 from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
@@ -57,7 +58,7 @@ def start_backend(
         at_end.append(executor.close)
     # Only now: a refused run leaves nothing in its folder but its configuration.
     trace = executor.generation.moves.trace = TraceWriter(folder, name) if folder else None
-    return RankBackend(executor, prepared.store(), world, interrupts, trace, any_stage)
+    return RankBackend(executor, RowStore(prepared), world, interrupts, trace, any_stage)
 
 
 def start_controller(
