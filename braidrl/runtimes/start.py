@@ -50,7 +50,7 @@ def start_backend(
         from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 
         return start_hybrid_backend(prepared, progress, folder)
-    ranks = DataParallel(world.group, world) if world.group is not None else None
+    ranks = DataParallel(world.group, world)
     executor = StageExecutor(prepared, prepared.roles(), progress, prepared.generating, ranks)
     name = "eager"
     if prepared.config.runtime == "distributed":
