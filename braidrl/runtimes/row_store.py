@@ -53,10 +53,9 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Recording:
-    """Recorded rows in parquet without some of their columns."""
+    """Recorded rows in parquet as they were sampled, without the columns of later stages."""
 
     path: Path
-    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class RowStore:
     """Makes rows from their origin, and writes rows to files."""
 
     def __init__(self, prepared: Prepared) -> None:
-        config, sources, texts = prepared.config, prepared.sources, prepared.texts
+        config, sources, texts, self.flow = prepared.config, prepared.sources, prepared.texts, prepared.flow
         self.config, self.tokenizer, self.eval_sources = config, prepared.tokenizer, prepared.eval_sources
         self.ends = end_ids_of(config.model.expanduser(), self.tokenizer)
         self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
@@ -123,8 +122,11 @@ class RowStore:
                 # Evaluation sets are numbered after the training sources.
                 number = len(self.config.data.train) + list(self.eval_sources).index(name)
                 return eval_rows(self.eval_sources[name], settings.samples, most, number, rank, ranks)
-            case Recording(path, without):
-                return read_rollouts(path, rank, ranks).without(without)
+            case Recording(path):
+                count = self.flow.recorded_stages
+                sampled = {name for stage in self.flow.stages[:count] for name in stage.writes}
+                later = {name for stage in self.flow.stages[count:] for name in stage.writes}
+                return read_rollouts(path, rank, ranks).without(later - sampled)
             case Surplus(path):
                 files = parts_of(path)
                 if len(files) < ranks:

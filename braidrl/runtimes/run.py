@@ -258,11 +258,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step = step
+        recorded = self.backend.read(Recording(rollout_path(self.replay, step))) if self.replay is not None else None
         with ExitStack() as held:
             try:
                 # Once weights have changed, an interrupt waits until the step is written.
                 result = self.controller.iterate(
-                    step, self.version, self._recorded(step), not self.rollout_only,
+                    step, self.version, recorded, not self.rollout_only,
                     before_training=lambda: held.enter_context(self.interrupts.hold()),
                 )  # fmt: skip
             except BadUpdate as error:
@@ -299,16 +300,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self._check_folder()
         if (often := self.config.trainer.checkpoint_every) and step % often == 0:
             self._save(self._snapshot())
-
-    def _recorded(self, step: int) -> Any:
-        """Return a recorded step of an earlier run as sampled, without the columns of its later stages."""
-        if self.replay is None:
-            return None
-        count = self.flow.recorded_stages
-        sampled, later = self.flow.stages[:count], self.flow.stages[count:]
-        kept = {name for stage in sampled for name in stage.writes}
-        added = {name for stage in later for name in stage.writes} - kept
-        return self.backend.read(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
 
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
         """Record the batch of a failed update; return a message about it."""
