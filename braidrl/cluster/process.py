@@ -80,9 +80,9 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     inherits: tuple[str, ...] | None = None
     """Variables that it inherits from the parent; None for all."""
-    wrapper: tuple[str, ...] = ()
+    wrapper: Sequence[str] = ()
     """A command that starts the interpreter, whose command line is appended to its own."""
-    descriptors: tuple[int, ...] = ()
+    descriptors: Sequence[int] = ()
     """Open files of the parent that `wrapper` reads."""
     also_calls: str = ""
     """`module:function` that the entry calls; a fork server imports its module too."""

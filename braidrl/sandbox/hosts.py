@@ -150,11 +150,10 @@ class CodeHost:
         assert self.python is not None
         inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.variables)
         limits = self.limits if self.walled else None
-        environment, wrapper, descriptors = dict[str, str](), tuple[str, ...](), tuple[int, ...]()
+        environment, wrapper, descriptors = dict[str, str](), list[str](), list[int]()
         if limits is not None and not walls_missing(self.strict):
-            seen = view(self.strict, self.python, self.code)
-            wrapper, descriptors = seen.command, seen.descriptors
-            limits = replace(self.limits, fresh=seen.fresh, kept=seen.kept, network=self.agent or not self.strict)
+            wrapper, descriptors, fresh, kept = view(self.strict, self.python, self.code)
+            limits = replace(self.limits, fresh=fresh, kept=kept, network=self.agent or not self.strict)
         # Models' programs run only in the strict sandbox, or if the user insists.
         if (self.strict and wrapper) or self.settings.run_programs_without_walls:
             environment[PROGRAMS] = "1"
