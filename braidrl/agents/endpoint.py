@@ -120,16 +120,8 @@ class Endpoint:
     ) -> None:  # fmt: skip
         """Set up the server; random numbers depend on the rows' `purpose` and the generate `stage`.
 
-        Args:
-            engine: Generates the turns.
-            template: The run's turn template, with its tokenizer.
-            sampling: The run's sampling settings.
-            max_sequence_tokens: Maximum length of a context and its reply.
-            host: The address to listen on, at a free port; clients use it.
-            listener: A listening socket, perhaps in another network, used instead.
-            key: The API key that clients must send; with None a session's URL is enough.
-
-        Raises UserError if the tokenizer has no chat template.
+        It listens at a free port of `host`, the address that clients use, or on `listener`, perhaps in another network. Clients must send
+        the API key `key`; with None a session's URL is enough. Raises UserError if the tokenizer has no chat template.
         """
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
@@ -171,10 +163,7 @@ class Endpoint:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def open(self, trajectory: Trajectory) -> str:
-        """Begin a row's session, which appends to its trajectory, and return the base URL for its client.
-
-        Raises ValueError if the row's session is already open.
-        """
+        """Begin a row's session, which appends to its trajectory, and return its client's base URL. Raises ValueError if it is open."""
         if trajectory.uid in self._names:
             raise ValueError(f"the session of row {trajectory.uid} is open already")
         name = self._names[trajectory.uid] = ".".join(map(str, (*trajectory.uid, secrets.token_hex(8))))
@@ -183,10 +172,7 @@ class Endpoint:
         return f"http://{host}:{self._port}/sessions/{name}/v1"
 
     async def close(self, uid: Uid) -> Trajectory:
-        """End a row's session, abort a turn in flight, and return the trajectory; later requests get an error.
-
-        Raises KeyError for a session that is not open.
-        """
+        """End a row's session, abort a turn in flight, and return the trajectory. Raises KeyError if the session is not open."""
         session = self._sessions.pop(self._names.pop(uid))
         if session.lock.locked():
             # The turn may not have reached the engine yet, or has left it.

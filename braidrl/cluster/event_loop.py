@@ -8,9 +8,9 @@ import asyncio
 import contextvars
 import inspect
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, asynccontextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -91,3 +91,13 @@ def outside_of_loops(work: Callable[[], T]) -> T:
     gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(contextvars.copy_context().run, in_the_callers_modes).result()
+
+
+@asynccontextmanager
+async def all_or_none() -> AsyncIterator[asyncio.TaskGroup]:
+    """Wait for all tasks of a group; raise the first exception of one, and cancel the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None

@@ -223,7 +223,6 @@ class StageExecutor:
         self.role_copies[worker.role, source].move(stage.params.get("decay", 0.0))
 
     def publish(self, version: int) -> None:
-        """Load the trained weights into the engines under a new version."""
         self.residency.before_publication()
         self.generation.publish(version)
 

@@ -429,7 +429,6 @@ def train(config: Config, **options: Any) -> Path:
 
 
 def train_rank(world: World, task: dict[str, Any]) -> str:
-    """Train as one rank of several; return the run folder."""
     options: dict[str, Any] = {n: Path(v) if n in ("resume", "replay") and v else v for n, v in task["options"].items()}
     with TrainingRun(parse_config(task["config"]), **options, world=world) as run:
         run.train()

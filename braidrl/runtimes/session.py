@@ -151,7 +151,7 @@ class Session(AbstractContextManager["Session"]):
             self.backend.publish(self.version)
 
     def metrics(self) -> dict[str, float]:
-        """Return the means counted by this iteration's stages. Waits for its updates."""
+        """Return the means counted by this iteration's stages, after its updates."""
         self.publish()
         return {name: value for name, value in self.sums.means().items() if not name.startswith("time/")}
 

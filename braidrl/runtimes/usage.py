@@ -52,7 +52,6 @@ class Drawn(NamedTuple):
 
     @staticmethod
     def after(prompts: Tensor, responses: Tensor) -> "list[Drawn]":
-        """Return the tokens drawn in responses of these lengths (B,) after prompts of these lengths (B,)."""
         seen = responses * prompts + responses * (responses - 1) // 2
         return list(map(Drawn, responses.tolist(), seen.tolist()))
 

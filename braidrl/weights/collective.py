@@ -106,17 +106,12 @@ class WeightOffer:
     def __init__(
         self, ranks: Ranks, host: str, limit_s: float, device: torch.device, transport: str = "collective"
     ) -> None:
-        """Open the store through which receivers ask, and start the sending thread.
+        """Open the store through which receivers ask, at this machine's address `host`, and start the sending thread.
 
-        Args:
-            ranks: The senders.
-            host: This machine's address, for receivers.
-            limit_s: Time-out of a transfer, in seconds.
-            device: The device of the parts; CUDA selects NCCL.
-            transport: The name of the transport.
+        A transfer may take `limit_s` seconds. `device` is that of the parts; CUDA selects NCCL.
         """
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-        self.rank, self.sent_bytes = ranks.rank, 0
+        self.device = current_device(device.type == "cuda")
+        self.ranks, self.sent_bytes = ranks, 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
         self._seen = set[int]()
         """All versions that were ever offered; their numbers need not grow."""
@@ -169,7 +164,7 @@ class WeightOffer:
             torch.cuda.set_device(self.device)
         while not self._closed.wait(POLL_S):
             try:
-                if self.rank == 0 and (formed := self._next_transfer(store, number)):
+                if self.ranks.rank == 0 and (formed := self._next_transfer(store, number)):
                     put_message(store, f"transfer/{number}", formed)
                 if not store.check([f"transfer/{number}"]):
                     continue
@@ -187,7 +182,7 @@ class WeightOffer:
                 before = before if is_before() else None
                 meeting, size = dist.PrefixStore(f"transfer {number}", store), senders.senders + asked.receivers
                 with transfer_group(
-                    meeting, self.rank, size, self.device, senders.host, senders, parts, lambda held: {}, before
+                    meeting, self.ranks.rank, size, self.device, senders, parts, lambda held: {}, before
                 ) as transfer:
                     self.sent_bytes += transfer.run(parts, {}).sent
             # Also an error in a user's transport: the receivers would wait for this thread.
@@ -265,8 +260,7 @@ class OfferedWeights(Senders):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.asked(1) as notice:
-            device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
-            yield from Incoming(notice, 0, device).tensors()
+            yield from Incoming(notice, 0, current_device(self.cuda)).tensors()
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
         """Receive into the parts of a model, which all of its `ranks` do at the same time. Raises as `Incoming.receive`."""
@@ -280,6 +274,11 @@ class OfferedWeights(Senders):
         """Do nothing: the senders decide how long they keep the version."""
 
 
+def current_device(cuda: bool) -> torch.device:
+    """Return this process's CUDA device, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
 class Incoming:
     """The receiving side of one transfer."""
 
@@ -289,11 +288,7 @@ class Incoming:
         self.device = device if self.notice.cuda else torch.device("cpu")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
-
-        Raises:
-            TransferError: A sender died or timed out.
-        """
+        """Yield every full tensor under each of its names, holding in memory only the tensors of a round. Raises TransferError."""
         with self._joined(lambda held: held.tensors) as transfer:
             known = transfer.known.tensors
             arriving = Arriving(known, self.device)
@@ -308,9 +303,7 @@ class Incoming:
     ) -> TransferVolume:
         """Receive into a worker's own parts; with `shapes`, all tensors of the model by every name, check that all are sent.
 
-        Raises:
-            TransferError: A sender died or timed out.
-            ValueError: The weights are another model's (nothing has changed then).
+        Raises TransferError if a sender died or timed out, and ValueError, before any change, if the weights are another model's.
         """
         differs = list[ValueError]()
 
@@ -341,9 +334,9 @@ class Incoming:
             request.add("here", 1)
             meet(request, "joined", notice.senders, notice.senders + notice.receivers, notice.limit_s)
             number, first, size = message_at(request, "joined", JOINED)
-            meeting, address = dist.PrefixStore(f"transfer {number}", store), address_towards(notice.host)
+            meeting = dist.PrefixStore(f"transfer {number}", store)
             with transfer_group(
-                meeting, first + self.worker, size, self.device, address, notice, {}, wanted, before
+                meeting, first + self.worker, size, self.device, notice, {}, wanted, before
             ) as transfer:
                 yield transfer
             request.add("received", transfer.traffic.received)
@@ -384,32 +377,21 @@ def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) 
 
 @contextmanager
 def transfer_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, address: str, senders: Senders,
-    parts: Mapping[str, WeightPart], wanted: Callable[[ShardIndex], Mapping[str, WeightPart]],
-    before: Mapping[str, WeightPart] | None,
+    store: dist.Store, rank: int, size: int, device: torch.device, senders: Senders, parts: Mapping[str, WeightPart],
+    wanted: Callable[[ShardIndex], Mapping[str, WeightPart]], before: Mapping[str, WeightPart] | None,
 ) -> Iterator[WeightTransfer]:  # fmt: skip
     """Join the processes of one transfer when all are there, plan it, and leave when all have finished their copies.
 
-    Only then may senders change their tensors. A failed transfer leaves no state behind.
+    Only then may senders change their tensors. A failed transfer leaves no state behind. Senders have the lower ranks.
 
-    Args:
-        store: Meets the other processes.
-        rank: The number of this process, senders first.
-        size: The number of processes.
-        device: The device of the buffers.
-        address: This machine's address.
-        senders: The ranks that send, and how.
-        parts: What this process sends.
-        wanted: Returns what it receives of the tensors that the senders have.
-        before: The parts of the version before, at senders; an empty mapping at receivers that hold it.
-
-    Raises:
-        TransferError: A sender failed, or processes are missing after the time limit.
+    This process sends its `parts`, and receives those `wanted` of the tensors that the senders have, by buffers on `device`. `before` are
+    the parts of the version before, at senders; an empty mapping at receivers that hold it. Raises TransferError if a sender fails, or if
+    processes are missing after the time limit.
     """
     if store.add("here", 1) == size:
         store.set("complete", "")
     meet(store, "complete", 0, size, senders.limit_s)
-    nccl = device.type == "cuda" and senders.transport == "collective"
+    nccl, address = device.type == "cuda" and senders.transport == "collective", address_towards(senders.host)
     # All are there: only one that dies now keeps the others waiting, and the next request with them.
     ranks = Ranks(group := group_between(store, rank, size, min(senders.limit_s, CONNECT_S), nccl, address))
     _set_pg_timeout(timedelta(seconds=senders.limit_s), group)
@@ -431,13 +413,9 @@ class CollectivePublisher:
     """A publisher that offers the trainer's own tensors to engine workers while they are current; no intermediate copy."""
 
     offer: WeightOffer
-    """Sends the parts to workers."""
     parts: Parts
-    """Returns this rank's parts."""
     engine: PublishedEngine
     """Receives an `OfferedWeights` source."""
-    ranks: Ranks
-    """The senders."""
     state: Callable[[], object]
     """Returns a value that changes whenever the parts do."""
     _version: int | None = None
@@ -447,10 +425,8 @@ class CollectivePublisher:
             self.offer.forget(self._version)
         self._version, before = version, self.state()
         self.engine.publish(version, self.offer.keep(version, self.parts(), lambda: self.state() == before))
-        if self.ranks.group is not None:
-            # Engines of other ranks may still be receiving from this one.
-            with self.ranks.meeting("weights at all engines"):
-                dist.barrier(group=self.ranks.group)
+        # Engines of other ranks may still be receiving from this one.
+        self.offer.ranks.all_gather("weights at all engines", None)
 
     def close(self) -> None:
         self.offer.close()

@@ -69,24 +69,18 @@ class ShardIndex:
     def tensors(self) -> dict[str, WeightPart]:
         """The full tensors by name, on the meta device with all of their names, layer by layer in an order that is equal on all ranks."""
         found: dict[str, WeightPart] = {}
-        for text, shape, dtype in dict.fromkeys(
-            (said.names, said.shape, said.dtype) for own in self.ranks for said in own
-        ):
+        every = dict.fromkeys((said.names, said.shape, said.dtype) for own in self.ranks for said in own)
+        for text, shape, dtype in every:
             for first, *others in names_in(text):
                 if first not in found:
                     found[first] = WeightPart([first], torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
                 found[first].names.extend(name for name in others if name not in found[first].names)
-
-        def layer(name: str) -> list[int]:
-            return [int(part) for part in name.split(".") if part.isdecimal()]
-
-        return {name: found[name] for name in sorted(found, key=layer)}
+        return dict(sorted(found.items(), key=lambda one: [int(n) for n in one[0].split(".") if n.isdecimal()]))
 
     def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
         """Return the tensors in groups that are sharded alike, in this index and in `wanted`.
 
-        Raises:
-            ValueError: A wanted tensor is on no rank in this shape.
+        Raises ValueError if a wanted tensor is on no rank in this shape.
         """
         blocks: dict[tuple[tuple[int, ...], bytes], tuple[list[tuple[int, Box]], list[tuple[int, Box]]]] = {}
         for side, index in enumerate((self, wanted)):
@@ -227,8 +221,7 @@ class RankPlan:
     def rounds_needed(self, limit_bytes: int) -> int:
         """Return the number of rounds that keep what a rank sends, receives, passes on and is passed within `limit_bytes` each.
 
-        Raises:
-            ValueError: The limit is less than one element per stream.
+        Raises ValueError if the limit is less than one element per stream.
         """
         needed, item = 0, self.sends.item_bytes
         relayed = [*self.relayed.values()]
@@ -253,15 +246,7 @@ def plan_moves(
     """Plan one rank's moves, so that each rank receives every element that it wants exactly once.
 
     An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the others there.
-
-    Args:
-        groups: Tensors with elements of one size.
-        rank: The rank to plan.
-        ranks: The number of ranks.
-        machines: Each rank's machine; blocks come from the same machine if possible.
-
-    Raises:
-        ValueError: A wanted element is on no rank.
+    The tensors of all `groups` have elements of one size. Raises ValueError if a wanted element is on no rank.
     """
     stays: dict[int, list[Box]] = {}
     sends: list[MovedBlock] = []

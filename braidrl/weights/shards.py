@@ -170,11 +170,9 @@ Parts = Callable[[], Mapping[str, WeightPart]]
 def weight_parts(
     model: nn.Module | Mapping[str, Tensor | AdaptedTensor], slices: Slices | None = None
 ) -> dict[str, WeightPart]:
-    """Return this rank's parts of a model by each tensor's first name.
+    """Return this rank's parts of a module, or of tensors by all of their names, by each tensor's first name.
 
-    Args:
-        model: A module, or its tensors by name, a tied one under each of its names.
-        slices: The shapes and blocks of a sharded model of plain tensors.
+    `slices` are the shapes and blocks of a sharded model of plain tensors.
     """
     named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     parts = {}

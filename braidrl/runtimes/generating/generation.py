@@ -259,7 +259,6 @@ class Generation:
         return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
     def publish(self, version: int) -> None:
-        """Load the trained weights into the engines, under this version number."""
         self.moves.version = version
         for role, publisher in self.publishers.items():
             start = time.perf_counter()

@@ -31,7 +31,7 @@ from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
-from braidrl.errors import UserError, WorkerError, first_line
+from braidrl.errors import WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import computed, summed
 from braidrl.flow.flow import is_optimized
@@ -150,16 +150,12 @@ class HybridBackend:
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call a method of the class that `roles.ROLE.methods` names through its transfer protocol, and return the collected result.
 
-        This is a table, at once, if the method writes columns. Raises UserError if there is no such class or method.
+        This is a table, at once, if the method writes columns. Raises UserError if there is no such method.
         """
-        own = self.config.roles.get(role)
-        if own is None or own.methods is None:
-            raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
-        registration = registration_of(import_function(own.methods), method)
-        stage = Stage(
-            f"{role}.{method}", f"{own.methods}.{method}", role,
-            kind=Kind.INFER, reads=registration.reads, writes=registration.writes,
-        )  # fmt: skip
+        owner = str(self.config.roles[role].methods)
+        own = registration_of(import_function(owner), method)
+        kind, name = Kind.INFER, f"{role}.{method}"
+        stage = Stage(name, f"{owner}.{method}", role, kind=kind, reads=own.reads, writes=own.writes)
         return self._call(stage, arguments, iteration, sums)
 
     def _call(self, stage: Stage, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
@@ -194,13 +190,12 @@ class HybridBackend:
         return table.index
 
     def texts(self, table: Handle) -> list[RowText]:
-        """Get the texts from the ranks that generated the rows."""
         group, parts = self._where_made(table)
         answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
-        said: dict[int, RowText] = {}
-        for rows, answer in zip(parts, answers, strict=True):
-            said |= {row: RowText(*text) for row, text in zip(rows, answer.result, strict=True)}
-        return [said[row] for row in range(len(table))]
+        pairs = [
+            pair for rows, answer in zip(parts, answers, strict=True) for pair in zip(rows, answer.result, strict=True)
+        ]
+        return [RowText(*text) for _, text in sorted(pairs)]
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         """Write the rows from the ranks that generated them."""

@@ -95,7 +95,6 @@ class HybridWorker:
         """Process groups between the pools that train a role and generate for it, by role."""
 
     def close(self) -> None:
-        """End the reward processes, and close files and process groups."""
         self.resources.close()
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
@@ -226,7 +225,6 @@ class HybridWorker:
 
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> CallResult:
-        """Return this part's sums of a batch-scope stage."""
         return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
@@ -255,7 +253,6 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
-        """Move the weights of one role of the pool towards those of another."""
         self.executor.copy_weights(stage)
 
     @register(protocol="ONE_TO_ALL")

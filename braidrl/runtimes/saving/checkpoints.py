@@ -58,7 +58,6 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
     """Writes one thing after the other; as a context manager it waits at the end."""
 
     def __init__(self, what: str = "the checkpoint") -> None:
-        """Start without work. `what` names the content in time-out messages."""
         self._what = what
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
         self._begun: Future[Any] | None = None

@@ -53,7 +53,6 @@ class Shard:
 
     @property
     def mine(self) -> Tensor:
-        """Return the positions of this rank's rows."""
         return (self.owner == self.rank).nonzero().flatten()
 
     @property
