@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
@@ -120,12 +120,10 @@ class WeightOffer:
         self._last_request, self._unread = 0, set[int]()
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
-        address = (host, self._store.port, secrets.token_hex(8)) if self._store else None
-        (host, port, secret), *_ = ranks.all_gather("address of the weights", address)
-        self.senders = Senders(
-            host=host, port=port, secret=secret, senders=ranks.size, limit_s=limit_s, cuda=device.type == "cuda",
-            transport=transport,
-        )  # fmt: skip
+        address = {"host": host, "port": self._store.port, "secret": secrets.token_hex(8)} if self._store else None
+        first, *_ = ranks.all_gather("address of the weights", address)
+        cuda = device.type == "cuda"
+        self.senders = Senders(**first, senders=ranks.size, limit_s=limit_s, cuda=cuda, transport=transport)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         # A thread still inside a store or process group at interpreter exit aborts the process.
@@ -237,8 +235,7 @@ class OfferedWeights(Senders):
 
         With `held`, the version that the workers hold, changed values alone are sent if the senders still have that version too.
         """
-        known = held.version if held is not None and held.secret == self.secret else None
-        store = self.store()
+        known, store = held.version if held is not None and held.secret == self.secret else None, self.store()
         number = store.add("asked", 1)
         put_message(store, f"request/{number}", WeightRequest(self.version, receivers, known))
         try:
@@ -265,9 +262,8 @@ class OfferedWeights(Senders):
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
         """Receive into the parts of a model, which all of its `ranks` do at the same time. Raises as `Incoming.receive`."""
         ranks, device = ranks or Ranks(), next(part.tensor.device for part in parts.values())
-        with ExitStack() as stack:
-            asked = stack.enter_context(self.asked(ranks.size)) if ranks.rank == 0 else None
-            notice = ranks.all_gather("weights on offer", asked, TransferNotice | None)[0]
+        with self.asked(ranks.size) if ranks.rank == 0 else nullcontext() as asked:
+            notice, *_ = ranks.all_gather("weights on offer", asked, TransferNotice | None)
             Incoming(notice, ranks.rank, device).receive(parts)
 
     def close(self) -> None:

@@ -248,10 +248,8 @@ def plan_moves(
     An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the others there.
     The tensors of all `groups` have elements of one size. Raises ValueError if a wanted element is on no rank.
     """
-    stays: dict[int, list[Box]] = {}
-    sends: list[MovedBlock] = []
-    receives: list[MovedBlock] = []
-    relayed: dict[int, list[MovedBlock]] = {}
+    stays, relayed = dict[int, list[Box]](), dict[int, list[MovedBlock]]()
+    sends, receives = list[MovedBlock](), list[MovedBlock]()
     for number, group in enumerate(groups):
         held, wanted = ([box for owner, box in some if owner == rank] for some in (group.held, group.wanted))
         if kept := [piece for box in held for other in wanted if (piece := box.overlap(other))]:
@@ -311,9 +309,8 @@ class Cells:
     def box(self, cell: int) -> Box:
         """Return the block of a cell."""
         at = np.unravel_index(cell, self.counts) if self.counts else ()
-        starts = tuple(edges[i] for edges, i in zip(self.edges, at, strict=True))
-        sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
-        return Box(starts, sizes)
+        ends = [edges[i : i + 2] for edges, i in zip(self.edges, at, strict=True)]
+        return Box(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
 
     def moves_of(self, rank: int, number: int) -> Iterator[tuple[int, int, MovedBlock]]:
         """Yield giver, receiver and block of the moves from a rank, to it, and to relays that pass a cell on to it.

@@ -67,8 +67,7 @@ def by_tensor(named: Mapping[str, NamedTensor]) -> list[tuple[list[str], NamedTe
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return the tensors' storages on this rank, each once."""
-    found = {(s := local_shard(tensor).untyped_storage())._cdata: s for tensor in tensors}
-    return list(found.values())
+    return list({(s := local_shard(tensor).untyped_storage())._cdata: s for tensor in tensors}.values())
 
 
 def empty(storage: UntypedStorage) -> None:
