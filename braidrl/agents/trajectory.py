@@ -174,10 +174,7 @@ def trajectory_columns(trajectories: Sequence[Trajectory], limits: Limits) -> di
 
 
 def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
-    """Return the columns `tokens` to `version` of a generate stage with single responses, in the order of `rows`.
-
-    Raises ValueError if `rows` and `finished` do not have the same uids.
-    """
+    """Return the columns `tokens` to `version` of single responses, in the order of `rows`. Raises ValueError if their uids differ."""
     by_uid = {response.uid: response for response in finished}
     uids = rows.uids()
     if len(by_uid) != len(finished) or set(by_uid) != set(uids) or len(uids) != len(finished):

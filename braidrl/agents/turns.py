@@ -53,10 +53,7 @@ class TurnTemplate:
         return self.template.encode(context if isinstance(context, str) else [*map(normal_message, context)], tools)
 
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
-        """Return the token ids between a sampled turn, given its last token, and the beginning of the next turn.
-
-        Raises UserError if the chat template refuses the messages.
-        """
+        """Return the token ids from a turn's last token to the next turn. Raises UserError if the chat template refuses the messages."""
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [*map(normal_message, said)]
         if not self.template.is_chat:
             return self.template.encode_texts(["\n\n".join(message["content"] for message in messages)])[0]

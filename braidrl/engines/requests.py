@@ -102,10 +102,7 @@ class Response:
 
 
 def remaining_request(request: Request, ended: Response) -> Request | None:
-    """Return the request for the rest of an aborted row, which continues its random numbers; None when nothing is left to draw.
-
-    Raises ValueError for a response of another row.
-    """
+    """Return the request for an aborted row's remaining tokens, None without any. Raises ValueError for a response of another row."""
     if ended.uid != request.uid:
         raise ValueError(f"row {request.uid} cannot continue the response of row {ended.uid}")
     left = request.sampling.max_tokens - len(ended.tokens)

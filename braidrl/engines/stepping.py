@@ -138,13 +138,9 @@ class SteppingEngine(ABC):
     ) -> list[Response]:
         """Return all responses, in the order of `requests`; with a `group` each rank brings requests of its own.
 
-        Args:
-            requests: One per row.
-            on_finished: Called with each response that ends by itself.
-            rows_to_end: Called after each step, or every few milliseconds; returns rows to end with their tokens so far, and may include
-                rows that have ended. They end in the same step on all ranks.
-
-        Raises UserError for a prompt that leaves no room for a response, and RuntimeError while rows are in flight.
+        `on_finished` is called with each response that ends by itself, `rows_to_end` after each step or every few milliseconds: it returns
+        rows that end with their tokens so far, in the same step on all ranks, and may include rows that have ended. Raises UserError for a
+        prompt that leaves no room for a response, and RuntimeError while rows are in flight.
         """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")

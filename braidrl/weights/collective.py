@@ -106,10 +106,7 @@ class WeightOffer:
     def __init__(
         self, ranks: Ranks, host: str, limit_s: float, device: torch.device, transport: str = "collective"
     ) -> None:
-        """Open the store through which receivers ask, at this machine's address `host`, and start the sending thread.
-
-        A transfer may take `limit_s` seconds. `device` is that of the parts; CUDA selects NCCL.
-        """
+        """Open the store at this machine's address `host`, and start the sending thread; `limit_s` is for a transfer. CUDA selects NCCL."""
         self.device = current_device(device.type == "cuda")
         self.ranks, self.sent_bytes = ranks, 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
