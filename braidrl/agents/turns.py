@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from braidrl.data.templates import PromptTemplate
 
 Context = str | list[ChatMessage]
-"""Text, or chat messages."""
 First = Callable[[list[ChatMessage], Tools], list[int]]
 """Returns the ids of a prompt, with the assistant's turn opened."""
 Follow = Callable[[list[int], list[int], list[ChatMessage], Tools], list[int] | None]

@@ -59,7 +59,6 @@ class Load:
     slots: int
     """Rows that it can decode at once."""
     running: int
-    """Rows that are being decoded."""
     waiting: int
     """Rows without a slot."""
 

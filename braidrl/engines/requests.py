@@ -146,9 +146,7 @@ class EngineRow:
     begun: int = 0
     """The engine's step in which it got its slot."""
     version: int = 0
-    """The version of the weights that draw it."""
     stop_text_found: bool = False
-    """True once the text holds one of the stop texts."""
 
     def record_token(self, token: int) -> bool:
         """Record the next drawn token, and call `Request.on_token`; return True if the token ends the row."""

@@ -61,12 +61,10 @@ class SteppingEngine(ABC):
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self.max_sequence_tokens = max_sequence_tokens
-        """The maximum length of prompt and response together, in tokens."""
         self.vocabulary: int | None = None
         """Size of the model's embedding, if smaller than the tokenizer's vocabulary."""
         self._under_way: set[Uid] = set()
         self._waiting: deque[EngineRow] = deque()
-        """Rows without a slot."""
 
     @property
     def is_collective(self) -> bool:

@@ -65,7 +65,6 @@ class Senders:
     cuda: bool
     """True if the bytes are exchanged between CUDA devices."""
     transport: str
-    """The name of the transport (see `TRANSPORTS`)."""
 
     def store(self) -> dist.Store:
         """Connect to the store through which receivers ask. Raises TransferError if it is gone."""
@@ -80,7 +79,6 @@ class TransferNotice(Senders):
     """The data that a worker needs to receive a version."""
 
     number: int
-    """The number of the request."""
     receivers: int
     changes: bool
     """True if the receivers hold a version of the same run, after which changed values suffice."""

@@ -55,9 +55,7 @@ class Dispatcher:
     def __init__(self, slots: Sequence[int]) -> None:
         self.engines = [EngineState(count) for count in slots]
         self.jobs: dict[Uid, Job] = {}
-        """All rows in flight."""
         self.waiting: OrderedDict[Uid, Job] = OrderedDict()
-        """The rows without an engine."""
         self._prefixes: OrderedDict[Prefix, dict[int, int]] = OrderedDict()
         self._seen: Counter[str] = Counter()
 
