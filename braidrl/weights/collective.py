@@ -261,9 +261,6 @@ class OfferedWeights(Senders):
             notice, *_ = ranks.all_gather("weights on offer", asked, TransferNotice | None)
             Incoming(notice, ranks.rank, device).receive(parts)
 
-    def close(self) -> None:
-        """Do nothing: the senders decide how long they keep the version."""
-
 
 def current_device(cuda: bool) -> torch.device:
     """Return this process's CUDA device, or the CPU."""
