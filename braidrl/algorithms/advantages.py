@@ -67,9 +67,6 @@ def group_normalized(
     """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
 
     GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
-
-    Args:
-        epsilon: Added to the deviation.
     """
     groups = Groups(group, statistics_mask)
     difference = centered(reward, groups)
@@ -86,10 +83,7 @@ def group_centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
-    """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
-
-    RLOO, arXiv 2402.14740.
-    """
+    """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one. RLOO, arXiv 2402.14740."""
     groups = Groups(group, statistics_mask)
     size = groups.sums(groups.counted.double())
     return (centered(reward, groups) * (size / (size - 1).clamp(min=1))[groups.index]).to(reward.dtype)
@@ -130,9 +124,6 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
     σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
     sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
 
-    Args:
-        k: Size of the subsets.
-
     Raises:
         ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
     """
@@ -151,13 +142,7 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
 
 def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
-    """Return C(part, size)/C(whole, size), the share of subsets of `whole` that lie in `part`, (K,) float64.
-
-    Args:
-        part: Members of the part, (K,) float64.
-        whole: Members of the whole, (K,) float64.
-        size: Members of a subset.
-    """
+    """Return C(part, size)/C(whole, size): of subsets with `size` members of a whole, the share within a part, (K,) float64 each."""
     share = torch.ones_like(whole)
     for taken in range(size):
         share = share * (part - taken).clamp(min=0) / (whole - taken).clamp(min=1)

@@ -84,10 +84,7 @@ class Entry:
         return self.columns.get(parameter, parameter)
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raise ValueError for an unknown, missing or invalid setting.
-
-        A name of the state is also a setting: it sets the initial value.
-        """
+        """Raise ValueError for an unknown, missing or invalid setting. A name of the state is also a setting: it sets the initial value."""
         known = {**self.settings, **self.state}
         for name, value in given.items():
             if name not in known:

@@ -29,10 +29,6 @@ def gspo(
     """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
     GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
-
-    Args:
-        low: Largest decrease of a ratio below 1.
-        high: Largest increase of a ratio above 1.
     """
     rows = Ragged((log_probs - old_log_probs).detach(), offsets)
     mean = rows.spread(rows.row_means())

@@ -62,10 +62,6 @@ def kl_penalty(
 
     arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
     and the engine's `rollout_log_probs` otherwise.
-
-    Args:
-        coef: Coefficient of the penalty, at least 0.
-        estimator: Name of the KL estimator.
     """
     return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -coef)
 
@@ -78,10 +74,6 @@ def row_kl_penalty(
     """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
 
     arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
-
-    Args:
-        coef: Coefficient of the penalty, at least 0.
-        estimator: Name of the KL estimator.
     """
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return reward - coef * kl.row_sums().to(reward.dtype)
@@ -95,10 +87,6 @@ def advantage_kl_penalty(
     """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
     This is a KL penalty per token in the return, while the baseline has none, as in ReMax, arXiv 2310.10505.
-
-    Args:
-        coef: Coefficient of the penalty, at least 0.
-        estimator: Name of the KL estimator.
     """
     to_go = sums_to_go(kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), 1.0)
     return to_go.with_values(to_go.spread(advantage).to(to_go.values.dtype) - coef * to_go.values)
@@ -140,9 +128,6 @@ def adaptive_kl_penalty(
 
     Args:
         target: Target of the mean KL, in nats per row.
-        gain: Gain of the controller.
-        estimator: Name of the KL estimator.
-        state: `coef`, whose initial value is also a setting.
     """
     return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -state["coef"])
 
@@ -155,10 +140,6 @@ def safe_rlhf_kl_penalty(
     """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
     Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then contains the penalty coef/2 for every λ.
-
-    Args:
-        coef: Coefficient of the penalty, at least 0.
-        estimator: Name of the KL estimator.
     """
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return kl_shaped(reward, kl, -coef / 2), kl_shaped(cost, kl, coef / 2)

@@ -83,10 +83,8 @@ def decoupled_gae(
     VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
 
     Args:
-        gamma: Discount per action token.
         lam_critic: λ of the returns.
         lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
-        alpha: See `lam_actor`.
     """
     delta = residuals(values, reward, token_rewards, gamma)
     adaptive = (1 - 1 / (alpha * values.lengths.clamp(min=1).double())).clamp(0, 1)
@@ -127,12 +125,7 @@ def whitened(tokens: Ragged, totals: BatchSums, epsilon: float) -> Ragged:
 def whiten(
     advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: BatchSums
 ) -> Ragged:
-    """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do.
-
-    Args:
-        epsilon: Added to the variance.
-        totals: `moments` over the batch.
-    """
+    """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do."""
     return whitened(advantages, totals, epsilon)
 
 
@@ -157,13 +150,7 @@ def reinforce_plus_plus(
     reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
     *, gamma: float = 1.0, epsilon: float = 1e-8, totals: BatchSums,
 ) -> Ragged:  # fmt: skip
-    """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
-
-    Args:
-        gamma: Discount per action token.
-        epsilon: Added to the variance.
-        totals: `return_sums` over the batch.
-    """
+    """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
     return whitened(returns_to_go(reward, action_tokens, token_rewards, gamma), totals, epsilon)
 
 
@@ -180,10 +167,6 @@ def reinforce_plus_plus_baseline(
     """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
 
     REINFORCE++, the variant with a baseline, arXiv 2501.03262.
-
-    Args:
-        epsilon: Added to the variance.
-        totals: `baseline_sums` over the batch.
     """
     return whitened(returns_to_go(advantage, action_tokens, None, 1.0), totals, epsilon)
 
@@ -225,8 +208,6 @@ def safe_rlhf(
 
     Args:
         threshold: The highest allowed mean cost.
-        learning_rate: Learning rate of λ.
-        state: `multiplier`, λ.
     """
     multiplier = state["multiplier"]
     mixed = advantages.values - multiplier * cost_advantages.values

@@ -58,7 +58,6 @@ class Outcome:
 
 
 WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Environment variables for the wait policy of OpenMP threads."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,8 @@ class ProcessSpec:
 
     name: str
     entry: str
-    """`module:function`. With `arguments` it is called with them and its return value is the process's result. Without, it is
-    called with the descriptor of its end of the connection and exchanges its own messages.
-    """
+    """`module:function`. With `arguments` it is called with them and its return value is the process's result. Without, it is called with
+    the descriptor of its end of the connection and exchanges its own messages."""
     arguments: Mapping[str, Any] | None = None
     """Values that the message codec supports."""
     orphaned: str = ""
@@ -205,7 +203,6 @@ class Launcher(ABC):
     ip = LOOPBACK
     """The address at which other processes reach this one."""
     node = "here"
-    """The name of this process's node."""
     devices_of_node: int | None = None
     """CUDA devices of the largest of several nodes; None on one machine, and without devices."""
 

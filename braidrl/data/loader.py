@@ -173,8 +173,6 @@ def weighted_draw(number: int, weights: Sequence[float], seed: int) -> tuple[int
     Of the first n numbers, source 0 has floor((n * share + phase) / UNIT), and the others share the rest in the same way. The spread is
     even, closer to the weights than independent draws, and can be counted without iteration. The seed sets the phases.
     """
-    if not weights or min(weights) <= 0:
-        raise ValueError(f"weights must be positive and at least one, got {list(weights)}")
     for source, weight in enumerate(weights[:-1]):
         share = min(UNIT - 1, max(1, round(UNIT * weight / sum(weights[source:]))))
         phase = seeded_key(seed, "source", source) % UNIT

@@ -38,7 +38,6 @@ def unpack_message(message: Frame, type: Any = Any) -> Any:
 
 
 def _plain(value: Any) -> tuple[str, bytes]:
-    """Return a tensor's dtype and bytes."""
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
     if dtype not in TENSORS:
         raise TypeError(f"a message cannot hold a {type(value).__name__} {dtype}")
@@ -46,7 +45,6 @@ def _plain(value: Any) -> tuple[str, bytes]:
 
 
 def _tensor(type: Any, value: Any) -> Any:
-    """Invert `_plain`."""
     # Imported here: a process without tensors needs no torch.
     import numpy as np
     import torch

@@ -86,7 +86,6 @@ class Rows:
         return iter(self._columns.items())
 
     def get(self, name: str) -> Any:
-        """Return the column, or None if there is no such column."""
         return self._columns.get(name)
 
     def with_columns(self, columns: Mapping[str, Column]) -> "Rows":

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
+from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
@@ -172,7 +172,7 @@ class SteppingEngine(ABC):
         """Run `work` with exclusive use of the engine, and return its result."""
         try:
             with Runner() as runner:
-                return run_cancelled_by_interrupts(runner, work(EngineReplica(self)))
+                return runner.run(work(EngineReplica(self)))
         finally:
             self.clear()
 

@@ -29,10 +29,8 @@ class AdvantageNames:
         VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
 
         Args:
-            gamma: Discount per action token.
             lam_critic: λ of the returns.
             lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
-            alpha: See `lam_actor`.
         """
 
     def distillation(
@@ -65,18 +63,12 @@ class AdvantageNames:
         """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
 
         GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
-
-        Args:
-            epsilon: Added to the deviation.
         """
 
     def leave_one_out(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
-
-        RLOO, arXiv 2402.14740.
-        """
+        """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one. RLOO, arXiv 2402.14740."""
 
     def maxrl(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -97,9 +89,6 @@ class AdvantageNames:
         σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
         sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
 
-        Args:
-            k: Size of the subsets.
-
         Raises:
             ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
         """
@@ -108,12 +97,7 @@ class AdvantageNames:
         self, *, gamma: float = 1.0, epsilon: float = 1e-08, id: str | None = None, when: When = ...,
         after: Sequence[str] = ...
     ) -> Stage:
-        """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
-
-        Args:
-            gamma: Discount per action token.
-            epsilon: Added to the variance.
-        """
+        """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
 
     def reinforce_plus_plus_baseline(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -121,9 +105,6 @@ class AdvantageNames:
         """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
 
         REINFORCE++, the variant with a baseline, arXiv 2501.03262.
-
-        Args:
-            epsilon: Added to the variance.
         """
 
     def remax(
@@ -141,17 +122,12 @@ class AdvantageNames:
 
         Args:
             threshold: The highest allowed mean cost.
-            learning_rate: Learning rate of λ.
         """
 
     def whiten(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do.
-
-        Args:
-            epsilon: Added to the variance.
-        """
+        """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do."""
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
 
@@ -164,8 +140,6 @@ class ShapeNames:
 
         Args:
             target: Target of the mean KL, in nats per row.
-            gain: Gain of the controller.
-            estimator: Name of the KL estimator.
         """
 
     def advantage_kl_penalty(
@@ -174,10 +148,6 @@ class ShapeNames:
         """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
         This is a KL penalty per token in the return, while the baseline has none, as in ReMax, arXiv 2310.10505.
-
-        Args:
-            coef: Coefficient of the penalty, at least 0.
-            estimator: Name of the KL estimator.
         """
 
     def covariance(
@@ -211,10 +181,6 @@ class ShapeNames:
 
         arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
         and the engine's `rollout_log_probs` otherwise.
-
-        Args:
-            coef: Coefficient of the penalty, at least 0.
-            estimator: Name of the KL estimator.
         """
 
     def overlong_exclude(
@@ -252,10 +218,6 @@ class ShapeNames:
         """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
 
         arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
-
-        Args:
-            coef: Coefficient of the penalty, at least 0.
-            estimator: Name of the KL estimator.
         """
 
     def safe_rlhf_kl_penalty(
@@ -264,10 +226,6 @@ class ShapeNames:
         """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
         Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then contains the penalty coef/2 for every λ.
-
-        Args:
-            coef: Coefficient of the penalty, at least 0.
-            estimator: Name of the KL estimator.
         """
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
@@ -315,10 +273,6 @@ class LossNames:
 
         MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1 + high = 5 is
         from ScaleRL, arXiv 2510.13786.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
         """
 
     def clip(
@@ -328,11 +282,6 @@ class LossNames:
 
         PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
         arXiv 1912.09729.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
-            dual: The c of dual clip, above 1.
         """
 
     def clip_cov(
@@ -341,10 +290,6 @@ class LossNames:
         """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
 
         Clip-Cov, arXiv 2505.22617.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
         """
 
     def decoupled(
@@ -356,8 +301,6 @@ class LossNames:
         policy that sampled the tokens.
 
         Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
             cap: The largest w.
             over_cap: Treatment of a token with a larger w: `clamp` w, or `mask` the token.
         """
@@ -385,9 +328,6 @@ class LossNames:
         """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
 
         The trust region is in total variation: rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
-
-        Args:
-            delta: Largest change of a sampled token's probability.
         """
 
     def gmpo(
@@ -408,23 +348,12 @@ class LossNames:
         """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
         GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
         """
 
     def kl_cov(
         self, *, coef: float = 1.0, estimator: str = "abs"
     ) -> dict[str, Any]:
-        """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
-
-        KL-Cov, arXiv 2505.22617.
-
-        Args:
-            coef: Coefficient of the penalty on those tokens.
-            estimator: Name of the KL estimator.
-        """
+        """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)). KL-Cov, arXiv 2505.22617."""
 
     def ptx(self) -> dict[str, Any]:
         """Return −log π of pre-training text, added to a policy loss. PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2."""
@@ -435,12 +364,7 @@ class LossNames:
     def sapo(
         self, *, tau_positive: float = 1.0, tau_negative: float = 1.05
     ) -> dict[str, Any]:
-        """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347.
-
-        Args:
-            tau_positive: τ where A > 0.
-            tau_negative: τ elsewhere.
-        """
+        """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347."""
 
     def sft(self) -> dict[str, Any]:
         """Return −log π of given tokens: REINFORCE with every advantage 1."""
@@ -451,9 +375,6 @@ class LossNames:
         """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
         PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
-
-        Args:
-            clip: Largest change of V from V_old.
         """
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
@@ -485,37 +406,17 @@ class CorrectionNames:
     def masked(
         self, *, level: Literal["token", "sequence", "geometric"] = "token", low: float = 0.5, high: float = 2.0
     ) -> dict[str, Any]:
-        """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
-
-        Args:
-            level: Level of ρ: `token`, `sequence` or `geometric`.
-            low: The smallest accepted ρ.
-            high: The largest accepted ρ.
-        """
+        """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
 
     def sequence_rejection(
         self, *, level: Literal["token", "sequence", "geometric"] = "geometric", low: float = 0.5, high: float = 2.0
     ) -> dict[str, Any]:
-        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected, others stay unweighted.
-
-        Args:
-            level: Level of ρ: `sequence` or `geometric`.
-            low: The smallest accepted ρ.
-            high: The largest accepted ρ.
-
-        Raises:
-            ValueError: `level` is `token`, which would reject tokens and not sequences.
-        """
+        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected."""
 
     def truncated(
         self, *, level: Literal["token", "sequence", "geometric"] = "token", cap: float = 2.0
     ) -> dict[str, Any]:
-        """Return min(ρ, cap), (N,): truncated importance sampling.
-
-        Args:
-            level: Level of ρ: `token`, `sequence` or `geometric`.
-            cap: The largest weight.
-        """
+        """Return min(ρ, cap), (N,): truncated importance sampling."""
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
 

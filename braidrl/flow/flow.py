@@ -171,7 +171,6 @@ def is_optimized(stage: Stage) -> bool:
 
 
 def loss_of(stage: Stage) -> registry.Entry:
-    """Return the loss of an update."""
     return entry_of(registry.losses, stage.params["loss"]["name"])
 
 

@@ -154,9 +154,7 @@ def cases_of(answer: Any) -> list[ProgramTest]:
         elif isinstance(one, dict) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
             tests.append(ProgramTest(one["input"], one["output"]))
         else:
-            raise ValueError(
-                f"a test has a text as `input` and `output`, or is a text of asserts; this one is {str(one)[:80]}"
-            )
+            raise ValueError(f"a test has texts as `input` and `output`, or is a text of asserts, not {str(one)[:80]}")
     return tests
 
 
@@ -263,10 +261,7 @@ class Running:
     unread: bytes = b""
 
     def output(self) -> str | None:
-        """Wait for the program's end, and return its output; None if the program failed by itself.
-
-        Raises ProgramEnded if it took too long, was killed, or ended by an error of memory, files, processes or the network.
-        """
+        """Wait, and return the output; None if the program failed by itself. Raises ProgramEnded if a limit or the sandbox ended it."""
         # A sleeping program is ended with its row, after reward.timeout_s.
         status = self.process.wait()
         if status == 0:

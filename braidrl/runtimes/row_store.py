@@ -156,6 +156,5 @@ class RowStore:
         write_rollouts(path, rows, list(prompts), list(responses))
 
     def save(self, path: Path, rows: Rows) -> None:
-        """Write rows for a checkpoint."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pack_rows(rows))

@@ -52,7 +52,6 @@ class Drawn(NamedTuple):
 
     @staticmethod
     def after(prompts: Tensor, responses: Tensor) -> "list[Drawn]":
-        """Return the tokens drawn in responses of these lengths (B,) after prompts of these lengths (B,)."""
         seen = responses * prompts + responses * (responses - 1) // 2
         return list(map(Drawn, responses.tolist(), seen.tolist()))
 
@@ -90,10 +89,9 @@ class DeviceUsage:
 
     @contextmanager
     def computing(self, stage: Stage, worker: TrainingBackend, sums: Sums, *passes: Rows) -> Iterator[None]:
-        """Add the utilisation of the device's operations per second in the block, an infer or train stage; a user's own worker is
-        not measured.
+        """Add the utilisation of operations per second in the block, for an infer or train stage; a user's own worker is not measured.
 
-        `passes` are the rows that go through the model, forward and in a train stage backward; none during an optimizer step.
+        `passes` are the rows that go through the model; none during an optimizer step.
         """
         start = time.perf_counter()
         yield

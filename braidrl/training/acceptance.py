@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.ragged import Ragged, join_response
+from braidrl.algorithms.registry import responses
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import LoraConfig, parse_config
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
+from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
 from braidrl.training.decoders.proof import (
@@ -230,7 +232,6 @@ OPTIONAL = {*AXES.values(), HALF, ADAPTERS}
 
 
 def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
-    """Measure one property."""
     return Finding.of(name, MEASURES[name], twin, plan)
 
 
@@ -293,19 +294,14 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
         {**settings, "trainer": {"layout": layout, "max_tokens_per_device": 64, "max_grad_norm": 1.0}}
     )
     ranks = DataParallel(world.group, world) if world else DataParallel()
-    worker = RoleWorker("actor", config, True, ranks)
+    worker = RoleWorker(BackendSpec("actor", config, True, ranks))
     numbers = [n for n in range(len(rows)) if n % size == rank and len(rows[n]) > 1]
-    tokens = [rows[n] for n in numbers]
-    lengths = torch.tensor([len(row) for row in tokens])
-    mask = torch.cat([torch.arange(len(row)) > 0 for row in tokens])
-    mine = Rows(
-        {
-            "source": torch.zeros_like(lengths), "group": torch.tensor(numbers), "sample": torch.zeros_like(lengths),
-            "length": lengths, "action_tokens": lengths - 1, "tokens": Ragged.from_lengths(torch.cat(tokens), lengths),
-            "action_mask": Ragged.from_lengths(mask, lengths),
-            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
-        }
-    )  # fmt: skip
+    first, rest = (
+        Ragged.from_rows([rows[n][part] for n in numbers], torch.int64) for part in (slice(1), slice(1, None))
+    )
+    columns: Any = zip(responses["join_response"].writes, join_response(first, rest), strict=True)
+    zeros = torch.zeros(len(numbers), dtype=torch.int64)
+    mine = Rows({"source": zeros, "group": torch.tensor(numbers), "sample": zeros, **dict(columns)})
     log_probs = worker.forward("log_probs", mine)
     worker.forward_backward(Objective.of("actor", {"loss": "sft", "aggregate": "token-mean"}), mine, Sums())
     norm = worker.optim_step({"tokens": float(sum(len(row) - 1 for row in rows))}, 1)

@@ -42,7 +42,7 @@ FEATURES = (
 )  # fmt: skip
 """Features of the built-in backend, each of which another may declare in `supports`. `streaming`, `offload` and `copies` need `weights`."""
 BACKENDS = PluginRegistry(
-    "training backend", {"torch": "braidrl.training.roles.worker:torch_backend"}, arguments=("spec",),
+    "training backend", {"torch": "braidrl.training.roles.worker:RoleWorker"}, arguments=("spec",),
     methods=("forward", "forward_backward", "optim_step", "tensors", "load", "export"),
 )  # fmt: skip
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
@@ -56,11 +56,11 @@ class BackendSpec:
     config: Config
     train: bool = True
     """False for a frozen role."""
-    is_scalar: bool = False
-    """True for a critic or a reward model, which predicts `values` or `scores` instead of `log_probs`."""
+    ranks: DataParallel = field(default_factory=DataParallel)
     is_copy: bool = False
     """True for a frozen copy of a trained role's weights."""
-    ranks: DataParallel = field(default_factory=DataParallel)
+    is_scalar: bool = False
+    """True for a critic or a reward model, which predicts `values` or `scores` instead of `log_probs`."""
     path: Path = field(init=False)
     """The model's Hugging Face directory."""
     dtype: torch.dtype = field(init=False)
@@ -110,50 +110,30 @@ class TrainingBackend(Protocol):
         """Load weights and optimizer state that `export` wrote in any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Run inference on this rank's rows.
+        """Return the `log_probs`, `values` or `scores` of this rank's rows, of which there may be none, in their order.
 
-        Args:
-            name: `log_probs`, `values` or `scores`.
-            rows: Any number of rows, possibly none.
-            advance: Called after each micro-batch.
-
-        Returns:
-            One number per action token (for `scores`, per row), in the order of `rows`.
+        There is one number per action token, or per row of `scores`.
         """
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradients of loss sums over this rank's rows, without dividing them.
+        """Accumulate the gradients of loss sums over this rank's rows, of which there may be none, without dividing them.
 
-        Args:
-            objective: The loss.
-            rows: Any number of rows, possibly none.
-            sums: Receives metrics under the role's name.
-            advance: Called after each micro-batch.
-
-        Returns:
-            This rank's loss sums by denominator.
+        Returns this rank's loss sums by denominator; `sums` receives metrics under the role's name.
         """
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """Divide the accumulated sums and run one optimizer step.
+        """Divide the accumulated sums by their global counts, and run one optimizer step; a sum whose count is 0 is left out.
 
-        Args:
-            denominators: Global counts, the same on all ranks; a sum whose count is 0 is left out.
-            iteration: From 1, for the learning-rate schedule.
-
-        Returns:
-            The 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means that nothing
-            was updated.
+        Returns the 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means that nothing was
+        updated. `iteration`, from 1, is for the learning-rate schedule.
         """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """Write a Hugging Face directory with the optimizer's state beside it.
+        """Write a Hugging Face directory, in an existing folder, with the optimizer's state beside it.
 
-        Args:
-            folder: An existing directory.
-            write: Whether this rank writes the data that all ranks have in full.
+        `write` is true on the rank that writes the data that all ranks have in full.
         """
 
 

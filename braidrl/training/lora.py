@@ -88,7 +88,6 @@ def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False)
 
 
 def adapter_config(lora: LoraConfig) -> str:
-    """Return the text of peft's `adapter_config.json`."""
     return json.dumps(peft_config(lora).to_dict(), default=sorted)
 
 
@@ -109,7 +108,6 @@ class FourBitLinear(nn.Module):
     scales: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Quantize a layer's float32 or bfloat16 weight; keep its bias."""
         super().__init__()
         functional = import_optional("bitsandbytes", "lora.base_dtype", "bits").functional
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -147,7 +145,6 @@ class Adapted:
     """A weight (out, in) with its adapter: `down` (rank, in) and `up` (out, rank)."""
 
     def __init__(self, layer: nn.Linear | FourBitLinear, down: Tensor, up: Tensor, scaling: float) -> None:
-        """Describe the weight of the `layer` under the adapter."""
         self.layer, self.down, self.up, self.scaling = layer, down, up, scaling
         self.shape, self.device = torch.Size((layer.out_features, layer.in_features)), up.device
         is_four_bit = isinstance(layer, FourBitLinear)  # its weight is decoded at each access

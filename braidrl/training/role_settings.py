@@ -53,7 +53,6 @@ class RoleSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights."""
         return DTYPES[self.dtype_name]
 
     def key(self, name: str) -> str:
@@ -64,7 +63,6 @@ class RoleSettings:
 
 
 def settings_of(role: str, config: Config) -> RoleSettings:
-    """Return the settings that hold for a role."""
     own, trainer = config.roles.get(role) or RoleConfig(), config.trainer
     rate, checkpointing = own.learning_rate, own.activation_checkpointing
     return RoleSettings(

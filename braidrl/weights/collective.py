@@ -69,7 +69,7 @@ class Senders:
     def store(self) -> dist.Store:
         """Connect to the store through which receivers ask. Raises TransferError if it is gone."""
         try:
-            return dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+            return connect_store(self.host, self.port, self.limit_s, self.secret)
         except RuntimeError as error:
             raise TransferError(f"weights did not arrive: {first_line(error)}") from error
 

@@ -24,6 +24,7 @@ from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.generating.generation import sampling_of
 from braidrl.runtimes.run import train
+from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import RoleWorker
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def worker_of(folder: Path) -> RoleWorker:
-    return RoleWorker("actor", make_config(folder, "grpo", dtype="float64"), train=True)
+    return RoleWorker(BackendSpec("actor", make_config(folder, "grpo", dtype="float64"), train=True))
 
 
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from braidrl.cluster.event_loop import Runner, all_or_none, run_cancelled_by_interrupts
+from braidrl.cluster.event_loop import Runner, all_or_none
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineError, Load, ServedEngine, T, check_idle
 from braidrl.engines.requests import EngineRow, Request, Response, joined, remaining_request
@@ -396,7 +396,7 @@ class EngineService:
         return self.run(every)
 
     def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
-        return run_cancelled_by_interrupts(self._runner, work(self.router))
+        return self._runner.run(work(self.router))
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines. Raises ValueError if the source lacks a tensor."""

@@ -20,14 +20,19 @@ class Parameters(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class PolicyParameters(Parameters):
+class ActorParameters(Parameters):
+    """Parameters of every recipe that trains a policy per token."""
+
+    aggregate: str | dict[str, Any] = "token-mean"
+    """Aggregation of token losses: a name, or a name with settings as in `{name: token-sum-norm, max_tokens: 512}`."""
+
+
+class PolicyParameters(ActorParameters):
     """Parameters of every recipe that trains a policy on its own responses."""
 
     reward: str | dict[str, float] = "verify"
     """Source of rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several with weights, as in
     `{verify: 1.0, score: 0.5}`."""
-    aggregate: str | dict[str, Any] = "token-mean"
-    """Aggregation of token losses: a name, or a name with settings as in `{name: token-sum-norm, max_tokens: 512}`."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     loss: str | dict[str, Any] | None = None
@@ -89,7 +94,6 @@ def rewarded(
 
 
 def surrogate(p: ClippedParameters) -> dict[str, Any]:
-    """Return the clipped surrogate at the recipe's clip range."""
     return loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip)
 
 

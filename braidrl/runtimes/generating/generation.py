@@ -75,9 +75,7 @@ class PartialResponses:
     """The earlier tokens of a generate stage's rows, and their present budgets."""
 
     def __init__(self, stage: Stage, rows: Rows, config: Config, version: int) -> None:
-        """Collect the earlier tokens of rows, which weights of `version` continue; a row that would be too stale for the next batch
-        has no budget.
-        """
+        """Collect the earlier tokens of rows, which weights of `version` continue; a row too stale for the next batch has no budget."""
         self.config, self.asked = config, dict[Uid, Request]()
         self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
         starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
@@ -135,20 +133,14 @@ class Generation:
             self.publishers[role] = publisher_of(worker, engine, self.config)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
-        """Plan the transfer of a role's weights between all `ranks` that train or generate; all of them call this together.
-
-        `worker` trains the role here; it is None if an engine of this process receives the weights.
-        """
+        """Plan the transfer of a role's weights between all `ranks` that train it, with a `worker`, or generate; all call this together."""
         trained = worker if isinstance(worker, ShardedBackend) else None
         if role in self.publishers:
             self.publishers[role].close()
         self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.config, ranks)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
-        """Return the columns that a generate stage writes, in the order of `rows`; `stop` ends rows early.
-
-        Without rows only collective decoding with other ranks is done.
-        """
+        """Return the columns that a generate stage writes, in the order of `rows`; without rows only collective decoding is done."""
         if "environment" in stage.params:
             return self._play(stage, rows, sums)
         engine = self.engines[str(stage.role)]
@@ -244,9 +236,7 @@ class Generation:
     def trajectory_columns(
         self, stage: Stage, played: Sequence[Trajectory], limits: Limits, sums: Sums
     ) -> Mapping[str, Column]:
-        """Return the columns that a generate stage writes; turns and failures are counted in `sums`, and the first failure of each kind
-        is shown.
-        """
+        """Return the columns that a generate stage writes; turns and failures are counted, and the first failure of each kind is shown."""
         sums.add("environment/turns", sum(one.turns for one in played), len(played))
         failures = Counter(one.failure for one in played if one.failure is not None)
         sums.add("environment/failed_fraction", sum(failures.values()), len(played))
@@ -269,7 +259,6 @@ class Generation:
         return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
     def publish(self, version: int) -> None:
-        """Load the trained weights into the engines, under this version number."""
         self.moves.version = version
         for role, publisher in self.publishers.items():
             start = time.perf_counter()
@@ -304,10 +293,7 @@ def sampling_of(stage: Stage, config: Config) -> SamplingParams:
 
 
 def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> Limits:
-    """Return the limits of a trajectory of at most so many tokens, prompt included; ranks that play together divide `at_once`.
-
-    A right answer has score 1 unless configured.
-    """
+    """Return the limits of a trajectory of so many tokens, prompt included; ranks that play together divide `at_once`."""
     environment, right = config.rollout.environment, config.reward.correct_score
     share = environment.at_once // ranks.size + (ranks.rank < environment.at_once % ranks.size)
     return Limits(

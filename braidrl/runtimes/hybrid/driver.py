@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.pools import GENERATE
+from braidrl.cluster.process_groups import open_store
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
-from braidrl.errors import UserError, WorkerError, first_line
+from braidrl.errors import WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import computed, summed
 from braidrl.flow.flow import is_optimized
@@ -92,10 +93,7 @@ class HybridBackend:
         return Handle((output,), torch.arange(len(output.future))[None])
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None) -> Handle:
-        """Start a stage; a stage without a role is deferred until its output is needed.
-
-        Ranks that generate a `segment` exchange results, and each aborts its rows that are no longer needed.
-        """
+        """Start a stage; without a role it is deferred until its output is needed. In a `segment` ranks exchange results."""
         if stage.role is not None and ":" in stage.type:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
@@ -150,20 +148,14 @@ class HybridBackend:
         return True
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names, through its transfer protocol, and return the collected
-        result.
+        """Call a method of the class that `roles.ROLE.methods` names through its transfer protocol, and return the collected result.
 
-        This is a table, at once, if the method writes columns; else the workers' return values. Raises UserError if the role has no
-        such class, or the class no such method.
+        This is a table, at once, if the method writes columns. Raises UserError if there is no such method.
         """
-        own = self.config.roles.get(role)
-        if own is None or own.methods is None:
-            raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
-        registration = registration_of(import_function(own.methods), method)
-        stage = Stage(
-            f"{role}.{method}", f"{own.methods}.{method}", role,
-            kind=Kind.INFER, reads=registration.reads, writes=registration.writes,
-        )  # fmt: skip
+        owner = str(self.config.roles[role].methods)
+        own = registration_of(import_function(owner), method)
+        kind, name = Kind.INFER, f"{role}.{method}"
+        stage = Stage(name, f"{owner}.{method}", role, kind=kind, reads=own.reads, writes=own.writes)
         return self._call(stage, arguments, iteration, sums)
 
     def _call(self, stage: Stage, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
@@ -198,13 +190,12 @@ class HybridBackend:
         return table.index
 
     def texts(self, table: Handle) -> list[RowText]:
-        """Get the texts from the ranks that generated the rows."""
         group, parts = self._where_made(table)
         answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
-        said: dict[int, RowText] = {}
-        for rows, answer in zip(parts, answers, strict=True):
-            said |= {row: RowText(*text) for row, text in zip(rows, answer.result, strict=True)}
-        return [said[row] for row in range(len(table))]
+        pairs = [
+            pair for rows, answer in zip(parts, answers, strict=True) for pair in zip(rows, answer.result, strict=True)
+        ]
+        return [RowText(*text) for _, text in sorted(pairs)]
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         """Write the rows from the ranks that generated them."""
@@ -224,10 +215,9 @@ class HybridBackend:
         group.wait(group.call("keep", [folder] * len(parts), own, aside=True))
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Save beside a running call, so that an interrupt does not wait until all rows are generated.
+        """Save beside a running call, so that an interrupt does not wait until all rows are generated; a sharded model after it.
 
-        A sharded model is saved collectively, after the running call. With `copy` each worker continues as soon as it has copies, and
-        writes them in a thread.
+        With `copy` each worker continues as soon as it has copies, and writes them in a thread.
         """
         begun = []
         for group in self.distinct:
@@ -343,10 +333,9 @@ class HybridBackend:
 def start_hybrid_backend(
     prepared: Prepared, progress: Progress, folder: Path | None, cluster: RayCluster | None = None
 ) -> HybridBackend:
-    """Start the workers and have them read the data and load their models.
+    """Start the workers, on the configured cluster by default, and have them read the data and load their models.
 
-    `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
-    placement does not fit, the data cannot be used, or a user's class of methods is missing.
+    `folder` is the run's, for files of workers. Raises UserError if a placement, the data or a user's class cannot be used.
     """
     config = prepared.config
     for own in config.roles.values():
@@ -365,8 +354,11 @@ def start_hybrid_backend(
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
-        order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
-        workers = RunWorkers(groups, home, prepared, order)
+        host = ray.util.get_node_ip_address()
+        store = open_store(host, config.cluster.wait_limit_s)
+        own_folder = folder.resolve() if folder else None
+        order = RunOrder(settings, prepared.train, own_folder, cluster.family, (host, store.port))
+        workers = RunWorkers(groups, home, prepared, order, store)
         counts, admissions = workers.begin(groups), None
         for _, report in counts:
             progress.print(report)

@@ -5,8 +5,9 @@ driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, ran
 driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -71,8 +72,7 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
 
-        `reads` are the columns that workers need of handles, by default all. `aside` runs beside the call that a worker is busy
-        with.
+        `reads` are the columns of handles that workers need, by default all. `aside` runs beside the call that a worker is busy with.
         """
         protocol: TransferProtocol = registration_of(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
@@ -96,7 +96,7 @@ class WorkerGroup:
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
 
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
-        """Return the answers of this group's calls, in the order of the futures, which then know where their rows are.
+        """Return the answers of this group's calls, in the order of the futures.
 
         `arrived` is called with each completed future. Raises WorkerError if a worker failed or sent no answer for too long, and
         UserError if a worker raised it.
@@ -118,8 +118,6 @@ class WorkerGroup:
                 except WorkerError as failure:
                     self._raise_deaths(list(waiting.values()), failure)
                     raise
-                # Index columns and sums go to the caller; the future keeps the location of the payload.
-                future.answer = replace(answers[ref], index=b"", sums={}, result=None)
                 if arrived:
                     arrived(future)
         return [answers[future.ref] for future in futures]
@@ -169,12 +167,14 @@ class RunWorkers:
     """The group that reads the data."""
     prepared: Prepared
     order: RunOrder
+    store: Any
+    """The store at which ranks meet; it lives as long as this object."""
 
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
         """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
 
-        Returns the number of prompts and a message per source; nothing if `home` is not among them, or reads none. Raises UserError
-        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
+        Returns the number of prompts and a message per source if `home` is among them, and reads data. Raises UserError if a worker
+        refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
         config = self.prepared.config
         for group in fresh:
@@ -192,8 +192,7 @@ class RunWorkers:
             layouts = [settings_of(role, config).layout for role in group.pool.models]
             layouts += [others[role] for role in group.pool.models if role in others]
             if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
-                (answer,) = group.wait([group.call("rendezvous")])
-                formed.append((group, group.call("join_process_group", answer.result)))
+                formed.append((group, group.call("join_process_group", secrets.token_hex(16))))
         wait_all(formed)
         reads = self.home in fresh and (self.prepared.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
@@ -209,18 +208,17 @@ class RunWorkers:
             if trains is None or trains is generates or not (trains in fresh or generates in fresh):
                 continue
             check_devices_alike(role, trains.device, generates.device)
-            (answer,) = trains.wait([trains.call("rendezvous")])
-            sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
-            wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
+            prefix, size = secrets.token_hex(16), trains.mesh.size + generates.mesh.size
+            sides = (trains, 0), (generates, trains.mesh.size)
+            wait_all((group, group.call("exchange_weights", role, prefix, first, size)) for group, first in sides)
         for group in fresh:
             group.limit_s = config.cluster.wait_limit_s
         return counts
 
     def replace_lost(self) -> None:
-        """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
+        """Restart the groups that lost a worker, and those that do not finish in `cluster.silence_s`: a rank may wait for a failed one.
 
-        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish. Raises WorkerError
-        if the restart failed.
+        All others forget their rows. Raises WorkerError if the restart failed.
         """
         cluster = self.home.cluster
         cluster.look()
@@ -274,9 +272,7 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
 
 
 def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
-    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one rank, for losses
-    that compare their rows.
-    """
+    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one rank."""
     costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
     return balanced_partition(costs, ranks, groups=index["group"].tolist() if whole_groups else None)
 

@@ -44,7 +44,7 @@ class CallResult:
 
 Kept = tuple[int, tuple[str, ...] | None, Numbers, Numbers]
 """The location of one stage's output: the key under which workers keep it; its payload columns (None if the attached answers name
-them, empty if all columns are meant); and for each row (B,) the worker, -1 for none, and the row's number there.
+them); and for each row (B,) the worker, -1 for none, and the row's number there.
 """
 
 
@@ -74,7 +74,6 @@ class Future:
     who: str
     what: str
     part: Part = Part()
-    answer: CallResult | None = None
 
 
 @dataclass(eq=False)
@@ -204,11 +203,9 @@ class Handle:
         return found[::-1]
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
-        """Return the table in the form that a worker receives; appends to `awaited` the futures whose answers must come with the
-        call.
+        """Return the table as a worker receives it; appends to `awaited` the futures whose answers must come with the call.
 
-        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers
-        keep.
+        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers keep.
         """
         if not len(self):
             return Part()
@@ -217,17 +214,14 @@ class Handle:
             if not output.holds(reads):
                 continue
             places = (rows >= 0).nonzero().flatten()
-            future = output.future[rows[places]]
-            by_columns: dict[tuple[str, ...] | None, list[int]] = {}
-            for number in future.unique().tolist():
-                answer = output.futures[number].answer if output.index is not None else None
-                awaited += [] if answer else [output.futures[number]]
-                by_columns.setdefault(answer.columns if answer else None, []).append(number)
-            for columns, numbers in by_columns.items():
-                own = places[torch.isin(future, torch.tensor(numbers))]
-                workers, there = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
-                workers[own], there[own] = output.workers[output.future[rows[own]]], output.row[rows[own]]
-                kept.append((output.key, () if reads is None else columns, workers.numpy(), there.numpy()))
+            future, columns = output.future[rows[places]], None
+            if output.index is None:
+                awaited += [output.futures[number] for number in future.unique().tolist()]
+            else:
+                columns = tuple(sorted(output.payload if reads is None else output.payload & reads))
+            workers, there = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
+            workers[places], there[places] = output.workers[future], output.row[rows[places]]
+            kept.append((output.key, columns, workers.numpy(), there.numpy()))
         index = self.index
         if reads is None:
             computed = [output.index for output in self.outputs if output.index and not output.futures]

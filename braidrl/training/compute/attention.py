@@ -29,6 +29,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface
 
+from braidrl.data.packing import rows_by_group
 from braidrl.native.kernels import attend_short
 
 ATTENTION = "braid"
@@ -97,7 +98,6 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
 
 @cache
 def parameters_of(forward: Forward) -> frozenset[str]:
-    """Return the names of a function's parameters."""
     return frozenset(signature(forward).parameters)
 
 
@@ -217,10 +217,7 @@ class PackedSequences(AttentionContext):
         """Arrange the sequences as the batches of `mix`, in the order in which their lengths first occur."""
         if multiple in self._arranged:
             return self._arranged[multiple]
-        groups: dict[int, list[int]] = {}
-        for number, length in enumerate(self.lengths):
-            groups.setdefault(-(-length // multiple), []).append(number)
-        numbers, device = list(groups.values()), self.offsets.device
+        numbers, device = rows_by_group([-(-length // multiple) for length in self.lengths]), self.offsets.device
         shapes = [(len(group), max(self.lengths[n] for n in group)) for group in numbers]
         starts = [0, *accumulate(self.lengths)]
         places, tokens = torch.empty(starts[-1], dtype=torch.int64), list[Tensor]()

@@ -54,10 +54,7 @@ def layer_kernels() -> LayerKernels | None:
     return kernels_by(kind)
 
 
-NOTICES = {
-    "liger": "liger-kernel",
-    "compiled": "torch.compile; `pip install liger-kernel` spares compiling them",
-}
+NOTICES = {"liger": "liger-kernel", "compiled": "torch.compile; `pip install liger-kernel` spares compiling them"}
 
 
 def kernels_by(kind: str) -> LayerKernels:

@@ -98,7 +98,6 @@ class Packed:
     context: AttentionContext | None = field(default=None, kw_only=True)
 
     def attention(self) -> AttentionContext:
-        """Return the attention context of these tokens."""
         if self.context is not None:
             return self.context
         if self.families is not None:
@@ -125,7 +124,7 @@ class Packed:
 def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packed:
     """Pack rows for one forward pass, with `share_prompts` each family's prompt once.
 
-    Raises ValueError if a sequence starts with an action, which nothing can predict, and for rows that cannot share prompts.
+    Raises ValueError if a sequence starts with an action, which nothing can predict.
     """
     tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
     actions = rows["action_mask"].values.nonzero().flatten()
@@ -137,8 +136,7 @@ def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packe
     ids, predictors, row_ends, families = tokens.values, actions - 1, tokens.offsets[1:] - 1, None
     if share_prompts:
         families = families_of(rows)
-        if families is None:
-            raise ValueError("rows of several sequences, or without actions, share no prompts")
+        assert families is not None, "rows of several sequences, or without actions, share no prompts"
         # The position of each token in the shared packing, (N,), and the packing's number of tokens.
         place, total = torch.empty(len(ids), dtype=torch.int64), 0
         offsets = tokens.offsets.tolist()
@@ -204,10 +202,8 @@ def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
             held += length
         parts.append(Family(family.prompt, family.responses[start:], family.rows[start:]))
     uids = rows.uids()
-    (plan,) = plan_micro_batches(
-        [part.tokens for part in parts], 1, max_tokens, uids=[uids[part.rows[0]] for part in parts]
-    )
-    return [sorted(row for number in batch for row in parts[number].rows) for batch in plan if batch]
+    plan = plan_micro_batches([part.tokens for part in parts], max_tokens, [uids[part.rows[0]] for part in parts])
+    return [sorted(row for number in batch for row in parts[number].rows) for batch in plan]
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,7 +57,6 @@ class ForwardPlan:
 
     @property
     def attention(self) -> str:
-        """Return the name of the model's attention implementation."""
         return "eager" if self.by_rows else ATTENTION
 
 
@@ -119,7 +118,6 @@ def use_plan(model: Any, plan: ForwardPlan) -> None:
 
 
 def plan_of_model(model: Any) -> ForwardPlan:
-    """Return the plan of a prepared model."""
     plan: ForwardPlan = getattr(model, PLAN, PACKED)
     return plan
 

@@ -128,7 +128,6 @@ class DataParallel(Ranks):
         return predict
 
     def _shard(self, module: Any, mesh: DeviceMesh) -> None:
-        """Shard a module with FSDP2."""
         # Gradients are reduced in float32 for any weight dtype; loss sums are divided once, at `step`.
         dtype = next(module.parameters()).dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))

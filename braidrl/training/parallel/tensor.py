@@ -31,11 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
@@ -57,7 +53,6 @@ REPLICATED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 
 
 def local_chunk(whole: Tensor, mesh: DeviceMesh, dimension: int) -> Tensor:
-    """Return this rank's chunk of a tensor."""
     return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
 
 
