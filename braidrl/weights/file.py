@@ -90,8 +90,8 @@ class WeightWriter:
     ) -> None:  # fmt: skip
         """Plan the file; all ranks call this, and `write`, at the same time.
 
-        With `repeat` it is for servers: in a folder below `within`, with tied tensors under every name. Else it is in shared memory. With a
-        text of `adapter_config.json` the parts are adapters, written to a folder in shared memory in peft's format.
+        With `repeat` it is for servers: in a folder below `within`, with tied tensors under every name. Else it is in shared memory, with
+        `adapter`, the text of `adapter_config.json`, in a folder there in peft's format: the parts are adapters.
         """
         self.ranks, self.adapter = ranks, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
