@@ -266,7 +266,7 @@ def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
         except KeyError as error:
             raise UserError(str(error.args[0])) from None
     function = import_function(name)
-    found = [e for one in (registered, *others) for e in one.entries.values() if e.function is function]
+    found = [e for one in (registered, *others) for e in one.values() if e.function is function]
     if not found:
         families = " or ".join(one.family for one in (registered, *others))
         raise UserError(f"{name} is no registered {families}; put the family's decorator above the function")
