@@ -35,8 +35,6 @@ from braidrl.weights.shards import WeightPart
 
 Advance = Callable[[int, int], None]
 """Called after each micro-batch with its numbers of rows and tokens."""
-
-
 FEATURES = (
     "tensor", "pipeline", "sequence", "shard", "streaming", "offload", "lora", "copies", "optimizers", "checkpoint_async",
 )  # fmt: skip

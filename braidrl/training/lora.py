@@ -32,8 +32,6 @@ ADAPTER = "adapter"
 NAME = "default"
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
-
-
 BLOCK = 64
 """Weights in 4 bits that share a scale."""
 KIND = "nf4"
