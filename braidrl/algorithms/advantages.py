@@ -64,10 +64,7 @@ def centered(reward: Tensor, groups: Groups, weights: Tensor | None = None) -> T
 def group_normalized(
     reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-6
 ) -> Tensor:
-    """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
-
-    GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
-    """
+    """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476."""
     groups = Groups(group, statistics_mask)
     difference = centered(reward, groups)
     freedom = (groups.sums(groups.counted.double()) - 1).clamp(min=1)

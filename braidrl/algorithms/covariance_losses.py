@@ -55,11 +55,9 @@ def token_pairs(
 
 
 def covariance_sums(
-    rollout_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    advantage: Tensor | None = None,
+    rollout_log_probs: Ragged, old_log_probs: Ragged | None = None, advantage: Tensor | None = None,
     advantages: Ragged | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the sums for the means over the batch."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     return {"tokens": torch.ones_like(log_probs).sum(), "log_probs": log_probs.sum(), "advantages": of_tokens.sum()}

@@ -143,10 +143,7 @@ def ptx(log_probs: Tensor) -> tuple[Tensor, Metrics]:
 
 @losses.register()
 def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """Return −sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
-
-    On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
-    """
+    """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv 2306.13649."""
     gap = (ref_log_probs - log_probs).detach()
     return -gap * log_probs, {"kl_teacher": -gap}
 

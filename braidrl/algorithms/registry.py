@@ -93,12 +93,12 @@ class Entry:
                 raise ValueError(f"{self.name}: {name} cannot be {given[name]!r}. {suggest(str(given[name]), names)}")
 
 
-class Registry:
+class Registry(dict[str, Entry]):
     """Functions of one family (`advantage`, `loss`, ...) by name."""
 
     def __init__(self, family: str) -> None:
+        super().__init__()
         self.family = family
-        self.entries: dict[str, Entry] = {}
 
     def register(
         self, name: str | None = None, *, writes: Sequence[str] = (), scope: ScopeName = "row",
@@ -155,24 +155,19 @@ class Registry:
             )  # fmt: skip
             if both := set(entry.state) & set(entry.settings):
                 raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
-            known = self.entries.get(entry.name)
+            known = self.get(entry.name)
             if known and known.function.__module__ != function.__module__:
                 raise ValueError(f"{self.family} {entry.name!r} is registered already, by {known.function.__module__}")
-            self.entries[entry.name] = entry
+            self[entry.name] = entry
             return function
 
         return add
 
-    def __getitem__(self, name: str) -> Entry:
-        if name not in self.entries:
-            raise KeyError(f"no {self.family} is called {name!r}. {suggest(name, self.entries)}")
-        return self.entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
+    def __missing__(self, name: str) -> Entry:
+        raise KeyError(f"no {self.family} is called {name!r}. {suggest(name, self)}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self.entries))
+        return iter(sorted(self.keys()))
 
 
 def is_number(value: object) -> bool:

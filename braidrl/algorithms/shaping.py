@@ -64,10 +64,7 @@ def row_kl_penalty(
     reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
     coef: float, estimator: str = "k1",
 ) -> Tensor:  # fmt: skip
-    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
-
-    arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
-    """
+    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv 1909.08593, equation 2."""
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return reward - coef * kl.row_sums().to(reward.dtype)
 

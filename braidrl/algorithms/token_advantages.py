@@ -97,7 +97,6 @@ advantages.register(
 
 
 BatchSums = dict[str, Tensor]
-DISCOUNT = Needs({"gamma": (0, 1)})
 
 
 def moments(tokens: Ragged, statistics_mask: Tensor | None = None) -> BatchSums:
@@ -139,7 +138,7 @@ def return_sums(
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
 
 
-@advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=DISCOUNT)
+@advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=Needs({"gamma": (0, 1)}))
 def reinforce_plus_plus(
     reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
     *, gamma: float = 1.0, epsilon: float = 1e-8, totals: BatchSums,

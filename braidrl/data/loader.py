@@ -157,10 +157,7 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """Return the rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text per row, in the texts' own seeded order.
-
-    Row (group, sample) gets text group * samples_per_prompt + sample, independent of the other rows.
-    """
+    """Return the rows with one pre-training text each, `ptx_tokens` int64 and `ptx_length`, by (group, sample) in a seeded order."""
     numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
     tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
     joined = Ragged.from_rows(tokens, torch.int64)

@@ -54,10 +54,7 @@ def equal_share(count: int, rank: int, size: int) -> range:
 
 
 def in_turn(groups: Sequence[int], parts: int) -> list[int]:
-    """Return the part of each row, round-robin by group number, so that every part starts with the first groups.
-
-    Of the last groups, fewer than `parts`, each part gets equally many consecutive rows.
-    """
+    """Return the part of each row, round-robin by group number, so that each part starts early; the last groups are split evenly."""
     place = {group: number for number, group in enumerate(sorted(set(groups)))}
     whole = len(place) // parts * parts
     left = [row for row, group in enumerate(groups) if place[group] >= whole]

@@ -57,10 +57,7 @@ class AdvantageNames:
     def group_normalized(
         self, *, epsilon: float = 1e-06, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
-
-        GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
-        """
+        """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476."""
 
     def leave_one_out(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -190,10 +187,7 @@ class ShapeNames:
     def row_kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
-
-        arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
-        """
+        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv 1909.08593, equation 2."""
 
     def safe_rlhf_kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -271,10 +265,7 @@ class LossNames:
         """
 
     def distillation(self) -> dict[str, Any]:
-        """Return −sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
-
-        On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
-        """
+        """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv 2306.13649."""
 
     def dpo(
         self, *, beta: float = 0.1

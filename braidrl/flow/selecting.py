@@ -128,10 +128,7 @@ class GroupSelector:
         return chosen
 
     def groups_wanted(self, batches: int = 1) -> int:
-        """Return the number of groups to admit now if stages overlap: waves, and groups ahead of them. It never changes a batch.
-
-        `batches` counts this one, and later ones whose rows may start already.
-        """
+        """Return how many groups to admit now if stages overlap, waves and ahead of them, for some `batches`; it never changes a batch."""
         return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 
     def under_way(self, batches: int = 1) -> int:
@@ -319,10 +316,7 @@ class GroupSelector:
         return max(0, wanted)
 
     def _waves(self) -> tuple[int, list[int]]:
-        """Return the total size of the waves, which follows from verdicts in the order of numbers, and the numbers of this batch.
-
-        The groups of numbers from the end of the waves are admitted ahead of them.
-        """
+        """Return the total size of the waves, by verdicts in the order of numbers, and this batch's numbers; those beyond it are ahead."""
         numbers = sorted((*self.verdicts, *self.pending))
         missing = self.target - len(self.waiting)
         # Rounding first makes 1.1 times 10 equal 11.

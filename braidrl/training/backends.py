@@ -35,8 +35,6 @@ from braidrl.weights.shards import WeightPart
 
 Advance = Callable[[int, int], None]
 """Called after each micro-batch with its numbers of rows and tokens."""
-
-
 FEATURES = (
     "tensor", "pipeline", "sequence", "shard", "streaming", "offload", "lora", "copies", "optimizers", "checkpoint_async",
 )  # fmt: skip
@@ -114,10 +112,7 @@ class TrainingBackend(Protocol):
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradients of loss sums over this rank's rows, of which there may be none, without dividing them.
-
-        Returns this rank's loss sums by denominator; `sums` receives metrics under the role's name.
-        """
+        """Accumulate gradients of loss sums over this rank's rows, undivided; return the sums by denominator. `sums` gets metrics."""
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divide the accumulated sums by their global counts, and run one optimizer step; a sum whose count is 0 is left out.
@@ -127,10 +122,7 @@ class TrainingBackend(Protocol):
         """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """Write a Hugging Face directory, in an existing folder, with the optimizer's state beside it.
-
-        `write` is true on the rank that writes the data that all ranks have in full.
-        """
+        """Write a Hugging Face directory with the optimizer's state; `write` is true on the rank that writes what all have in full."""
 
 
 @runtime_checkable
@@ -144,10 +136,7 @@ class ShardedBackend(TrainingBackend, Protocol):
     """Tensors to offload while other roles need the device: `weights`, and of a trained role `optimizer`."""
 
     def weights(self) -> Mapping[str, WeightPart]:
-        """Return this rank's part of each tensor by its name in the Hugging Face directory, without communication.
-
-        `braidrl.weights.shards.weight_parts` makes them of DTensors by name.
-        """
+        """Return this rank's part of each tensor by name, without communication; `weights.shards.weight_parts` makes them of DTensors."""
 
     def bytes_of(self, part: str) -> int:
         """Return the bytes of an entry of `offloadable`, also while it is away."""

@@ -32,8 +32,6 @@ ADAPTER = "adapter"
 NAME = "default"
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
-
-
 BLOCK = 64
 """Weights in 4 bits that share a scale."""
 KIND = "nf4"
@@ -154,10 +152,7 @@ class Adapted:
 
     @torch.no_grad()
     def merged_part(self, whole: bool = False) -> Tensor:
-        """Return this rank's shard, or the `whole` tensor, of base + scaling · up down, rounded once.
-
-        All ranks of a sharded model call this at the same time: adapters are small and are gathered in full.
-        """
+        """Return the shard, or the `whole`, of base + scaling · up down, rounded once; all ranks call it, as adapters are gathered."""
         weight = self.layer.weight
         base, box = (full_tensor(weight), Box.whole(self.shape)) if whole else (local_shard(weight), self.box)
         rows, columns = box.slices

@@ -202,10 +202,7 @@ class Lookup:
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
-    """Return a column for losses: payload columns as flat values (A,), index columns (B,) unchanged; None if missing.
-
-    An `advantage` per row is repeated over the row's action tokens as `advantages`.
-    """
+    """Return a column for losses, payload flat (A,), index (B,), or None; an `advantage` per row is repeated as `advantages`."""
     if column == "advantages" and column not in rows and "advantage" in rows:
         per_row = rows["advantage"].to(offsets.device)
         return per_row.repeat_interleave(offsets.diff()).to(device)
@@ -296,10 +293,7 @@ def trained_rows(rows: Rows) -> Rows:
 
 
 def trained_mask(index: Rows) -> Tensor:
-    """Return the mask (B,) bool of rows with an action that `loss_mask` keeps and that did not fail.
-
-    The score of a trajectory whose environment failed says nothing about its actions.
-    """
+    """Return the mask (B,) of rows with an action that `loss_mask` keeps, and whose environment did not fail: its score says nothing."""
     taken: Tensor = index["action_tokens"] > 0
     if "loss_mask" in index:
         taken = taken & (index["loss_mask"] > 0)

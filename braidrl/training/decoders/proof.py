@@ -278,10 +278,7 @@ def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
 
 @torch.no_grad()
 def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Return the greatest difference of the log-probs of responses, decoded one token per step, and its bound.
-
-    Rows decode from slots, between which they also move, or by rows with the model's own cache.
-    """
+    """Return the greatest difference of log-probs decoded token by token, from slots between which rows move, or by rows; and its bound."""
     model, rows = twin.model(plan), twin.rows
     cohorts, cache = Cohorts(model), SlotCache(SLOTS, torch.float32, twin.device)
     if plan.by_rows:

@@ -77,10 +77,7 @@ class DataParallel(Ranks):
     """Whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
-        """Shard a model in place, whose parameters may still be on the meta device; return the function to call in place of `predict`.
-
-        `read_parameters` reads a module's parameters just before it is sharded.
-        """
+        """Shard a model in place, which may be on the meta device until `read_parameters`; return the function to call for `predict`."""
         if self.mesh is None:
             read_parameters(model)
             return predict

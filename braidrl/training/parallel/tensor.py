@@ -128,10 +128,7 @@ class LayerBlock:
 
 
 def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[LayerBlock]:
-    """Return the blocks of a layer that are sharded by the styles of `plan_of`; the weights of others, such as norms, are replicated.
-
-    `mixers` are names of the model's classes that mix tokens outside attention.
-    """
+    """Return the blocks of a layer that are sharded by the styles of `plan_of`; others are replicated. `mixers` are names of classes."""
     styles: dict[str, dict[str, str]] = {}
     for name, _ in layer.named_modules():
         around = [name.rsplit(".", up)[0] for up in range(name.count("."), -1, -1)]

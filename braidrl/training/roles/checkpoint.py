@@ -54,10 +54,7 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> Non
 
 
 def side_files(model: Any, path: Path) -> dict[str, bytes]:
-    """Return the files of a Hugging Face directory besides its weights, by name.
-
-    A file that transformers refuses to write is copied unchanged from the model's folder, with a warning.
-    """
+    """Return the files of a Hugging Face directory besides weights, by name; those that transformers refuses are copied, with a warning."""
     generation: Any = model.generation_config if model.can_generate() else None
     with TemporaryDirectory(prefix="braid-side-files-") as name:
         folder = Path(name)
