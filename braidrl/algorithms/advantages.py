@@ -122,10 +122,8 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
     A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
     σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
-
-    Raises:
-        ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
+    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError if a group has fewer than k
+    samples. With fewer that count in its statistics, its samples get 0.
     """
     groups = Groups(group, statistics_mask)
     if bool((groups.sizes < k).any()):
@@ -151,10 +149,7 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
 
 @selections.register(scope="group", needs=PAIR)
 def informative_groups(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> dict[int, str]:
-    """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
-
-    Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
-    """
+    """Drop groups that are all right or all wrong: they keep 0 < #correct < G. Dynamic sampling, DAPO, arXiv 2503.14476, equation 11."""
     groups = Groups(group, statistics_mask)
     right, wrong = (groups.sums((groups.counted & rows).long()) for rows in (correct > 0, correct <= 0))
     dropped = dict.fromkeys(groups.numbers[wrong == 0].tolist(), "all correct")

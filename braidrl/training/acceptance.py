@@ -141,10 +141,7 @@ def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Compare packed rows in bfloat16 to float32, relative to transformers' own single rows in bfloat16.
-
-    The median token counts: rounding may choose another expert for a few of them.
-    """
+    """Compare packed and transformers' own rows in bfloat16 with float32, by the median: rounding may choose other experts for a few."""
     ours = packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
     model = copy.deepcopy(twin.own).to(torch.bfloat16)
     theirs = []
@@ -282,10 +279,7 @@ def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
 
 @quietly()
 def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
-    """Return the log-probs of all rows by row number, and the global gradient norm; without a `world`, computed by this process alone.
-
-    Every token of a row but the first is an action.
-    """
+    """Return the log-probs of all rows by number and the global gradient norm; all tokens but a row's first are actions."""
     rows, folder, layout = [torch.tensor(row) for row in task["rows"]], task["folder"], task["layout"]
     torch.set_num_threads(1)
     rank, size = (world.rank, world.size) if world else (0, 1)

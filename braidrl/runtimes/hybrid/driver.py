@@ -90,7 +90,7 @@ class HybridBackend:
         output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
         output.begin(key, self.home, futures, [range(*edges) for edges in pairwise(ends)], self.forgotten)
         output.finish(answers)
-        return Handle((output,), torch.arange(len(output.future))[None])
+        return Handle((output,), torch.arange(len(output.row))[None])
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None) -> Handle:
         """Start a stage; without a role it is deferred until its output is needed. In a `segment` ranks exchange results."""

@@ -265,8 +265,9 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
     group: WorkerGroup = outputs[0].group
     workers = torch.full((len(table),), -1)
     for output in outputs:
-        for future, _, places in output.pieces(table.rows[table.outputs.index(output)]):
-            workers[places] = torch.where(workers[places] < 0, future.worker, workers[places])
+        rows = table.rows[table.outputs.index(output)]
+        places = ((rows >= 0) & (workers < 0)).nonzero().flatten()
+        workers[places] = output.worker[rows[places]]
     ranks = [worker - group.first if worker in group.numbers else 0 for worker in workers.tolist()]
     return group, rows_of_ranks(ranks, group.mesh.size)
 

@@ -42,7 +42,7 @@ from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.prepare.setup import Prepared, after_first, set_up_torch, with_data, without_data
-from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowStore
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.parallel.layouts import DataParallel
@@ -154,7 +154,7 @@ class HybridWorker:
         """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
         prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
-        self.flow, self.rows = prepared.executed, prepared.store()
+        self.flow, self.rows = prepared.executed, RowStore(prepared)
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)
