@@ -149,7 +149,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     check(lambda: checks.check_divided_engines(config, prepared.stages))
     check(lambda: checks.check_adapters(config, flow))
     check(lambda: checks.check_weights(config))
-    check(lambda: checks.check_roles(config, [*flow.roles, *evaluation.roles], flow.name))
+    check(lambda: checks.check_roles(config, {*flow.roles, *evaluation.roles}, flow.name))
     if config.runtime == "hybrid":
         check(lambda: checks.check_pools(config, flow, prepared.pools()))
     return prepared
