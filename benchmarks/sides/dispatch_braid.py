@@ -63,7 +63,7 @@ class EchoWorker(HybridWorker):
         places = [(pool, rank) for pool in pools for rank in range(pool.workers)]
         self.names, self.limit_s = [f"{pool.name} rank {rank}" for pool, rank in places], 60.0
         self.number, (self.pool, self.rank) = number, places[number]
-        self.order = RunOrder({}, True, None, family, ("", 0))
+        self.order = RunOrder({}, True, None, family)
 
     def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
         """Make rows `first` to `end` of the table, and keep them."""

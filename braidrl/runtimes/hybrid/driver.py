@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.pools import GENERATE
-from braidrl.cluster.process_groups import open_store
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
@@ -354,11 +353,8 @@ def start_hybrid_backend(
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
-        host = ray.util.get_node_ip_address()
-        store = open_store(host, config.cluster.wait_limit_s)
-        own_folder = folder.resolve() if folder else None
-        order = RunOrder(settings, prepared.train, own_folder, cluster.family, (host, store.port))
-        workers = RunWorkers(groups, home, prepared, order, store)
+        order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
+        workers = RunWorkers(groups, home, prepared, order)
         counts, admissions = workers.begin(groups), None
         for _, report in counts:
             progress.print(report)

@@ -5,7 +5,6 @@ driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, ran
 driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,8 +166,6 @@ class RunWorkers:
     """The group that reads the data."""
     prepared: Prepared
     order: RunOrder
-    store: Any
-    """The store at which ranks meet; it lives as long as this object."""
 
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
         """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
@@ -192,7 +189,8 @@ class RunWorkers:
             layouts = [settings_of(role, config).layout for role in group.pool.models]
             layouts += [others[role] for role in group.pool.models if role in others]
             if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
-                formed.append((group, group.call("join_process_group", secrets.token_hex(16))))
+                (answer,) = group.wait([group.call("rendezvous")])
+                formed.append((group, group.call("join_process_group", answer.result)))
         wait_all(formed)
         reads = self.home in fresh and (self.prepared.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
@@ -208,9 +206,9 @@ class RunWorkers:
             if trains is None or trains is generates or not (trains in fresh or generates in fresh):
                 continue
             check_devices_alike(role, trains.device, generates.device)
-            prefix, size = secrets.token_hex(16), trains.mesh.size + generates.mesh.size
-            sides = (trains, 0), (generates, trains.mesh.size)
-            wait_all((group, group.call("exchange_weights", role, prefix, first, size)) for group, first in sides)
+            (answer,) = trains.wait([trains.call("rendezvous")])
+            sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
+            wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
         for group in fresh:
             group.limit_s = config.cluster.wait_limit_s
         return counts
