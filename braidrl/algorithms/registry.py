@@ -52,17 +52,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function with its columns and settings.
-
-    `sums` is for scope `batch` only: `sums(columns, **settings)` returns a dict of numbers or tensors, which the runtime adds up over
-    all rows. The function receives the totals as its keyword `totals`.
-
-    `state` gives the initial values of a small state that the stage owns (a KL coefficient, a multiplier). The function receives it
-    as its keyword `state`; once per iteration `update_state(state, totals, **settings)` returns the next one. Both receive the settings
-    that they name.
-
-    `denominator` is for aggregations: the count over the optimizer step that divides their sums.
-    """
+    """A registered function with its columns and settings; see `Registry.register`."""
 
     name: str
     function: Callable[..., Any]
@@ -84,10 +74,7 @@ class Entry:
         return self.columns.get(parameter, parameter)
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raise ValueError for an unknown, missing or invalid setting.
-
-        A name of the state is also a setting: it sets the initial value.
-        """
+        """Raise ValueError for an unknown, missing or invalid setting. A name of the state is also a setting: it sets the initial value."""
         known = {**self.settings, **self.state}
         for name, value in given.items():
             if name not in known:
@@ -125,10 +112,12 @@ class Registry:
             name: By default the function's own.
             writes: Columns that it returns.
             scope: The rows that it must see at once.
-            sums: For scope `batch`: the function whose results are added up over all rows.
+            sums: For scope `batch`: `sums(columns, **settings)` returns a dict of numbers or tensors, which are added up over all rows; the
+                function receives the totals as its keyword `totals`.
             columns: Columns of parameters whose names differ from the columns': `{"baseline": "greedy.reward"}`.
-            state: Initial values of the state that its stage owns.
-            update_state: Returns the next state, once per iteration.
+            state: Initial values of a small state that its stage owns, such as a KL coefficient; the function receives it as its keyword
+                `state`.
+            update_state: `update_state(state, totals, **settings)` returns the next state, once per iteration.
             needs: Requirements of the function.
             denominator: For an aggregation: the count that divides its sums.
 

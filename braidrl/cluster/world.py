@@ -30,7 +30,6 @@ from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
 
 HEAR_EVERY_S = 0.02
-"""Seconds between two reads of new notices."""
 
 
 class Notices:
@@ -49,7 +48,6 @@ class Notices:
         self._list, self._told, self._heard, self._next = name, [], 0, 0.0
 
     def tell(self, message: bytes) -> None:
-        """Append a message."""
         number = self._store.add(f"{self._list}/count", 1) - 1
         self._told.append(f"{self._list}/{number}")
         self._store.set(self._told[-1], message)  # type: ignore[arg-type]  # takes bytes too
@@ -82,10 +80,8 @@ class World:
         """True for the rank that writes shared files."""
         self.place, self.rows = "the start", ""
         self.exchanged_bytes = 0
-        """The payload received from other ranks."""
         self._store, self._meetings = store, 0
         self.notices = None if store is None else Notices(dist.PrefixStore("notices", store))
-        """The notices between ranks; None for a single process."""
 
     def at(self, place: str) -> None:
         """Record what this rank does from now on; the text is the same on every rank."""
@@ -188,8 +184,7 @@ class World:
 def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, secret: str = "") -> World:
     """Join the world described by the environment that `torchrun` or our launchers set (RANK, WORLD_SIZE, ...).
 
-    Ranks wait for each other at most `limit_s` seconds. With `cuda` each takes its own device, beside those of the `engines` that it
-    starts. `secret` is the prefix of the ranks' keys in the store.
+    Waits take `limit_s` seconds at most. With `cuda` each rank takes a device; `secret` is the prefix of their keys in the store.
     """
     if cuda:
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])

@@ -40,9 +40,9 @@ def balanced_partition(
     return [sorted(row for group in part for row in members[group]) for part in chosen]
 
 
-def rows_by_group(groups: Sequence[int]) -> list[list[int]]:
+def rows_by_group(groups: Sequence[Any]) -> list[list[int]]:
     """Return the positions of each group's rows, in the order of the groups' first rows."""
-    members: dict[int, list[int]] = {}
+    members: dict[Any, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
     return list(members.values())

@@ -156,10 +156,7 @@ class Reading:
         return example
 
     def _example(self, record: Record, line: int) -> Example:
-        """Make an example from the configured fields of a record of JSON values.
-
-        Raises UserError for a missing field or a wrong type, and LeftOut.
-        """
+        """Make an example from a record of JSON values. Raises UserError for a missing field or a wrong type, and LeftOut."""
         source, where = self.source, place(self.source.path, line)
         given: tuple[str, ...] = ()
         response = rejected = None

@@ -135,10 +135,7 @@ class GroupSelector:
         return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 
     def under_way(self, batches: int = 1) -> int:
-        """Return the number of undecided groups needed for some batches, from the share kept in this batch and the last one.
-
-        It is at most `batches` times the batch size.
-        """
+        """Return how many undecided groups some batches need, at most all of theirs, by the share kept in this batch and the last."""
         kept = sum(verdict.reason is None for verdict in self.verdicts.values())
         before = self.observed or (self.target, self.target)
         missing = batches * self.target - len(self.waiting) - kept
@@ -195,10 +192,7 @@ class GroupSelector:
             self.pending.append(group)
 
     def decide(self, verdicts: Mapping[int, Verdict]) -> None:
-        """Record verdicts, in any order and in any portions.
-
-        Raises ValueError for a group that is not pending, and UserError if a whole epoch of groups was dropped.
-        """
+        """Record verdicts in any order. Raises ValueError for a group that is not pending, UserError if a whole epoch was dropped."""
         if others := verdicts.keys() - set(self.pending):
             raise ValueError(f"group {min(others)} is not awaited: it was decided before, or never admitted")
         self.verdicts.update(verdicts)

@@ -173,10 +173,7 @@ def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> d
 
 
 def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> Entry:
-    """Return the registered function for a choice: `{name: ..., settings}`, or a name alone.
-
-    Raises UserError for an unknown name or setting, and for a KL term without a coefficient.
-    """
+    """Return the registered function for a name, or a mapping with it. Raises UserError for an unknown name, setting or missing `coef`."""
     place = f"{role}.update: {parameter}"
     settings = {"name": choice} if isinstance(choice, str) else choice
     if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
@@ -229,10 +226,7 @@ def method_signature(type: str, params: Mapping[str, Any]) -> Signature:
 
 
 def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
-    """Return the registered function of a compute or select stage's type. Raises UserError for an unknown type.
-
-    `also` are other valid types, for the hint in the message.
-    """
+    """Return the function of a compute or select stage's type. Raises UserError for an unknown type; the hint names `also` other types."""
     if ":" in type:
         first, *others = FAMILIES.values()
         return entry_of(first, type, *others)

@@ -40,10 +40,10 @@ def predicted(problem: Problem) -> Plan:
             resident, working = role_memory(one.use)
             roles[name] = Choice(one.use, costs, resident, sum(working.values()))
         (devices,) = {one.devices for one in pool.values()}
-        found = None
+        whole, found = all_resident(roles, group, devices), None
         if config.trainer.resident_gib is not None and config.runtime != "streaming":
-            found = in_turns(problem, roles, group, devices, int(config.trainer.resident_gib * GIB))
-        sets.append(found or all_resident(roles, group, devices))
+            found = in_turns(problem, whole, int(config.trainer.resident_gib * GIB))
+        sets.append(found or whole)
     if config.runtime == "streaming":
         return streaming_plan(problem, sets, config.trainer.max_staleness)
     return synchronous_plan(problem, config.runtime, sets)

@@ -47,7 +47,6 @@ class Workload:
     """Seconds of an engine's decode step. Rows start at a step boundary; an engine requests a new row while the next step runs. 0: rows
     start at once."""
     loading: Way = "rolling"
-    """The weight-update policy."""
     load_seconds: float = 0.0
     """Seconds that an engine pauses to load weights that lie in its host's memory."""
     receive_seconds: float = 0.0
@@ -116,7 +115,6 @@ class SimulatedWorker:
     ranks: int = 1
     slots: int = 1
     work: dict[int, SimulatedLease] = field(default_factory=dict)
-    """Active leases by number."""
     loads: bool = False
     receives_until: float | None = None
     """The time at which an engine has, or will have, received its next weights ahead of the load."""
@@ -142,7 +140,6 @@ class Streaming:
     """A simulated streaming run."""
 
     lease_seconds = math.inf
-    """Seconds after which a lease expires."""
 
     def __init__(self, work: Workload) -> None:
         self.work = work
@@ -325,9 +322,7 @@ class Streaming:
                 continue
             begun = engine.loads = True
             # After the current decode step the engine preempts its rows, whose ends are postponed.
-            until = (
-                self.clock.now + self.work.receive_seconds if engine.receives_until is None else engine.receives_until
-            )
+            until = engine.receives_until or self.clock.now + self.work.receive_seconds
             seconds, engine.receives_until = self.work.load_seconds + max(0.0, until - self.clock.now), None
             step = self._until_step(engine)
             for work in engine.work.values():

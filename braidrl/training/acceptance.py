@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.ragged import Ragged, join_response
+from braidrl.algorithms.registry import responses
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import LoraConfig, parse_config
@@ -140,10 +141,7 @@ def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Compare packed rows in bfloat16 to float32, relative to transformers' own single rows in bfloat16.
-
-    The median token counts: rounding may choose another expert for a few of them.
-    """
+    """Compare packed and transformers' own rows in bfloat16 with float32, by the median: rounding may choose other experts for a few."""
     ours = packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
     model = copy.deepcopy(twin.own).to(torch.bfloat16)
     theirs = []
@@ -281,10 +279,7 @@ def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
 
 @quietly()
 def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
-    """Return the log-probs of all rows by row number, and the global gradient norm; without a `world`, computed by this process alone.
-
-    Every token of a row but the first is an action.
-    """
+    """Return the log-probs of all rows by number and the global gradient norm; all tokens but a row's first are actions."""
     rows, folder, layout = [torch.tensor(row) for row in task["rows"]], task["folder"], task["layout"]
     torch.set_num_threads(1)
     rank, size = (world.rank, world.size) if world else (0, 1)
@@ -295,17 +290,12 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
     ranks = DataParallel(world.group, world) if world else DataParallel()
     worker = RoleWorker(BackendSpec("actor", config, True, ranks))
     numbers = [n for n in range(len(rows)) if n % size == rank and len(rows[n]) > 1]
-    tokens = [rows[n] for n in numbers]
-    lengths = torch.tensor([len(row) for row in tokens])
-    mask = torch.cat([torch.arange(len(row)) > 0 for row in tokens])
-    mine = Rows(
-        {
-            "source": torch.zeros_like(lengths), "group": torch.tensor(numbers), "sample": torch.zeros_like(lengths),
-            "length": lengths, "action_tokens": lengths - 1, "tokens": Ragged.from_lengths(torch.cat(tokens), lengths),
-            "action_mask": Ragged.from_lengths(mask, lengths),
-            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
-        }
-    )  # fmt: skip
+    first, rest = (
+        Ragged.from_rows([rows[n][part] for n in numbers], torch.int64) for part in (slice(1), slice(1, None))
+    )
+    columns: Any = zip(responses["join_response"].writes, join_response(first, rest), strict=True)
+    zeros = torch.zeros(len(numbers), dtype=torch.int64)
+    mine = Rows({"source": zeros, "group": torch.tensor(numbers), "sample": zeros, **dict(columns)})
     log_probs = worker.forward("log_probs", mine)
     worker.forward_backward(Objective.of("actor", {"loss": "sft", "aggregate": "token-mean"}), mine, Sums())
     norm = worker.optim_step({"tokens": float(sum(len(row) - 1 for row in rows))}, 1)

@@ -66,7 +66,6 @@ class BackendSpec:
     dtype: torch.dtype = field(init=False)
     """The dtype of the weights in the forward pass."""
     device: torch.device = field(init=False)
-    """The device of the model."""
     learning_rate: float = field(init=False)
     """The learning rate after warm-up."""
     layout: ParallelLayout = field(init=False)
@@ -110,10 +109,7 @@ class TrainingBackend(Protocol):
         """Load weights and optimizer state that `export` wrote in any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Return the `log_probs`, `values` or `scores` of this rank's rows, of which there may be none, in their order.
-
-        There is one number per action token, or per row of `scores`.
-        """
+        """Return `log_probs`, `values` (per action token) or `scores` (per row) of this rank's rows, in order; it may have none."""
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None

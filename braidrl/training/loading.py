@@ -167,10 +167,7 @@ def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: tor
 
 
 def without_quantisation(config: Any, folder: Path) -> bool:
-    """Remove the quantisation from a configuration, since weights are dequantised on loading; return whether there was one.
-
-    Raises UserError for an unsupported format.
-    """
+    """Remove a supported quantisation from a configuration; return whether there was one. Raises UserError for another format."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return False
@@ -237,10 +234,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokens(model: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if a model's responses could not end, or its chat template is invalid.
-
-    The end tokens of the run's tokenizer, config.json and generation_config.json must be in the model's vocabulary.
-    """
+    """Raise UserError if an end token of a model or of the tokenizer is not in its vocabulary, or its chat template is invalid."""
     folder = _model_folder(model)
     config, path, settings = read_model_config(folder), folder / "generation_config.json", None
     if path.is_file():

@@ -29,15 +29,12 @@ class RoleSettings:
     own: frozenset[str]
     """The names of the role's own settings."""
     model: Path
-    """The model's directory."""
     device: str
     configured_dtype: str
     backend: str
-    """The name of the training backend."""
     learning_rate: float
     """The learning rate after warm-up."""
     max_tokens: int
-    """Most tokens in a micro-batch."""
     activation_checkpointing: bool
     layout: ParallelLayout
     inference_layout: ParallelLayout | None

@@ -177,8 +177,8 @@ class Residency:
         """Register a new role with its inference copy, and offload it to make room for the next one."""
         if engine is not None:
             self.engines[worker.role] = engine
-        if engine is not None and engine.memory is not None and engine.memory.weights is not None:
-            self.phases[worker.role] = engine.memory.weights
+        if engine is not None and engine.phases is not None:
+            self.phases[worker.role] = engine.phases
         if self.budget is None:
             return
         assert isinstance(worker, ShardedBackend), f"check_backends lets {worker.role} have no other here"

@@ -25,7 +25,7 @@ from braidrl.rewards.pool import check_requirements
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
-from braidrl.sandbox.walls import POLICIES, walls_missing
+from braidrl.sandbox.walls import walls_missing
 from braidrl.training.acceptance import AXES, FILES, HALF, check_accepted
 from braidrl.training.backends import BACKENDS, supported
 from braidrl.training.decoders.proof import proven_plan
@@ -240,7 +240,7 @@ def without_effect(config: Config) -> list[str]:
     }
     lines = [f"{key} has no effect under runtime={runtime}" for key, is_ignored in ignored.items() if is_ignored]
     for key, sandbox, name in own_code(config):
-        if sandbox.sandbox != "none" and (reason := walls_missing(POLICIES[sandbox.sandbox])):
+        if sandbox.sandbox != "none" and (reason := walls_missing(sandbox.sandbox == "bubblewrap")):
             lines.append(
                 f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no walls here ({reason}): "
                 "its code could signal or read this run's processes and write its files"

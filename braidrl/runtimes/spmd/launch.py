@@ -3,9 +3,10 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from braidrl.cluster.child import end_at_once, failure_of, function_of
+from braidrl.cluster.child import end_at_once, failure_of
 from braidrl.cluster.devices import choose_device, device_count, devices_each
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
@@ -38,7 +39,7 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     # This process is a rank already.
     world = joined_world(config)
     try:
-        result = world.share("the end of the run", function_of(entry)(world, task))
+        result = world.share("the end of the run", resolve_name(entry)(world, task))
     except (UserError, KeyboardInterrupt):
         raise
     except LostPeers as error:

@@ -34,7 +34,7 @@ from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.collective import OfferedWeights
-from braidrl.weights.file import WeightFile, stored_in_memory
+from braidrl.weights.file import WeightFile, stored_weights
 
 LOAD, RECEIVE = "load weights", "receive weights"
 Key = tuple[int, int]
@@ -296,7 +296,7 @@ class GenerateLoop:
 
         def receive() -> WeightFile | None:
             with self.context.trace.busy(RECEIVE, version, version=version), suppress(RuntimeError):
-                return stored_in_memory(source.tensors())
+                return stored_weights(source.tensors())
             # A sender was lost: the engine asks again when it loads.
             return None
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from braidrl.cluster.devices import choose_device
-from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
+from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, open_store
@@ -220,7 +220,7 @@ def work(arguments: Mapping[str, Any]) -> None:
         ranks: DataParallel = one_of(group, arguments, ip)
         if arguments["rank"] > 0:
             with Runner() as runner:
-                run_cancelled_by_interrupts(runner, follow_engines(str(group.role), ranks, config))
+                runner.run(follow_engines(str(group.role), ranks, config))
             return
     else:
         world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")

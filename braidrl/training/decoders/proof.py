@@ -220,10 +220,7 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
 
 @torch.no_grad()
 def leaking_modules(twin: Twin, model: Any) -> list[str]:
-    """Return the class of the first module whose output differs between packed and single rows although its inputs agree.
-
-    The classes of its parent modules follow, up to the decoder's layer.
-    """
+    """Return the class of the first module that mixes packed rows (its output differs, its inputs agree), then those of its parents."""
     set_training(model, False)
     packed, alone = _calls(model, [twin.rows]), _calls(model, [[row] for row in twin.rows])
     for (name, given, theirs), (other, also, ours) in zip(alone, packed, strict=False):

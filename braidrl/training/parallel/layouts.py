@@ -242,10 +242,7 @@ class DataParallel(Ranks):
 
 
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
-    """Return this rank's view of a layout over `world`; every rank calls this at the same time.
-
-    Raises UserError if the layout does not fit the number of ranks.
-    """
+    """Return this rank's view of a layout; all ranks call this at once. Raises UserError if it does not fit the number of ranks."""
     layout = layout.resolve(world.size)
     if layout.is_replicated:
         return world

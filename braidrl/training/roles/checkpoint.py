@@ -96,10 +96,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved optimizer state, written in any layout.
-
-    Raises UserError for damaged files, and LookupError for the state of another model than one of so many `parameters`.
-    """
+    """Return this rank's shards of a saved state of any layout. Raises UserError for damaged files, LookupError for another model's."""
     try:
         if (folder / OPTIMIZER).is_file():
             tensors = load_file(folder / OPTIMIZER)

@@ -33,6 +33,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.metrics import Sums
+from braidrl.training import lora
 from braidrl.training.backends import BACKENDS, Advance, BackendSpec, ShardedBackend, TrainingBackend
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
@@ -40,17 +41,6 @@ from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_eno
 from braidrl.training.decoders.body import PACKED, checkpoint_activations, plan_of_model, run_body, set_training
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.loading import load_decoder, load_scorer
-from braidrl.training.lora import (
-    ADAPTER,
-    PREFIX,
-    FourBitLinear,
-    adapters_of,
-    add_adapters,
-    is_adapter,
-    merged,
-    peft_config,
-    plain_names,
-)
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.optimizer import MASTER_BYTES, MasterOptimizer, all_finite
@@ -92,10 +82,10 @@ class RoleWorker(ShardedBackend):
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
         self.base_shapes = shapes_of(self.model)
         if self.lora:
-            add_adapters(self.model, self.lora, self.config.seed)
+            lora.add_adapters(self.model, self.lora, self.config.seed)
             for module in list(self.model.modules()) if self.lora.base_dtype else ():
                 if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
-                    module.base_layer = FourBitLinear(base)
+                    module.base_layer = lora.FourBitLinear(base)
         self.shapes = shapes_of(self.model)
         if self.config.trainer.compile:
             FAST_LAYERS[self.device.type](self.model)
@@ -106,7 +96,7 @@ class RoleWorker(ShardedBackend):
         # Only after sharding: the full model may be too large for one device.
         self.model.to(self.device).eval()
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self.train and (not self.lora or is_adapter(name)))
+            parameter.requires_grad_(self.train and (not self.lora or lora.is_adapter(name)))
         self.optimizer: MasterOptimizer | None = None
 
         def local_parameters() -> list[Tensor]:
@@ -168,10 +158,7 @@ class RoleWorker(ShardedBackend):
         return self.config.trainer.share_prompts and plan_of_model(self.model) == PACKED and saves_enough(rows)
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """Pack this rank's rows into micro-batches of at most `max_tokens` tokens, and add empty ones up to the number that all ranks run.
-
-        With `whole_groups`, the rows of a group stay together.
-        """
+        """Pack rows into micro-batches of at most `max_tokens`, with `whole_groups` by group, plus empty ones up to all ranks' number."""
         # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was planned for.
         plan, shares = list[list[int]](), self.shares_prompts(rows)
         if shares and not whole_groups:
@@ -259,11 +246,11 @@ class RoleWorker(ShardedBackend):
         tensor at a time. Ranks without `wanted` get an empty dict.
         """
         self.ranks.reshard(self.model)
-        named = plain_names(self.model, self.model.state_dict(keep_vars=True))
+        named = lora.plain_names(self.model, self.model.state_dict(keep_vars=True))
         # Whether the module's parameters are the role's full weights.
         is_full = self.lora is None and not self.ranks.is_sharded
         found: dict[str, Tensor] = {}
-        for names, tensor in self.ranks.full_tensors(named, merged):
+        for names, tensor in self.ranks.full_tensors(named, lora.merged):
             if wanted:
                 found |= dict.fromkeys(names, tensor if is_full else tensor.cpu())
         return found
@@ -275,8 +262,8 @@ class RoleWorker(ShardedBackend):
         """Return the local shards by name, adapters merged on demand; with `adapters_alone`, only trained parameters by peft's names."""
         self.ranks.reshard(self.model)
         if adapters_alone:
-            return weight_parts(adapters_of(dict(self.model.named_parameters())))
-        return weight_parts(plain_names(self.model, self.model.state_dict(keep_vars=True)))
+            return weight_parts(lora.adapters_of(dict(self.model.named_parameters())))
+        return weight_parts(lora.plain_names(self.model, self.model.state_dict(keep_vars=True)))
 
     def bytes_of(self, part: str) -> int:
         if part == "weights":
@@ -297,7 +284,9 @@ class RoleWorker(ShardedBackend):
         kept = checkpoint.copied if copy else dict[str, Tensor]
         weights, adapters = self.full_state_dict(wanted=write), dict[str, Tensor]()
         if self.lora:
-            for names, tensor in self.ranks.full_tensors(adapters_of(dict(self.model.named_parameters())), full_tensor):
+            for names, tensor in self.ranks.full_tensors(
+                lora.adapters_of(dict(self.model.named_parameters())), full_tensor
+            ):
                 adapters |= dict.fromkeys(names, tensor)
         state = self.optimizer.state() if self.optimizer else {}
         tensors = {**weights, **adapters, **state}
@@ -327,9 +316,9 @@ class RoleWorker(ShardedBackend):
     def _write_model(self, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora:
-            place = folder / ADAPTER
+            place = folder / lora.ADAPTER
             place.mkdir(exist_ok=True)
-            peft_config(self.lora, self.path, PREFIX + HEAD in adapters).save_pretrained(place)
+            lora.peft_config(self.lora, self.path, lora.PREFIX + HEAD in adapters).save_pretrained(place)
             checkpoint.write_tensors(adapters, place / ADAPTER_WEIGHTS)
         checkpoint.save_weights(self.model, folder, weights)
         if self.side_files is None:
@@ -341,7 +330,7 @@ class RoleWorker(ShardedBackend):
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         self.ranks.reshard(self.model)
-        if (folder / ADAPTER).is_dir() != bool(self.lora):
+        if (folder / lora.ADAPTER).is_dir() != bool(self.lora):
             how, now = ("without", "remove it") if self.lora else ("with", "set it as it was")
             raise UserError(
                 f"{folder} was trained {how} trainer.lora or roles.{self.role}.lora; {now} to go on from there"
@@ -350,8 +339,8 @@ class RoleWorker(ShardedBackend):
         saved: Mapping[str, Tensor]
         kept, shapes = dict(self.model.named_parameters()), self.shapes
         if self.lora:
-            kept, shapes = adapters_of(kept), adapters_of(shapes)
-            saved = load_file(folder / ADAPTER / ADAPTER_WEIGHTS)
+            kept, shapes = lora.adapters_of(kept), lora.adapters_of(shapes)
+            saved = load_file(folder / lora.ADAPTER / ADAPTER_WEIGHTS)
         elif not self.ranks.is_sharded:
             saved = dict(self.load_model(folder).named_parameters())
         else:
@@ -375,7 +364,7 @@ class RoleWorker(ShardedBackend):
             if self.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
                 names = {name: name for name, _ in self.model.named_parameters()}
                 masters: Mapping[str, Tensor] = saved if self.lora else ModelFiles(folder, self.model)
-                names |= {own: name for name, own in adapters_of(names).items()} if self.lora else {}
+                names |= {own: name for name, own in lora.adapters_of(names).items()} if self.lora else {}
                 self.optimizer.read_masters(list(names.values()), masters)
         self.weight_updates += 1
         self._nonfinite.clear()
@@ -392,10 +381,7 @@ class RoleWorker(ShardedBackend):
 def make_worker(
     role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
 ) -> TrainingBackend:
-    """Create the role's backend, with a scalar head for values or scores, and with an optimizer if the flow trains it.
-
-    Without `training` it is a frozen copy that receives its weights.
-    """
+    """Create a role's backend, with an optimizer if the flow trains it; without `training` a frozen copy that receives its weights."""
     trained, is_scalar = role in flow.trained_roles, role in flow.scalar_roles
     spec = BackendSpec(role, config, training and trained, ranks or DataParallel(), trained and not training, is_scalar)
     worker: TrainingBackend = BACKENDS.make(settings_of(role, config).backend, spec)

@@ -69,7 +69,7 @@ def writer(trainer: PreTrainedModel, owner: Owner, **rollout: object) -> Version
 
 def load(engine: PreTrainedModel, place: WeightLocation) -> None:
     # As plain data, which is what passes through the control plane.
-    EngineWeights(engine, None).refresh(source_of(json.loads(json.dumps(place))))
+    EngineWeights(engine).refresh(source_of(json.loads(json.dumps(place))))
 
 
 @pytest.mark.parametrize("way", ["file", "collective"])
