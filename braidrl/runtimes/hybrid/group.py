@@ -50,13 +50,12 @@ class WorkerGroup:
     """The kind of device of its workers, after they have loaded their models."""
 
     def __post_init__(self) -> None:
-        self.limit_s = self.cluster.config.start_limit_s
         self.mesh = Mesh(self.pool.workers)
         self.numbers = range(self.first, self.first + self.mesh.size)
 
     def start(self) -> None:
         """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
-        self.actors = []
+        self.actors, self.limit_s = [], self.cluster.config.start_limit_s
         self.forgotten.clear()
         for rank, place in enumerate(self.places):
             actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
@@ -174,8 +173,6 @@ class RunWorkers:
         refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
         config = self.prepared.config
-        for group in fresh:
-            group.limit_s = config.cluster.start_limit_s
         order = ray.put(self.order)
         joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
         if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
