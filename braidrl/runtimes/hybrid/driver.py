@@ -344,11 +344,9 @@ def start_hybrid_backend(
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
-        # An actor for each rank of each pool: they know each other by name, and nothing of the run yet.
         groups, number = list[WorkerGroup](), 0
         for pool, places in zip(pools, cluster.reserve(pools), strict=True):
             groups.append(WorkerGroup(pool, places, number, cluster))
-            groups[-1].start()
             number += len(places)
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])

@@ -167,13 +167,14 @@ class RunWorkers:
     order: RunOrder
 
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
-        """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
+        """Start the actors of `fresh` groups; let them join the run, form process groups, read the data and load their models.
 
         Returns the number of prompts and a message per source if `home` is among them, and reads data. Raises UserError if a worker
         refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
-        config = self.prepared.config
-        order = ray.put(self.order)
+        config, order = self.prepared.config, ray.put(self.order)
+        for group in fresh:
+            group.start()
         joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
         if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
             raise UserError(
@@ -233,10 +234,7 @@ class RunWorkers:
                 group.end()
                 fresh.append(group)
             group.limit_s = cluster.config.wait_limit_s
-        for group in fresh:
-            group.start()
-        if fresh:
-            self.begin(fresh)
+        self.begin(fresh)
 
 
 def check_devices_alike(role: str, trains: str, generates: str) -> None:
