@@ -5,6 +5,7 @@ driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, ran
 driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,8 +42,10 @@ class WorkerGroup:
     places: Sequence[Reservation]
     first: int
     cluster: RayCluster
+    unread: deque[tuple[int, int]] = field(default_factory=deque)
+    """The worker and key of rows without readers; they are forgotten when the next rows are read."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
-    """Keys of rows without readers, by rank: the worker frees them with its next call."""
+    """Keys of such rows by rank: the worker frees them with its next call."""
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
     """The process of each worker on the driver's machine, after it has loaded its models."""
