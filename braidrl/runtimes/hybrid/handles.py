@@ -8,7 +8,6 @@ CallResult    a worker's reply: index columns by value, and the names of the pay
 """
 
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,21 +96,15 @@ class Output:
     payload: frozenset[str] = frozenset()
     """Payload columns that the workers keep, known after their answers."""
 
-    def begin(
-        self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]],
-        forgotten: "deque[tuple[Any, int, int]]",
-    ) -> None:  # fmt: skip
-        """Record the calls, the key, and the row positions of each future, in its order.
-
-        `forgotten` gets (group, worker, key) of each future without references here: its worker may free the rows.
-        """
+    def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
+        """Record the calls, the key, and the row positions of each future; once a future has no references its rows are unread."""
         self.table, self.key, self.group, self.futures = None, key, group, futures
         size = sum(map(len, positions))
         self.worker, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
         for one, rows in zip(futures, positions, strict=True):
             place = torch.as_tensor(rows, dtype=torch.int64)
             self.worker[place], self.row[place] = one.worker, torch.arange(len(place))
-            weakref.finalize(one, forgotten.append, (group, one.worker, key)).atexit = False
+            weakref.finalize(one, group.unread.append, (one.worker, key)).atexit = False
 
     def finish(self, answers: Sequence[CallResult]) -> None:
         self.payload = frozenset(column for answer in answers for column in answer.columns)
