@@ -26,6 +26,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
+from braidrl.training.backends import BackendSpec
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.generation_layout import GenerationLayout
@@ -97,7 +98,7 @@ def transitions(world: World, model: str, training: dict[str, Any], layout: Gene
 def made(world: World, model: str, training: dict[str, Any], layout: GenerationLayout) -> GenerationWeights:
     """Return a rank's weights of both phases."""
     config = parse_config({"flow": "grpo", "model": model, "data": {"train": "none"}, "trainer": {"layout": training}})
-    worker = RoleWorker("actor", config, False, DataParallel(world.group, world))
+    worker = RoleWorker(BackendSpec("actor", config, False, DataParallel(world.group, world)))
     resolved = config.trainer.layout.resolve(world.size)
     ranks = join_generation_groups(layout.groups(resolved))
     module, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)

@@ -30,7 +30,7 @@ from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.routing.router import EngineService
 from braidrl.weights import collective as weights_collective
 from braidrl.weights.collective import CollectivePublisher, WeightOffer
-from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_memory
+from braidrl.weights.file import FilePublisher, WeightWriter, stored_weights
 from braidrl.weights.publisher import TransferVolume
 from braidrl.weights.shards import snapshot, weight_parts
 from braidrl.weights.transfer import WeightTransfer
@@ -56,10 +56,10 @@ def main() -> None:
         count_sent()
         spec = EngineSpec("vllm", folder, 8, 64, tensor=TENSOR)
         processes = [EngineProcess(spec, f"engine {n}", PYTHON, LIMIT_S) for n in range(ENGINES)]
-        engine = EngineService(processes, LIMIT_S, stored_in_memory)
+        engine = EngineService(processes, LIMIT_S, stored_weights)
         try:
             offer = WeightOffer(Ranks(), "127.0.0.1", LIMIT_S, torch.device("cpu"))
-            collective = CollectivePublisher(offer, parts, engine, Ranks(), lambda: 0)
+            collective = CollectivePublisher(offer, parts, engine, lambda: 0)
             file = FilePublisher(WeightWriter(parts(), Ranks()), parts, engine)
             ways = {"collective": timed(collective.publish)}
             with patch.object(weights_collective, "machine", lambda: "another node"):

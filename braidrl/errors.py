@@ -10,12 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from braidrl.algorithms.registry import suggest
+from braidrl.algorithms.registry import suggest as suggest
 
-__all__ = [
-    "BadUpdate", "FailedStep", "LostPeers", "LostProcess", "Problems", "UserError", "WorkerError", "first_line",
-    "limit_reached", "no_room", "shown", "suggest", "where_raised",
-]  # fmt: skip
 SHOWN = 200
 """Maximum number of characters of a value in a message."""
 

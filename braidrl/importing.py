@@ -63,7 +63,7 @@ class PluginRegistry:
     def check(self, name: str, load: bool = True, settings: Iterable[str] = ()) -> None:
         """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called with `settings` or lacks a method.
 
-        Built-in plug-ins are not imported: only another process may have their packages. Without `load` a user's own is not either.
+        Built-in ones are not imported: only another process may have their packages. Without `load` a user's own is not either.
         """
         place = self.place(name)
         if not load or name in self.built_in:

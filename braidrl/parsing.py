@@ -31,10 +31,7 @@ DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True, whole: bool = True) -> Any:
-    """Return the value of a JSON text. Raises ValueError, in one line, if it is not JSON or exceeds a limit.
-
-    `finite` refuses NaN and numbers beyond double precision, `whole` lone surrogates.
-    """
+    """Return a JSON text's value. Raises ValueError beyond a limit; `finite` refuses NaN and infinity, `whole` lone surrogates."""
     if len(text) > most_bytes:
         raise ValueError(f"it has {len(text)} bytes, and at most {most_bytes} are read")
     try:
@@ -194,10 +191,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return the value of a YAML text; `place` is its file or override, for messages, and `loader` may have special resolvers.
-
-    Raises UserError if it is not YAML, has a duplicate key, or has a colon without a space after it in a key.
-    """
+    """Return a YAML text's value; `place` names it in messages. Raises UserError for bad syntax, and a key twice or without a space."""
     try:
         check_events(text)
         reader = type("Reader", (_EachKeyOnce, loader), {"place": place})(text)

@@ -17,6 +17,7 @@ from braidrl.data.rows import Rows
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.observe.metrics import Sums
+from braidrl.training.backends import BackendSpec
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import RoleWorker
 
@@ -118,7 +119,7 @@ def settings(model: Path, device: str, dtype: str, **trainer: Any) -> Config:
 
 
 def worker(model: Path, device: str, dtype: str, **trainer: Any) -> RoleWorker:
-    return RoleWorker("actor", settings(model, device, dtype, **trainer), train=True)
+    return RoleWorker(BackendSpec("actor", settings(model, device, dtype, **trainer), train=True))
 
 
 def engine(role: RoleWorker, rows: int, tokens: int, compile: bool = True) -> EmbeddedEngine:

@@ -16,13 +16,10 @@ from braidrl.training.loading import load_decoder, load_tokenizer
 
 def prepare(case: Mapping[str, Any]) -> Turn:
     torch.set_num_threads(case["threads"])
-    model = load_decoder(case["model"])
+    model = load_decoder(case["model"], getattr(torch, case["dtype"]))
     lengths, group = case["lengths"], case["group"]
     longest = len(case["prompts"][0]) + max(lengths)
-    engine = EmbeddedEngine(
-        model, load_tokenizer(case["model"]), len(lengths), longest, dtype=getattr(torch, case["dtype"]),
-        **case.get("engine", {}),
-    )  # fmt: skip
+    engine = EmbeddedEngine(model, load_tokenizer(case["model"]), len(lengths), longest, **case.get("engine", {}))
     requests = [
         Request(
             (0, i // group, i % group),

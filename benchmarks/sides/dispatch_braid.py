@@ -7,7 +7,6 @@ handles    workers hold the rows; the driver sends handles, every row moves to a
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -103,7 +102,7 @@ class Lying:
             group.send(rank, "make_table", (tokens, first, first + share, key)) for rank, first in enumerate(firsts)
         ]
         output = Output(READ)
-        output.begin(key, group, made, [range(first, first + share) for first in firsts], deque())
+        output.begin(key, group, made, [range(first, first + share) for first in firsts])
         output.finish(group.wait(made))
         before = [(rank - 1) % size * share for rank in range(size)]
         # Each rank gets the rows of the rank before it.

@@ -68,7 +68,7 @@ def of_one_row(rows: int) -> Callable[[], float]:
         for _ in range(pairs):
             lease = schedule.take("put", "worker", 0.0, 60.0, 1)
             assert lease is not None
-            done = schedule.tasks.complete(lease.number, 0.0)
+            done = schedule.tasks.complete(lease)
             schedule.done("put", done, dict.fromkeys(done, 0))
             schedule.close()
             schedule.due_publication()

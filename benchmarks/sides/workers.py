@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from braidrl.config import parse_config
+from braidrl.training.backends import BackendSpec
 from braidrl.training.roles.worker import RoleWorker
 
 Worker = TypeVar("Worker", bound=RoleWorker)
@@ -17,4 +18,4 @@ def worker_of(kind: type[Worker], case: Mapping[str, Any], train: bool = True, *
     """Return a worker of this kind with the case's model and threads; `trainer` are settings of that section."""
     torch.set_num_threads(case["threads"])
     tree = {"flow": "grpo", "model": case["model"], "device": "cpu", "dtype": case["dtype"], "trainer": trainer}
-    return kind("actor" if train else "reference", parse_config(tree), train=train)
+    return kind(BackendSpec("actor" if train else "reference", parse_config(tree), train))

@@ -88,10 +88,7 @@ class TurnStream:
             self.drawn.set()
 
     def add_piece(self) -> bool:
-        """Add the next piece of the text: whole characters, and nothing that may belong to a stop text.
-
-        Returns False if there is none yet.
-        """
+        """Add the next piece of the text: whole characters that belong to no stop text. Return False if there is none yet."""
         self.drawn.clear()
         # Decoded with earlier tokens, since a decoder may treat the first token of a text differently.
         before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
@@ -120,16 +117,8 @@ class Endpoint:
     ) -> None:  # fmt: skip
         """Set up the server; random numbers depend on the rows' `purpose` and the generate `stage`.
 
-        Args:
-            engine: Generates the turns.
-            template: The run's turn template, with its tokenizer.
-            sampling: The run's sampling settings.
-            max_sequence_tokens: Maximum length of a context and its reply.
-            host: The address to listen on, at a free port; clients use it.
-            listener: A listening socket, perhaps in another network, used instead.
-            key: The API key that clients must send; with None a session's URL is enough.
-
-        Raises UserError if the tokenizer has no chat template.
+        It listens at a free port of `host`, the address that clients use, or on `listener`, perhaps in another network. Clients must send
+        the API key `key`; with None a session's URL is enough. Raises UserError if the tokenizer has no chat template.
         """
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
@@ -171,10 +160,7 @@ class Endpoint:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def open(self, trajectory: Trajectory) -> str:
-        """Begin a row's session, which appends to its trajectory, and return the base URL for its client.
-
-        Raises ValueError if the row's session is already open.
-        """
+        """Begin a row's session, which appends to its trajectory, and return its client's base URL. Raises ValueError if it is open."""
         if trajectory.uid in self._names:
             raise ValueError(f"the session of row {trajectory.uid} is open already")
         name = self._names[trajectory.uid] = ".".join(map(str, (*trajectory.uid, secrets.token_hex(8))))
@@ -183,10 +169,7 @@ class Endpoint:
         return f"http://{host}:{self._port}/sessions/{name}/v1"
 
     async def close(self, uid: Uid) -> Trajectory:
-        """End a row's session, abort a turn in flight, and return the trajectory; later requests get an error.
-
-        Raises KeyError for a session that is not open.
-        """
+        """End a row's session, abort a turn in flight, and return the trajectory. Raises KeyError if the session is not open."""
         session = self._sessions.pop(self._names.pop(uid))
         if session.lock.locked():
             # The turn may not have reached the engine yet, or has left it.
@@ -209,6 +192,10 @@ class Endpoint:
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
             served = f"only POST {PATH} and GET models under a session's URL"
             return failed(404, f"{request.method} {request.path} is not served here: {served}")
+        except UserError as error:
+            return failed(400, str(error))
+        except (EngineError, ConnectionError) as error:
+            return failed(503, str(error))
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         session = self._sessions[http.match_info["name"]]
@@ -235,38 +222,28 @@ class Endpoint:
             if not limit.expired():
                 raise
             return failed(408, f"the request's body did not arrive within {BODY_S:g} s")
-        except ConnectionError as error:
-            return failed(503, str(error))
         finally:
             session.requests -= 1
             self._held_bytes -= len(raw)
 
     async def _answer(self, http: web.Request, session: EndpointSession, raw: bytes) -> web.StreamResponse:
         try:
-            try:
-                body = parse_json(raw, finite=False)
-            except ValueError as error:
-                raise UserError(f"the body is not JSON: {error}") from error
-            asked = read(body if isinstance(body, dict) else {})
-            # A possible tool call is sent when it is complete.
-            stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
-            turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
-            if asked.stream:
-                return await streamed(http, asked, turn, stream or TurnStream(self.template.text, ()))
-            return web.json_response(whole(asked, await turn))
-        except UserError as error:
-            return failed(400, str(error))
-        except EngineError as error:
-            return failed(503, str(error))
+            body = parse_json(raw, finite=False)
+        except ValueError as error:
+            raise UserError(f"the body is not JSON: {error}") from error
+        asked = read(body if isinstance(body, dict) else {})
+        stream = TurnStream(self.template.text, asked.stops)
+        turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
+        if asked.stream:
+            return await streamed(http, asked, turn, stream)
+        return web.json_response(whole(asked, await turn))
 
     async def _models(self, http: web.Request) -> web.Response:
         name = http.match_info.get("model", MODEL)
         one = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _turn(
-        self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None, is_long: bool
-    ) -> TurnReply:
+    async def _turn(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream, is_long: bool) -> TurnReply:
         """Generate a row's next turn, one at a time, and remember the conversation up to it."""
         trajectory = session.trajectory
         async with session.lock:
@@ -288,13 +265,12 @@ class Endpoint:
                 ) from error
             stops = (*self.sampling.stop, *asked.stops)
             sampling = replace(self.sampling, max_tokens=asked.limit or self.sampling.max_tokens, stop=stops)
-            name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
-            if stream is not None:
-                stream.name = name
+            name = stream.name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
+            # A possible tool call is sent when it is complete.
+            on_token = stream.add_token if asked.stream and not asked.tools else None
             # The row is unchanged if this fails: the client may repeat its request.
             tokens = await trajectory.sample_turn(
-                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage,
-                opens=opens, on_token=stream.add_token if stream else None,
+                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage, opens=opens, on_token=on_token
             )  # fmt: skip
             text = self.template.text(tokens, asked.tools)
             # The reply lacks the stop text that ended it, whose tokens are trained on all the same.

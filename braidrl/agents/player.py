@@ -17,6 +17,7 @@ from braidrl.agents.environments import Environment, called
 from braidrl.agents.trajectory import Limits, Trajectory
 from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context, outcome_of
 from braidrl.algorithms.random import hashed
+from braidrl.cluster.event_loop import all_or_none
 from braidrl.data.chat import TEMPLATE
 from braidrl.data.rows import FinishReason, Rows, Uid
 from braidrl.engines.engine import Engine
@@ -58,15 +59,10 @@ class Player(ABC):
                 self.on_finished(trajectory)
                 return trajectory
 
-        each = zip(rows.uids(), rows["prompt"].tolist(), metadata.values, strict=True)
-        tasks = [asyncio.ensure_future(one(*row)) for row in each]
-        # The first exception cancels the other trajectories.
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with all_or_none() as group:
+            each = zip(rows.uids(), rows["prompt"].tolist(), metadata.values, strict=True)
+            tasks = [group.create_task(one(*row)) for row in each]
+        return [task.result() for task in tasks]
 
     @abstractmethod
     async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
@@ -95,10 +91,7 @@ class Player(ABC):
 
 @dataclass
 class AgentPlayer(Player):
-    """A player that runs one agent per row against an open endpoint. Here `limits.timeout_s` limits the whole trajectory.
-
-    async def agent(base_url, example) -> float: ...            `environment: agent:module:function`
-    """
+    """A player that runs an `async def agent(base_url, example) -> float` per row; `limits.timeout_s` limits the whole trajectory."""
 
     endpoint: "Endpoint"
     agent: Callable[..., Any]

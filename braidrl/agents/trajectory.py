@@ -74,17 +74,10 @@ class Trajectory:
         self, tokens: Sequence[int], *, log_probs: Tensor | None = None, versions: Tensor | None = None,
         opens: bool = False,
     ) -> None:  # fmt: skip
-        """Append sampled tokens, or tokens that were not sampled.
+        """Append tokens, to a new sequence if they open one; sampled tokens, which cannot, have log-probs (T,) and versions (T,) int64.
 
-        Args:
-            tokens: Token ids.
-            log_probs: (T,) for sampled tokens, None for others.
-            versions: (T,) int64 for sampled tokens, None for others.
-            opens: Begin a new sequence, which cannot start with sampled tokens.
-
-        Raises:
-            ValueError: Lengths differ, only one of log-probs and versions is given, or a sequence starts with an action. The trajectory is
-                unchanged.
+        Raises ValueError if lengths differ, if only one of log-probs and versions is given, or if a sequence starts with an action. The
+        trajectory is then unchanged.
         """
         if (log_probs is None) != (versions is None):
             raise ValueError(f"row {self.uid}: sampled tokens have log-probs and versions, others have neither")
@@ -112,20 +105,10 @@ class Trajectory:
         self, engine: Engine, ids: Sequence[int], sampling: SamplingParams, max_sequence_tokens: int, purpose: str,
         stage: str, *, opens: bool = False, on_token: Callable[[int, int], None] | None = None,
     ) -> list[int]:  # fmt: skip
-        """Append tokens and a turn that an engine samples after them, and return the sampled tokens.
+        """Append `ids`, to a new sequence if they open one, and a turn that an engine samples after them; return the sampled tokens.
 
-        Args:
-            engine: Samples the turn.
-            ids: Token ids to append before the turn, perhaps none.
-            sampling: Settings of the turn, which is shortened to the room in the sequence.
-            max_sequence_tokens: Maximum length of the sequence with the turn.
-            purpose: The purpose of the row's random numbers.
-            stage: The generate stage.
-            opens: `ids` begin a new sequence.
-            on_token: Called with each sampled token's index in the turn, and its id.
-
-        Raises:
-            UserError: The sequence has no room for a token; nothing was appended, as after an error of the engine.
+        The turn is shortened to the room in the sequence. `on_token` is called with each sampled token's index in the turn, and its id.
+        Raises UserError if there is no room for a token; nothing was appended then, as after an error of the engine.
         """
         context = [*ids] if opens else [*self.sequence, *ids]
         room = max_sequence_tokens - len(context)
@@ -135,11 +118,8 @@ class Trajectory:
                 f"{max_sequence_tokens}; raise rollout.max_sequence_tokens"
             )
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        drawn = self.action_tokens
-        prompt = torch.tensor(context, dtype=torch.int64)
-        turn = await engine.submit(
-            Request(self.uid, prompt, sampling, purpose, stage, first_draw=drawn, on_token=on_token)
-        )
+        prompt, drawn = torch.tensor(context, dtype=torch.int64), self.action_tokens
+        turn = await engine.submit(Request(self.uid, prompt, sampling, purpose, stage, drawn, on_token=on_token))
         self.append(ids, opens=opens)
         self.append(turn.tokens.tolist(), log_probs=turn.log_probs, versions=turn.versions)
         self.finish_reason = turn.finish_reason
@@ -194,25 +174,18 @@ def trajectory_columns(trajectories: Sequence[Trajectory], limits: Limits) -> di
 
 
 def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
-    """Return the columns `tokens` to `version` of a generate stage with single responses, in the order of `rows`.
-
-    Raises ValueError if `rows` and `finished` do not have the same uids.
-    """
-    by_uid = {response.uid: response for response in finished}
-    uids = rows.uids()
-    if len(by_uid) != len(finished) or set(by_uid) != set(uids) or len(uids) != len(finished):
+    """Return the columns `tokens` to `version` of single responses, in the order of `rows`. Raises ValueError if their uids differ."""
+    by_uid, uids = {response.uid: response for response in finished}, rows.uids()
+    if sorted(response.uid for response in finished) != sorted(uids):
         raise ValueError(f"{len(finished)} responses for {len(uids)} rows, which are not the same")
-    ordered = [by_uid[uid] for uid in uids]
-    prompts: Ragged = rows["prompt"]
+    ordered, prompts = [by_uid[uid] for uid in uids], rows["prompt"]
     log_probs = [response.log_probs for response in ordered]
-    drawn = torch.tensor([response.tokens.numel() for response in ordered], dtype=torch.int64)
-    pieces = [ids for pair in zip(prompts.unbind(), (r.tokens for r in ordered), strict=True) for ids in pair]
-    tokens = Ragged.from_lengths(torch.cat(pieces), prompts.lengths + drawn) if ordered else prompts
-    stretches = torch.stack([prompts.lengths, drawn], dim=1).flatten()
-    actions = torch.tensor([False, True]).repeat(len(ordered)).repeat_interleave(stretches)
+    both = zip(prompts.unbind(), ordered, strict=True)
+    tokens = Ragged.from_rows([torch.cat([prompt, response.tokens]) for prompt, response in both], torch.int64)
+    places = torch.arange(len(tokens.values)) - tokens.spread(tokens.offsets[:-1])
     return generated_columns(
         tokens,
-        tokens.with_values(actions),
+        tokens.with_values(places >= tokens.spread(prompts.lengths)),
         Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
         Ragged.from_rows(log_probs, log_probs[0].dtype if log_probs else torch.float32),
         [response.versions for response in ordered],

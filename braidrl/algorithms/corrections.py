@@ -19,12 +19,7 @@ BAND = Needs({"low": (0, 1), "high": (1, 1e6)}, {"level": LEVELS})
 def truncated(
     old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "token", cap: float = 2.0
 ) -> tuple[Tensor, Metrics]:
-    """Return min(ρ, cap), (N,): truncated importance sampling.
-
-    Args:
-        level: Level of ρ: `token`, `sequence` or `geometric`.
-        cap: The largest weight.
-    """
+    """Return min(ρ, cap), (N,): truncated importance sampling."""
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     return rho.clamp(max=cap), correction_metrics(rho, rho > cap)
 
@@ -34,13 +29,7 @@ def masked(
     old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "token", low: float = 0.5,
     high: float = 2.0,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
-
-    Args:
-        level: Level of ρ: `token`, `sequence` or `geometric`.
-        low: The smallest accepted ρ.
-        high: The largest accepted ρ.
-    """
+    """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     outside = (rho < low) | (rho > high)
     return rho.masked_fill(outside, 0), correction_metrics(rho, outside)
@@ -51,18 +40,7 @@ def sequence_rejection(
     old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "geometric", low: float = 0.5,
     high: float = 2.0,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected, others stay unweighted.
-
-    Args:
-        level: Level of ρ: `sequence` or `geometric`.
-        low: The smallest accepted ρ.
-        high: The largest accepted ρ.
-
-    Raises:
-        ValueError: `level` is `token`, which would reject tokens and not sequences.
-    """
-    if level == "token":
-        raise ValueError("sequence_rejection works at level sequence or geometric, not token")
+    """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected."""
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     outside = (rho < low) | (rho > high)
     return (~outside).to(rho.dtype), correction_metrics(rho, outside)

@@ -25,14 +25,7 @@ def clip_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, *, low: float = 0.2,
     high: float = 0.2,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
-
-    Clip-Cov, arXiv 2505.22617.
-
-    Args:
-        low: Largest decrease of a ratio below 1.
-        high: Largest increase of a ratio above 1.
-    """
+    """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`). Clip-Cov, arXiv 2505.22617."""
     r = ratio(log_probs, old_log_probs)
     loss, metrics = clipped_surrogate(r, advantages, low, high, log_probs, old_log_probs)
     return loss * (1 - high_covariance), metrics | {"covariance_fraction": high_covariance}
@@ -43,14 +36,7 @@ def kl_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, *, coef: float = 1.0,
     estimator: str = "abs",
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
-
-    KL-Cov, arXiv 2505.22617.
-
-    Args:
-        coef: Coefficient of the penalty on those tokens.
-        estimator: Name of the KL estimator.
-    """
+    """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)). KL-Cov, arXiv 2505.22617."""
     r = ratio(log_probs, old_log_probs)
     penalty = coef * estimate(estimator, log_probs, old_log_probs) * high_covariance
     return penalty - r * advantages, kl_metrics(log_probs, old_log_probs) | {"covariance_fraction": high_covariance}
@@ -69,11 +55,9 @@ def token_pairs(
 
 
 def covariance_sums(
-    rollout_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    advantage: Tensor | None = None,
+    rollout_log_probs: Ragged, old_log_probs: Ragged | None = None, advantage: Tensor | None = None,
     advantages: Ragged | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the sums for the means over the batch."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     return {"tokens": torch.ones_like(log_probs).sum(), "log_probs": log_probs.sum(), "advantages": of_tokens.sum()}
@@ -84,13 +68,7 @@ def covariance(
     rollout_log_probs: Ragged, old_log_probs: Ragged | None = None, advantage: Tensor | None = None,
     advantages: Ragged | None = None, *, totals: dict[str, Tensor],
 ) -> Ragged:  # fmt: skip
-    """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
-
-    arXiv 2505.22617, at the policy that starts the update.
-
-    Args:
-        totals: `covariance_sums` over the batch.
-    """
+    """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the update. arXiv 2505.22617."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     tokens = totals["tokens"].clamp(min=1)
     product = (log_probs - totals["log_probs"] / tokens) * (of_tokens - totals["advantages"] / tokens)
@@ -131,7 +109,6 @@ def highest_covariance(
         fraction: Share of the action tokens to choose.
         low: Lower bound: only tokens with a larger covariance are chosen.
         high: Upper bound: only tokens with a smaller covariance are chosen.
-        totals: `covariance_histogram` over the batch.
     """
     from_top = totals["histogram"].flip(0).cumsum(0).flip(0)
     wanted = (totals["tokens"] * fraction).clamp(min=1).ceil()

@@ -24,14 +24,7 @@ def ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return π/π_old (N,) of each token, or of its row: the product of the row's ratios, or their geometric mean.
-
-    Args:
-        level: `token`, `sequence` (the product) or `geometric`.
-
-    Raises:
-        ValueError: Another level.
-    """
+    """Return π/π_old (N,) of each token, or of its row: the product (`sequence`) or mean (`geometric`); ValueError for others."""
     rows = Ragged(log_probs - old_log_probs, offsets)
     if level == "token":
         log_ratio = rows.values
@@ -85,12 +78,5 @@ for _name in ("k1", "k2", "k3", "abs"):
 
 
 def estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return the named estimator's value for each token, (N,).
-
-    Args:
-        name: A registered estimator: `k1`, `k2`, `k3`, `abs`, one of these with `+`, or a user's own.
-
-    Raises:
-        KeyError: No estimator has the name.
-    """
+    """Return the named estimator's value for each token, (N,). Raises KeyError for an unknown name."""
     return divergences[name].function(log_probs, ref_log_probs)

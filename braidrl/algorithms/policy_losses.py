@@ -25,11 +25,6 @@ def clip(
 
     PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
     arXiv 1912.09729.
-
-    Args:
-        low: Largest decrease of a ratio below 1.
-        high: Largest increase of a ratio above 1.
-        dual: The c of dual clip, above 1.
     """
     r = ratio(log_probs, old_log_probs)
     loss, metrics = clipped_surrogate(r, advantages, low, high, log_probs, old_log_probs)
@@ -73,10 +68,6 @@ def cispo(
 
     MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1 + high = 5 is
     from ScaleRL, arXiv 2510.13786.
-
-    Args:
-        low: Largest decrease of a ratio below 1.
-        high: Largest increase of a ratio above 1.
     """
     r = ratio(log_probs, old_log_probs).detach()
     # CISPO clips a weight for either sign of the advantage.
@@ -89,12 +80,7 @@ def sapo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347.
-
-    Args:
-        tau_positive: τ where A > 0.
-        tau_negative: τ elsewhere.
-    """
+    """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347."""
     r = ratio(log_probs, old_log_probs)
     tau = torch.full_like(r, tau_negative).masked_fill(advantages > 0, tau_positive)
     return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * advantages, kl_metrics(log_probs, old_log_probs)
@@ -107,9 +93,6 @@ def dppo_tv(
     """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
 
     The trust region is in total variation: rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
-
-    Args:
-        delta: Largest change of a sampled token's probability.
     """
     moved = log_probs.detach().exp() - rollout_log_probs.exp()
     above, below = (advantages > 0) & (moved > delta), (advantages < 0) & (moved < -delta)
@@ -130,13 +113,7 @@ def decoupled(
     """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
     AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
-    policy that sampled the tokens.
-
-    Args:
-        low: Largest decrease of a ratio below 1.
-        high: Largest increase of a ratio above 1.
-        cap: The largest w.
-        over_cap: Treatment of a token with a larger w: `clamp` w, or `mask` the token.
+    policy that sampled the tokens. Where w is above `cap` it is clamped, or the token is masked (`over_cap`).
     """
     w = ratio(old_log_probs, rollout_log_probs)
     over = w > cap
@@ -166,10 +143,7 @@ def ptx(log_probs: Tensor) -> tuple[Tensor, Metrics]:
 
 @losses.register()
 def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """Return −sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
-
-    On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
-    """
+    """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv 2306.13649."""
     gap = (ref_log_probs - log_probs).detach()
     return -gap * log_probs, {"kl_teacher": -gap}
 
@@ -179,9 +153,6 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | 
     """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
     PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
-
-    Args:
-        clip: Largest change of V from V_old.
     """
     loss = (values - returns) ** 2
     clipped = torch.zeros_like(returns)

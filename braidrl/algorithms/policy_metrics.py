@@ -10,14 +10,7 @@ from braidrl.algorithms.advantages import Groups, subset_share
 
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:
-    """Return 1 − Var(R − V)/Var(R) from means over action tokens; 0 where R is constant.
-
-    Args:
-        error: Mean of R − V.
-        error_squared: Mean of its square.
-        returns: Mean of R.
-        returns_squared: Mean of its square.
-    """
+    """Return 1 − Var(R − V)/Var(R) from the means over action tokens of R − V, R and their squares; 0 where R is constant."""
     variance = returns_squared - returns**2
     unexplained = error_squared - error**2
     # A smaller variance may be the rounding error of this difference.
@@ -26,37 +19,20 @@ def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, re
 
 
 def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
-    """Return (Σw)²/(N·Σw²) from means over N weighted samples; 0 where every weight is 0.
-
-    It is the effective sample size divided by N, between 1/N and 1.
-
-    Args:
-        mean: Mean weight.
-        mean_square: Mean of the squared weights.
-    """
+    """Return (Σw)²/(N·Σw²), the effective sample size divided by N, from means over N weights and their squares; 0 if all are 0."""
     return torch.where(mean_square > 0, mean**2 / mean_square.masked_fill(mean_square <= 0, 1), 0.0)
 
 
 def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
-    """Return the mean of a value over the tokens selected by an indicator; 0 where none is selected.
+    """Return the mean of a value over selected tokens, given the means over all of value·indicator and of the indicator; 0 if none is.
 
     `mean_where(clip_high_probability, clip_fraction_high)` is the mean probability of the tokens clipped from above.
-
-    Args:
-        indicated: Mean over all tokens of value·indicator.
-        share: Mean of the indicator.
     """
     return torch.where(share > 0, indicated / share.masked_fill(share <= 0, 1), 0.0)
 
 
 def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Tensor]:
-    """Return the shares of groups with equal rewards, which give no gradient: of all such groups, of all right, and of all wrong ones.
-
-    Args:
-        correct: 1 for a right sample and 0 for a wrong one, (B,).
-        reward: R, (B,).
-        group: Number of each row's prompt, (B,) int64.
-    """
+    """Return the shares of groups with equal rewards, which give no gradient: of all such groups, of all right, and of all wrong ones."""
     groups = Groups(group)
     right, size, equal = groups.sums((correct > 0).long()), groups.sizes, ~groups.varies(reward)
     found = {
@@ -72,14 +48,7 @@ def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:
 
 
 def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
-    """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), the unbiased pass@k. arXiv 2107.03374, equation 1.
-
-    Args:
-        k: Number of samples, at least one of which must be right.
-
-    Raises:
-        ValueError: A group has fewer than k samples.
-    """
+    """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), unbiased pass@k (arXiv 2107.03374, eq. 1). Raises ValueError if n < k."""
     groups = Groups(group)
     sizes = groups.sizes
     if bool((sizes < k).any()):
@@ -89,12 +58,7 @@ def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
 
 
 def reflection_counts(responses: Sequence[str], phrases: Sequence[str]) -> Tensor:
-    """Return how often any of the phrases occurs in each response, as whole words and in any case, (B,) int64.
-
-    Args:
-        responses: Texts, B of them.
-        phrases: Phrases to count.
-    """
+    """Return how often any of the phrases occurs in each of B responses, as whole words and in any case, (B,) int64."""
     if not phrases:
         return torch.zeros(len(responses), dtype=torch.int64)
     longest_first = sorted(phrases, key=len, reverse=True)

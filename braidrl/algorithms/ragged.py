@@ -31,22 +31,12 @@ class Ragged:
 
     @staticmethod
     def from_lengths(values: Tensor, lengths: Tensor) -> "Ragged":
-        """Make rows of consecutive values.
-
-        Args:
-            values: All rows' values, (N, ...).
-            lengths: Length of each row, (B,) int64; their sum is N.
-        """
+        """Make rows of these lengths (B,) int64 from consecutive values (N, ...)."""
         return Ragged(values, offsets_of(lengths))
 
     @staticmethod
     def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> "Ragged":
-        """Make one row of each tensor or list.
-
-        Args:
-            rows: One-dimensional, of any lengths.
-            dtype: Dtype of the values, also without rows.
-        """
+        """Make one row of each one-dimensional tensor or list; the values have this dtype also without rows."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([row.numel() for row in tensors], dtype=torch.int64)
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
@@ -104,9 +94,6 @@ class Ragged:
         offsets = offsets_of(lengths)
         shift = (self.offsets[:-1][rows] - offsets[:-1]).repeat_interleave(lengths)
         return Ragged(self.values[torch.arange(len(shift), device=shift.device) + shift], offsets)
-
-    def to(self, device: torch.device | str) -> "Ragged":
-        return Ragged(self.values.to(device), self.offsets.to(device))
 
     def where(self, kept: Tensor) -> "Ragged":
         """Return the rows with only those entries for which `kept` (N,) is true."""

@@ -46,33 +46,13 @@ def hashed(*keys: Key) -> Tensor:
     return torch.tensor(_signed(state)) if isinstance(state, int) else state
 
 
-def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return numbers in [0, 1) for each combination of the broadcast keys.
-
-    Args:
-        keys: Integers, texts, or int64 tensors that broadcast against one another.
-        dtype: float64 gives multiples of 2^-53, float32 of 2^-24.
-
-    Returns:
-        A tensor of `dtype` with the shape of the broadcast keys.
-
-    Raises:
-        ValueError: Another dtype.
-    """
-    if dtype not in (torch.float64, torch.float32):
-        raise ValueError(f"uniform numbers are float64 or float32, not {dtype}")
-    bits = 53 if dtype == torch.float64 else 24
-    return _shifted(hashed(*keys), 64 - bits).to(dtype) * 2.0**-bits
+def uniform(*keys: Key) -> Tensor:
+    """Return numbers in [0, 1), multiples of 2^-53 in float64, for each combination of the broadcast keys."""
+    return _shifted(hashed(*keys), 11).to(torch.float64) * 2.0**-53
 
 
-def permutation(seed: Key | tuple[Key, ...], n: int) -> Tensor:
-    """Return a seeded permutation of 0 to n − 1, (n,) int64 on the CPU.
-
-    Args:
-        seed: One key or several.
-        n: How many numbers.
-    """
-    keys = seed if isinstance(seed, tuple) else (seed,)
+def permutation(keys: tuple[Key, ...], n: int) -> Tensor:
+    """Return a seeded permutation of 0 to n − 1, (n,) int64 on the CPU."""
     return torch.argsort(hashed(*keys, torch.arange(n)), stable=True)
 
 

@@ -29,10 +29,6 @@ def gspo(
     """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
     GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
-
-    Args:
-        low: Largest decrease of a ratio below 1.
-        high: Largest increase of a ratio above 1.
     """
     rows = Ragged((log_probs - old_log_probs).detach(), offsets)
     mean = rows.spread(rows.row_means())
@@ -47,11 +43,7 @@ def gmpo(
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
-    GMPO, arXiv 2507.20673. A row's A is the mean over its tokens.
-
-    Args:
-        low: Where A < 0 a log-ratio is clipped to at least −low.
-        high: Where A > 0 a log-ratio is clipped to at most high.
+    GMPO, arXiv 2507.20673. A row's A is the mean over its tokens; log-ratios are at most `high` where A > 0, at least −`low` elsewhere.
     """
     rows = Ragged(log_probs - old_log_probs, offsets)
     advantage = rows.with_values(advantages).row_means()
@@ -103,9 +95,6 @@ def dpo(
     """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
 
     DPO, arXiv 2305.18290, equation 7.
-
-    Args:
-        beta: β: a larger value keeps π nearer to π_ref.
     """
     rows = Ragged(log_probs - ref_log_probs, offsets)
     loss, metrics = pair_loss(beta * rows.row_sums(), group, sample)

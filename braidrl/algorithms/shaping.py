@@ -18,16 +18,9 @@ CUT_OFF = 1
 
 @shapes.register(writes=["reward"], needs=Needs({"max_response_tokens": (1, 1 << 40), "cache": (1, 1 << 40)}))
 def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_tokens: int, cache: int) -> Tensor:
-    """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
+    """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at max, −1 beyond.
 
-    DAPO, arXiv 2503.14476, equation 13.
-
-    Args:
-        max_response_tokens: The max, in action tokens.
-        cache: Action tokens over which the punishment grows.
-
-    Raises:
-        ValueError: Not 0 < cache ≤ max.
+    DAPO, arXiv 2503.14476, equation 13. Raises ValueError unless 0 < cache ≤ max.
     """
     if not 0 < cache <= max_response_tokens:
         raise ValueError(f"cache must lie between 1 and max_response_tokens ({max_response_tokens}), got {cache}")
@@ -62,10 +55,6 @@ def kl_penalty(
 
     arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
     and the engine's `rollout_log_probs` otherwise.
-
-    Args:
-        coef: Coefficient of the penalty, at least 0.
-        estimator: Name of the KL estimator.
     """
     return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -coef)
 
@@ -75,14 +64,7 @@ def row_kl_penalty(
     reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
     coef: float, estimator: str = "k1",
 ) -> Tensor:  # fmt: skip
-    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
-
-    arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
-
-    Args:
-        coef: Coefficient of the penalty, at least 0.
-        estimator: Name of the KL estimator.
-    """
+    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv 1909.08593, equation 2."""
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return reward - coef * kl.row_sums().to(reward.dtype)
 
@@ -95,10 +77,6 @@ def advantage_kl_penalty(
     """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
     This is a KL penalty per token in the return, while the baseline has none, as in ReMax, arXiv 2310.10505.
-
-    Args:
-        coef: Coefficient of the penalty, at least 0.
-        estimator: Name of the KL estimator.
     """
     to_go = sums_to_go(kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), 1.0)
     return to_go.with_values(to_go.spread(advantage).to(to_go.values.dtype) - coef * to_go.values)
@@ -116,10 +94,7 @@ def kl_sums(
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1
 ) -> dict[str, float]:
-    """Return coef·(1 + gain·e) for the next iteration; e is the relative error of the batch's mean KL, clamped to ±0.2.
-
-    arXiv 1909.08593, section 2.2.
-    """
+    """Return coef·(1 + gain·e), e the relative error of the batch's mean KL, clamped to ±0.2. arXiv 1909.08593, section 2.2."""
     kl = totals["kl"] / max(totals["rows"], 1.0)
     error = max(-0.2, min(0.2, (kl - target) / target))
     return {"coef": state["coef"] * (1 + gain * error)}
@@ -136,14 +111,7 @@ def adaptive_kl_penalty(
     reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
     target: float, gain: float = 0.1, estimator: str = "k1", state: dict[str, float],
 ) -> Ragged:  # fmt: skip
-    """Return `kl_penalty` with a coefficient that is adapted to a target KL. arXiv 1909.08593, section 2.2.
-
-    Args:
-        target: Target of the mean KL, in nats per row.
-        gain: Gain of the controller.
-        estimator: Name of the KL estimator.
-        state: `coef`, whose initial value is also a setting.
-    """
+    """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv 1909.08593, section 2.2."""
     return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -state["coef"])
 
 
@@ -155,10 +123,6 @@ def safe_rlhf_kl_penalty(
     """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
     Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then contains the penalty coef/2 for every λ.
-
-    Args:
-        coef: Coefficient of the penalty, at least 0.
-        estimator: Name of the KL estimator.
     """
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return kl_shaped(reward, kl, -coef / 2), kl_shaped(cost, kl, coef / 2)

@@ -42,10 +42,7 @@ def sums_to_go(rows: Ragged, decay: Tensor | float) -> Ragged:
 
 
 def residuals(values: Ragged, reward: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Return δ_t = r_t + γ·V_{t+1} − V_t; V after the row's last action token is 0.
-
-    r are the `token_rewards`, or the row's `reward` (B,) at its last action token.
-    """
+    """Return δ_t = r_t + γ·V_{t+1} − V_t with V = 0 after a row; r are `token_rewards`, or `reward` (B,) at its last action token."""
     v = values.values
     rewards = at_row_end(reward.to(v.dtype), values) if token_rewards is None else token_rewards
     following = torch.cat([v[1:], v.new_zeros(min(len(v), 1))]) * ~is_row_end(values)
@@ -80,13 +77,8 @@ def decoupled_gae(
 ) -> tuple[Ragged, Ragged]:  # fmt: skip
     """Return `gae` with one λ for the advantages and another for the critic's returns.
 
-    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
-
-    Args:
-        gamma: Discount per action token.
-        lam_critic: λ of the returns.
-        lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
-        alpha: See `lam_actor`.
+    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l), in [0, 1], for a row of l
+    action tokens.
     """
     delta = residuals(values, reward, token_rewards, gamma)
     adaptive = (1 - 1 / (alpha * values.lengths.clamp(min=1).double())).clamp(0, 1)
@@ -105,7 +97,6 @@ advantages.register(
 
 
 BatchSums = dict[str, Tensor]
-DISCOUNT = Needs({"gamma": (0, 1)})
 
 
 def moments(tokens: Ragged, statistics_mask: Tensor | None = None) -> BatchSums:
@@ -127,12 +118,7 @@ def whitened(tokens: Ragged, totals: BatchSums, epsilon: float) -> Ragged:
 def whiten(
     advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: BatchSums
 ) -> Ragged:
-    """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do.
-
-    Args:
-        epsilon: Added to the variance.
-        totals: `moments` over the batch.
-    """
+    """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do."""
     return whitened(advantages, totals, epsilon)
 
 
@@ -152,18 +138,12 @@ def return_sums(
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
 
 
-@advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=DISCOUNT)
+@advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=Needs({"gamma": (0, 1)}))
 def reinforce_plus_plus(
     reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
     *, gamma: float = 1.0, epsilon: float = 1e-8, totals: BatchSums,
 ) -> Ragged:  # fmt: skip
-    """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
-
-    Args:
-        gamma: Discount per action token.
-        epsilon: Added to the variance.
-        totals: `return_sums` over the batch.
-    """
+    """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
     return whitened(returns_to_go(reward, action_tokens, token_rewards, gamma), totals, epsilon)
 
 
@@ -177,14 +157,7 @@ def reinforce_plus_plus_baseline(
     advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8,
     totals: BatchSums,
 ) -> Ragged:  # fmt: skip
-    """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
-
-    REINFORCE++, the variant with a baseline, arXiv 2501.03262.
-
-    Args:
-        epsilon: Added to the variance.
-        totals: `baseline_sums` over the batch.
-    """
+    """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens. REINFORCE++ with baseline, arXiv 2501.03262."""
     return whitened(returns_to_go(advantage, action_tokens, None, 1.0), totals, epsilon)
 
 
@@ -222,11 +195,6 @@ def safe_rlhf(
     """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
 
     After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
-
-    Args:
-        threshold: The highest allowed mean cost.
-        learning_rate: Learning rate of λ.
-        state: `multiplier`, λ.
     """
     multiplier = state["multiplier"]
     mixed = advantages.values - multiplier * cost_advantages.values

@@ -4,10 +4,10 @@ registries of algorithms ──name, docstring, settings, columns──╮
 registries of plug-ins ────name, docstring, settings───────────┴─▶ Listed
 """
 
-import importlib
 import inspect
 import re
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any
 
 import braidrl.algorithms.library  # noqa: F401  registers them
@@ -36,7 +36,6 @@ SCHEMES = {
     "agent:MODULE:FUNCTION": "A whole agent with its own loop, which talks to an OpenAI-compatible endpoint.",
     "MODULE:CLASS": "Your own: a class with reset and step, or a function of all texts so far.",
 }
-"""Forms of `rollout.environment`."""
 SECTIONS = re.compile(r"\n\s*(?:Args|Returns|Raises):.*", re.DOTALL)
 
 
@@ -71,8 +70,7 @@ def catalogue(kind: str) -> list[Listed]:
         return [Listed(name, about) for name, about in SCHEMES.items()]
     if kind not in PLUGINS:
         raise UserError(f"there is no list of {kind!r}. {suggest(kind, KINDS)}")
-    place, _, attribute = PLUGINS[kind].partition(":")
-    plugins: PluginRegistry = getattr(importlib.import_module(place), attribute)
+    plugins: PluginRegistry = resolve_name(PLUGINS[kind])
     for name in plugins:
         try:
             plugin = plugins.find(name)

@@ -20,10 +20,9 @@ WIDTH = 52
 
 
 def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | None = None) -> bool:
-    """Print the table of a model: a Hugging Face directory, a config.json, or a hub id in this machine's cache.
+    """Print a model's table; return True if it may train. A run that needs an optional property that does not hold is refused.
 
-    Returns True if the model may train; a run that needs an optional property that does not hold is refused. `layouts` also starts
-    two ranks for each layout, and `vllm`, an interpreter that has it, compares with vLLM. Raises UserError if there is no such model.
+    `layouts` also starts two ranks for each layout; `vllm`, an interpreter that has it, compares with vLLM. Raises UserError for no model.
     """
     config = config_of(model)
     try:
@@ -39,15 +38,11 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
     say(f"{model}: {config.model_type}, {plan}")
     for finding in findings:
         say(line(finding))
-    if layouts:
-        with quietly():
-            divided = layout_findings(twin, plan)
-        for finding in divided:
-            say(line(finding))
-    if vllm is not None:
-        with quietly():
-            generated = vllm_finding(config, plan, vllm)
-        say(line(generated))
+    with quietly():
+        more = [*layout_findings(twin, plan)] if layouts else []
+        more += [vllm_finding(config, plan, vllm)] if vllm is not None else []
+    for finding in more:
+        say(line(finding))
     if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):
         check_model(model)
         say(f"ok      {'the headers of its weight files':{WIDTH}}")
@@ -62,9 +57,7 @@ def config_of(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path if path.is_file() else model, local_files_only=True)
     except (ValueError, OSError) as error:
-        raise UserError(
-            f"braid check {model}: no folder, config.json or model that this machine has kept: {first_line(error)}"
-        ) from error
+        raise UserError(f"braid check {model}: no folder, config.json or kept model: {first_line(error)}") from error
 
 
 def line(finding: Finding) -> str:

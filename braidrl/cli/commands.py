@@ -32,8 +32,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG.yaml] [KEY=VALUE]...",
-        help="A configuration, if overrides do not set all that is needed; then dotted keys, as in trainer.steps=10, or YAML files whose "
-        "keys override the first.",
+        help="A configuration, if needed; then dotted keys, as in trainer.steps=10, or YAML files whose keys override the first.",
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(file_okay=False, help="A run folder.")]
@@ -68,20 +67,14 @@ app.add_typer(checkpoint, name="checkpoint")
 def train(
     settings: Settings = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(help="Resume this run from its latest checkpoint; key=value changes keys that may change."),
+        Path | None, typer.Option(help="Resume this run; key=value changes keys that may change.")
     ] = None,
     newest_whole: Annotated[
-        bool,
-        typer.Option(
-            "--newest-whole", help="If the latest checkpoint is damaged, resume from the newest undamaged one."
-        ),
+        bool, typer.Option("--newest-whole", help="Resume from the newest undamaged checkpoint.")
     ] = False,
     replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
     rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
-    dry: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, show the required memory, and exit.")
-    ] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the memory needed, and exit.")] = False,
 ) -> None:
     """Train a flow. The first line of output is the run folder."""
     from braidrl.config import load_config
@@ -92,9 +85,7 @@ def train(
     if resume is not None:
         file, changed = split(settings)
         if file is not None:
-            raise UserError(
-                f"--resume takes its configuration from the run folder; write what changes as key=value, not {file}"
-            )
+            raise UserError(f"--resume takes its configuration from the run folder; write key=value, not {file}")
         config = run_config(resume, changed)
     else:
         config = load_config(*split(settings), every=dry)
@@ -171,9 +162,7 @@ def data(settings: Settings = None) -> None:
 
 @app.command("import-config")
 def import_config(
-    config: Annotated[
-        Path, typer.Argument(help="A YAML file of verl: its whole configuration, or the keys that are set.")
-    ],
+    config: Annotated[Path, typer.Argument(help="verl's whole configuration as YAML, or the keys that are set.")],
     target: Annotated[Path, typer.Argument(help="The Braid configuration to write.")] = Path("braid.yaml"),
 ) -> None:
     """Convert a verl configuration to Braid, and list keys without a counterpart."""
@@ -185,9 +174,7 @@ def import_config(
 
 @app.command("list")
 def list_kind(
-    kind: Annotated[
-        str | None, typer.Argument(help="losses, advantages, rewards, engines...; by default all kinds.")
-    ] = None,
+    kind: Annotated[str | None, typer.Argument(help="losses, advantages, rewards, ...; by default all kinds.")] = None,
 ) -> None:
     """List the names that a flow or a configuration can use, with settings and sources."""
     from braidrl.cli.catalogue import KINDS, catalogue
@@ -207,15 +194,9 @@ def list_kind(
 
 @app.command()
 def check(
-    model: Annotated[
-        str, typer.Argument(help="A model's folder, its config.json, or a hub id in this machine's cache.")
-    ],
-    layouts: Annotated[
-        bool, typer.Option("--layouts", help="Also start two ranks for each layout, and compare them.")
-    ] = False,
-    vllm: Annotated[
-        Path | None, typer.Option(help="Also compare with vLLM: an interpreter that has it, as rollout.python.")
-    ] = None,
+    model: Annotated[str, typer.Argument(help="A model's folder, config.json, or hub id in this machine's cache.")],
+    layouts: Annotated[bool, typer.Option("--layouts", help="Also compare two ranks in each layout.")] = False,
+    vllm: Annotated[Path | None, typer.Option(help="Also compare with vLLM, by an interpreter that has it.")] = None,
 ) -> None:
     """Check on a tiny model of the same structure that a model trains correctly; the exit code is 1 if it may not train."""
     from braidrl.cli.check_model import check as check_model
@@ -227,29 +208,15 @@ def check(
 @app.command()
 def plan(
     settings: Settings = None,
-    devices: Annotated[
-        str, typer.Option(help="NODESxDEVICESxKIND, as in 8x8xH100-80GB; a .yaml file; or cpu.")
-    ] = "cpu",
-    lengths: Annotated[
-        str | None, typer.Option(help="Response lengths: a run folder, TOKENS, or MEDIAN:LONGEST.")
-    ] = None,
-    seconds: Annotated[
-        list[str] | None, typer.Option(help="STAGE=SECONDS per iteration, for a stage without a cost model.")
-    ] = None,
+    devices: Annotated[str, typer.Option(help="NODESxDEVICESxKIND, as 8x8xH100-80GB; a .yaml file; or cpu.")] = "cpu",
+    lengths: Annotated[str | None, typer.Option(help="Response lengths: a run, TOKENS, or MEDIAN:LONGEST.")] = None,
+    seconds: Annotated[list[str] | None, typer.Option(help="STAGE=SECONDS, if it has no cost model.")] = None,
     rates: Annotated[Path | None, typer.Option(help="A file of rates, as written by --calibrate.")] = None,
-    max_staleness: Annotated[
-        int | None, typer.Option(help="Consider streaming with a staleness of up to this many versions.")
-    ] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(help="Seconds to search; then the best plan so far is used.")
-    ] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="Consider streaming with staleness up to this.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds to search; the best plan so far counts.")] = None,
     overlay: Annotated[Path, typer.Option(help="File for the best plan.")] = Path("overlay.yaml"),
-    trace: Annotated[
-        Path | None, typer.Option(help="Write the best plan's predicted timeline into this file, for Perfetto.")
-    ] = None,
-    calibrate: Annotated[
-        list[Path] | None, typer.Option(help="A run to fit rates to; they are saved to --rates.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="File for its predicted timeline, for Perfetto.")] = None,
+    calibrate: Annotated[list[Path] | None, typer.Option(help="A run to fit rates to, saved to --rates.")] = None,
 ) -> None:
     """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
     from rich.console import Console
@@ -271,7 +238,7 @@ def plan(
 def doctor(
     settings: Settings = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Check the nodes of a Ray cluster, with the paths of a configuration.")
+        bool, typer.Option("--cluster", help="Check a Ray cluster, and a configuration's paths.")
     ] = False,
 ) -> None:
     """Check this machine: versions, devices, memory, and a training step on a tiny model. With --cluster, every node of a Ray cluster."""
@@ -279,9 +246,7 @@ def doctor(
     from braidrl.config import load_config
 
     if not cluster and settings:
-        raise UserError(
-            "braid doctor looks at this machine and takes no configuration; write --cluster for a cluster's nodes"
-        )
+        raise UserError("braid doctor takes no configuration for this machine; write --cluster for a cluster's nodes")
     config = load_config(*split(settings), flow="grpo") if settings else None
     if not (examine_cluster(config, typer.echo) if cluster else examine(typer.echo)):
         raise typer.Exit(1)

@@ -93,6 +93,8 @@ class NodeReport:
     closed: Mapping[str, str] = field(default_factory=dict)
     """Nodes that it cannot reach, with the reasons."""
     devices: Sequence[str] = ()
+    place: tuple[str, int] = ("", 0)
+    """The address and port that its inspector listens on."""
 
 
 class Inspector:
@@ -101,41 +103,39 @@ class Inspector:
     def __init__(self) -> None:
         self._server = socket.create_server(("", 0))
 
-    def look(self, paths: Mapping[str, str], folder: str | None, mark: str, own: str) -> tuple[str, str, int, Any]:
-        """Return the node's name, the address and port that it listens on, and its versions, devices and unusable paths with reasons.
-
-        `paths` are by configuration key. The command has created the file `mark` in the run's `folder`; this node creates the file
-        `own`.
-        """
+    def look(self, node: str, paths: Mapping[str, str], folder: Path | None, mark: str) -> NodeReport:
+        """Return the findings on this node. The command has made the file `mark` in the run's `folder`; `paths` are by key."""
         import ray
 
         versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
         unseen = {key: f"{path} is not there" for key, path in paths.items() if not os.access(path, os.R_OK)}
-        if folder is not None and (why := unusable(Path(folder), mark, own)):
+        if folder is not None and (why := unusable(folder, mark, f"{mark}-{node}")):
             unseen["output"] = why
         if not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):  # Ray hides devices from an actor that requests none
             del os.environ["CUDA_VISIBLE_DEVICES"]
         devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        about = {"versions": versions, "unseen": unseen, "devices": devices}
-        return platform.node(), ray.util.get_node_ip_address(), self._server.getsockname()[1], about
+        place = ray.util.get_node_ip_address(), self._server.getsockname()[1]
+        name = f"{platform.node()} ({place[0]}, node {node})"
+        return NodeReport(name, versions, unseen, devices=devices, place=place)
 
-    def reach(self, others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    def reach(self, others: Sequence[NodeReport]) -> dict[str, str]:
         """Return the other nodes that refuse a connection, with the reasons."""
         closed = {}
-        for name, place in others.items():
+        for other in others:
             try:
-                socket.create_connection(place, CONNECT_LIMIT_S).close()
+                socket.create_connection(other.place, CONNECT_LIMIT_S).close()
             except OSError as error:
-                closed[name] = f"{place[0]}:{place[1]}: {error}"
+                closed[other.node] = "{}:{}: {}".format(*other.place, error)
         return closed
+
+    def close(self) -> None:
+        self._server.close()
 
 
 def unusable(folder: Path, mark: str, own: str) -> str:
     """Create a file in the run's folder; return the reason if the node cannot use the folder, else empty text."""
     if not (folder / mark).exists():
-        return (
-            f"{folder} here is not the command's: a file written there is not seen; put the run on a shared file system"
-        )
+        return f"{folder} here is not the command's: its files are not seen; put the run on a shared file system"
     try:
         (folder / own).touch()
     except OSError as error:
@@ -163,40 +163,26 @@ def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
 
 def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
     """Return the findings on each live node. Raises UserError if this machine cannot write the run's folder."""
-    ray, limit_s = cluster.ray, cluster.config.start_limit_s
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    limit_s, mark = cluster.config.start_limit_s, f".braid-doctor-{secrets.token_hex(8)}"
     folder = None if config is None else Path(os.path.abspath(config.output))
-    mark, own = f".braid-doctor-{secrets.token_hex(8)}", dict[str, Any]()
-    for node in (node["NodeID"] for node in ray.nodes() if node["Alive"]):
-        options = {"num_cpus": 0, "scheduling_strategy": affinity(node, soft=False)}
-        own[node] = ray.remote(**options)(Inspector).remote()
-    silent = {"Ray": f"it did not answer within {limit_s:g} s"}
-    reports = {node: NodeReport(f"node {node[:8]}", unseen=silent) for node in own}
     try:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / mark).touch()
             except OSError as error:
-                raise UserError(
-                    f"output: {folder} cannot be written ({error.strerror}); set output to a folder that can be"
-                ) from error
-        paths, shared = paths_of(config), None if folder is None else str(folder)
-        looks = {node: actor.look.remote(paths, shared, mark, f"{mark}-{node[:8]}") for node, actor in own.items()}
-        places = dict[str, tuple[str, int]]()
-        for node, (name, ip, port, about) in answers(ray, looks, limit_s).items():
-            reports[node] = NodeReport(f"{name} ({ip}, node {node[:8]})", **about)
-            places[node] = (ip, port)
-        asked = {
-            node: own[node].reach.remote({reports[peer].node: place for peer, place in places.items() if peer != node})
-            for node in places
-        }
-        for node, closed in answers(ray, asked, limit_s).items():
-            reports[node].closed = closed
-        return list(reports.values())
+                raise UserError(f"output: {folder} cannot be written ({error.strerror}); set another folder") from error
+        nodes = [node["NodeID"] for node in cluster.ray.nodes() if node["Alive"]]
+        own = {node[:8]: cluster.start_on(node, Inspector) for node in nodes}
+        looks = {node: one.look.remote(node, paths_of(config), folder, mark) for node, one in own.items()}
+        seen: dict[str, NodeReport] = answers(cluster.ray, looks, limit_s)
+        others = {node: [report for peer, report in seen.items() if peer != node] for node in seen}
+        asked = {node: own[node].reach.remote(peers) for node, peers in others.items()}
+        for node, closed in answers(cluster.ray, asked, limit_s).items():
+            seen[node].closed = closed
+        silent = {"Ray": f"it did not answer within {limit_s:g} s"}
+        return [seen.get(node) or NodeReport(f"node {node}", unseen=silent) for node in own]
     finally:
-        for actor in own.values():
-            ray.kill(actor)
         for left in folder.glob(f"{mark}*") if folder is not None else ():
             left.unlink()
 

@@ -27,10 +27,7 @@ from braidrl.training.role_settings import USUAL_TOKENS
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
-    """Check a configuration as a run does, and print the memory of each device and a verdict.
-
-    Raises Problems, with all independent errors, one per line, if a run would refuse the configuration.
-    """
+    """Check as a run does, and print the memory of each device and a verdict. Raises Problems with all independent errors, a line each."""
     problems: list[str] = []
 
     def noted(check: Callable[[], Any]) -> Any:
@@ -137,9 +134,8 @@ def show(
         resident, moved = moving(config, prepared.flow, footprints)
         table.add_row("together, at its peak", "", in_units(peak(footprints, resident)), style="bold")
         console.print(table)
-        if resting := [
-            one for one in footprints if CACHE in one.resident and any(other.working for other in footprints)
-        ]:
+        computes = any(one.working for one in footprints)
+        if resting := [one for one in footprints if computes and CACHE in one.resident]:
             names = ", ".join(f"{one.use.role} {in_units(one.resident[CACHE])}" for one in resting)
             console.print(f"keys and values that leave while roles infer or train: {names}", soft_wrap=True)
         if moved:

@@ -41,7 +41,6 @@ class Imported:
 
     given: Mapping[str, Any]
     made: dict[str, Any] = field(default_factory=dict)
-    """Dotted keys of Braid."""
     left: dict[str, str] = field(default_factory=dict)
     """Keys without a counterpart, with the remedy."""
 
@@ -212,11 +211,7 @@ RULES: dict[str, Callable[[Imported, Any, str], Any]] = {
 
 
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the nested keys of a Braid configuration, and verl's keys without a counterpart with remedies.
-
-    `path` is a YAML file of verl: its whole configuration, or the keys that are set, nested or dotted. Raises UserError if it is
-    not YAML, or has no key of verl.
-    """
+    """Return the nested keys of a Braid configuration, and verl's keys without a counterpart. Raises UserError if it is no file of verl."""
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
     tree = read_yaml(path)
@@ -255,9 +250,7 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{path} names no model, as in `actor_rollout_ref: {{model: {{path: Qwen/Qwen3-4B}}}}`; is it one of verl?"
         )
     if "trainer.steps" not in one.made:
-        one.left.setdefault(
-            "trainer.total_training_steps", "write trainer.steps: verl counts epochs where it is not set"
-        )
+        one.left.setdefault("trainer.total_training_steps", "write trainer.steps: verl counts epochs without it")
     nested: dict[str, Any] = {}
     for key, value in one.made.items():
         place = nested

@@ -6,7 +6,7 @@ config ──flow, lengths──▶ Problem ──search──▶ plans ──�
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -44,7 +44,6 @@ class Wanted:
     rates: Path | None = None
     max_staleness: int | None = None
     time_limit: float | None = None
-    runtimes: Sequence[str] = field(default_factory=lambda: ("eager", "hybrid", "distributed", "streaming"))
 
 
 def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | None, console: Console) -> list[Plan]:
@@ -57,9 +56,7 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | Non
         console.print(f"predicted timeline in {trace}; open it at ui.perfetto.dev", soft_wrap=True, highlight=False)
     if overlay is not None:
         overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")
-        console.print(
-            f"plan 1 is in {overlay}; start it by braid train CONFIG {overlay}", soft_wrap=True, highlight=False
-        )
+        console.print(f"plan 1 is in {overlay}; run braid train CONFIG {overlay}", soft_wrap=True, highlight=False)
     return plans
 
 
@@ -103,7 +100,7 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
         # Where roles share all devices, no controller is needed.
         found += search.colocated("distributed")
         found += search.hybrid()
-    if "streaming" in wanted.runtimes and any(model.generates for model in problem.models.values()):
+    if any(model.generates for model in problem.models.values()):
         # For each bound on staleness from the configuration's on. Staleness adds stages: recomputed log-probs for a correction.
         given = problem.config.trainer.max_staleness
         for staleness in range(given, max(given, wanted.max_staleness or 0) + 1):
@@ -111,15 +108,11 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
             config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
             streamed = Search(replace(problem, config=config, flow=build_flow(config))).streaming(staleness)
             found += [streamed] if streamed is not None else []
-    found = [one for one in found if one.runtime in wanted.runtimes]
     return sorted(found, key=lambda one: one.seconds)[:SHOWN]
 
 
 def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
-    """Fit rates to runs on one kind of device, and add them to a file with the rates of other kinds.
-
-    Raises UserError if a folder is not a run, or has no recorded rollouts.
-    """
+    """Fit rates to runs on one kind of device, and add them to a file with the rates of other kinds. Raises UserError without rollouts."""
     cluster = read_cluster(devices)
     known = read_rates(file) if file.is_file() else {}
     rates = calibrate([observe(run, cluster) for run in runs], known)

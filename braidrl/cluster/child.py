@@ -1,7 +1,6 @@
 """A process from the inside: does the one task that arrives over the connection, and reports the outcome."""
 
 import contextlib
-import importlib
 import os
 import select
 import signal
@@ -11,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from braidrl.cluster.process import BEAT_S, Failure, Outcome, ProcessSpec
@@ -21,7 +21,6 @@ from braidrl.observe.stalls import WORK
 
 FAILED = 1
 SPEAKING = threading.Lock()
-"""Lock for writing to the connection."""
 at_end: list[Callable[[], None]] = []
 """Callbacks that run before a process without a parent ends: they end the processes that it started."""
 
@@ -44,7 +43,7 @@ def main(descriptor: int) -> NoReturn:
     failure: Failure | None = None
     result: Any = None
     try:
-        result = function_of(task.entry)(task.arguments)
+        result = resolve_name(task.entry)(task.arguments)
     except BaseException as error:
         failure = error.args[0] if isinstance(error, TaskFailed) else failure_of(f"{task.name} failed", error)
     # The last message, after success or failure; the parent may be gone already.
@@ -61,12 +60,6 @@ def beat(connection: Connection) -> None:
             with SPEAKING:
                 if select.select((), [connection], (), 0)[1]:
                     connection.send_bytes(pack_message(WORK.stalled()))
-
-
-def function_of(name: str) -> Callable[..., Any]:
-    """Return the function named by `module:function`."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def failure_of(where: str, error: BaseException) -> Failure:
@@ -89,7 +82,7 @@ def end_with(connection: Connection, task: ProcessSpec) -> None:
         connection.recv_bytes()
     try:
         if task.orphaned:
-            function_of(task.orphaned)(task.arguments)
+            resolve_name(task.orphaned)(task.arguments)
     finally:
         end_at_once()
 

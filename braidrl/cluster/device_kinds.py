@@ -27,7 +27,6 @@ class DeviceKind(Section):
     """One kind of device, with its maker's figures."""
 
     source: str
-    """Source of the figures."""
     names: list[str] = Field(default_factory=list)
     """Result of `torch.cuda.get_device_name` on such a device."""
     peak: dict[str, float]
@@ -64,15 +63,11 @@ class NodeGroup(Section):
     """Nodes of one kind of device."""
 
     kind: str
-    """Name of a kind."""
     nodes: int = Field(1, ge=1)
-    """Number of nodes."""
     devices: int = Field(1, ge=1)
-    """Devices per node."""
 
     @property
     def size(self) -> int:
-        """Return the number of devices."""
         return self.nodes * self.devices
 
 
@@ -82,11 +77,9 @@ class Cluster(Section):
     kinds: dict[str, DeviceKind] = Field(default_factory=dict)
     """The kinds of the groups; in a file, those that extend or replace the built-in ones."""
     groups: tuple[NodeGroup, ...] = Field(min_length=1)
-    """The nodes."""
 
     @property
     def size(self) -> int:
-        """Return the number of devices."""
         return sum(group.size for group in self.groups)
 
     @property
@@ -113,9 +106,7 @@ def read_cluster(text: str) -> Cluster:
     for part in () if groups else text.split("+"):
         match = FORM.fullmatch(part)
         if match is None:
-            raise UserError(
-                f"--devices: {part!r} is not NODESxDEVICESxKIND, as in 8x8xH100-80GB; or write cpu, or a .yaml file"
-            )
+            raise UserError(f"--devices: {part!r} is not NODESxDEVICESxKIND, as in 8x8xH100-80GB; or cpu, or FILE.yaml")
         first, second, kind = match.groups()
         nodes, devices = (int(first), int(second)) if second else (1, int(first or 1))
         if kind == "cpu" and first is None:

@@ -63,10 +63,7 @@ def device_memory(name: str, free: bool = False) -> int | None:
 
 
 def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str, int]:
-    """Return the number of devices per process of each pool, including those of its engines.
-
-    Raises UserError if fewer are `available`; it says `where`.
-    """
+    """Return the devices per process of each pool, with its engines'. Raises UserError, which says `where`, if fewer are `available`."""
     apart = {p.name: p.device * (1 + p.engines * p.engine_devices) for p in pools}
     shared = {p.name: p.device * max(1, p.engines * p.engine_devices) for p in pools}
     for each in (apart, shared):
@@ -81,10 +78,7 @@ def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str,
 
 
 def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
-    """Return the devices of every process on one node, named POOL-NUMBER, in the order of pools and numbers.
-
-    Raises the errors of `devices_each`.
-    """
+    """Return the devices of each process on one node, named POOL-NUMBER, in the order of pools. Raises as `devices_each`."""
     each, table, first = devices_each(pools, available, "this machine"), dict[str, Devices](), 0
     for pool in pools:
         for number in range(pool.workers):
@@ -99,10 +93,7 @@ def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
 
 
 def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> Devices:
-    """Return the devices of this process, which starts so many engines: all that it sees, or its share of them under `torchrun`.
-
-    Raises UserError if there are too few.
-    """
+    """Return the devices of this process, which starts so many engines: all that it sees, or its share of them under `torchrun`."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rank = int(os.environ["LOCAL_RANK"]) if local > 1 else 0
     pool = Pool(("rank",), local, engines=engines, engine_devices=engine_devices)

@@ -8,10 +8,9 @@ import asyncio
 import contextvars
 import inspect
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, asynccontextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -23,15 +22,52 @@ T = TypeVar("T")
 
 
 class Runner(AbstractContextManager["Runner"]):
-    """An `asyncio.Runner` that also works inside a running event loop: coroutines then run in a separate thread."""
+    """An `asyncio.Runner` whose coroutines interrupts cancel. Inside a running event loop they run in a separate thread."""
 
     def __init__(self) -> None:
         # With a factory, asyncio keeps the caller's event loop as the thread's current one.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end and return its result."""
-        return outside_of_loops(partial(self._runner.run, coroutine))
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end and return its result; an interrupt cancels it.
+
+        Raises KeyboardInterrupt if the process's handler of SIGINT or SIGTERM raised it. A second interrupt does not wait for the end.
+        """
+        interrupts, running = list[int](), list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
+
+        async def cancellable() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            running.append((asyncio.get_running_loop(), task))
+            return await work
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            try:
+                handlers[number](number, frame)
+            except KeyboardInterrupt:
+                interrupts.append(number)
+                if len(interrupts) > 1 or not running:
+                    raise
+                loop, task = running[0]
+                loop.call_soon_threadsafe(task.cancel)
+
+        whole = cancellable()
+        handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with interrupts_handled(handle, [number for number in handlers if callable(handlers[number])]):
+                result = outside_of_loops(lambda: self._runner.run(whole))
+        except BaseException:
+            if interrupts:
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            # An interrupt may come before the loop: Python would warn of coroutines that were never awaited.
+            for coroutine in (whole, work):
+                if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                    coroutine.close()
+        if interrupts:  # the interrupt came after the end
+            raise KeyboardInterrupt
+        return result
 
     def close(self) -> None:
         """Cancel the remaining tasks and close the event loop."""
@@ -57,43 +93,11 @@ def outside_of_loops(work: Callable[[], T]) -> T:
         return thread.submit(contextvars.copy_context().run, in_the_callers_modes).result()
 
 
-def run_cancelled_by_interrupts(runner: Runner, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end and return its result; an interrupt cancels it.
-
-    Raises KeyboardInterrupt if the process's handler of SIGINT or SIGTERM raised it. A second interrupt does not wait for the end.
-    """
-    interrupts, running = list[int](), list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
-
-    async def cancellable() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        running.append((asyncio.get_running_loop(), task))
-        return await work
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        try:
-            handlers[number](number, frame)
-        except KeyboardInterrupt:
-            interrupts.append(number)
-            if len(interrupts) > 1 or not running:
-                raise
-            loop, task = running[0]
-            loop.call_soon_threadsafe(task.cancel)
-
-    whole = cancellable()
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+@asynccontextmanager
+async def all_or_none() -> AsyncIterator[asyncio.TaskGroup]:
+    """Wait for all tasks of a group; raise the first exception of one, and cancel the others."""
     try:
-        with interrupts_handled(handle, [number for number in handlers if callable(handlers[number])]):
-            result = runner.run(whole)
-    except BaseException:
-        if interrupts:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        # An interrupt may come before the loop: Python would warn of coroutines that were never awaited.
-        for coroutine in (whole, work):
-            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()
-    if interrupts:  # the interrupt came after the end
-        raise KeyboardInterrupt
-    return result
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None

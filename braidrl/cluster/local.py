@@ -30,9 +30,9 @@ from dataclasses import replace
 from multiprocessing import Pipe, forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import (
@@ -68,9 +68,6 @@ SERVER_START = "braidrl.cluster.server_start"
 LOOK_EVERY_S = 0.02
 STARTING = threading.Lock()
 """Lock around the start of a copy of the fork server: the main module is hidden per process, not per thread."""
-STANDARD_STREAMS = (0, 1, 2)
-TRACKER = "tracker"
-"""multiprocessing's resource tracker, which frees resources that dead processes leave."""
 PR_SET_PDEATHSIG = 1
 SPAWN = util.spawnv_passfds
 SERVER_IS_GONE = 255
@@ -88,7 +85,6 @@ class LocalProcess(Process):
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
         self.stall: Stall | None = None
-        """The last reported stall of its work."""
         self.hung_up = False
         """True when no more messages can arrive."""
         if spec.arguments is not None:
@@ -264,7 +260,7 @@ def _copied(
         copy_as_fork_server(starts)
     descriptor = os.dup(connection.fileno())
     connection.close()
-    function_of(main)(descriptor)
+    resolve_name(main)(descriptor)
 
 
 def copy_as_fork_server(modules: Iterable[str]) -> bool:
@@ -293,10 +289,11 @@ def _fork_as(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) 
     process = os.fork()
     if not process:
         program = arguments[-1]
-        kept = {*descriptors, *STANDARD_STREAMS}
+        kept = {*descriptors, 0, 1, 2}
         try:
             with contextlib.suppress(OSError):
-                Path("/proc/self/comm").write_text(FORK_SERVER if "forkserver" in program else TRACKER)
+                # The other one is multiprocessing's resource tracker, which frees resources that dead processes leave.
+                Path("/proc/self/comm").write_text(FORK_SERVER if "forkserver" in program else "tracker")
             # The kernel sends SIGCONT when the parent ends: a stopped process could not notice it and end.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
             # A fresh interpreter has no such lock held; the parent holds it while it starts these processes.

@@ -29,11 +29,8 @@ class Pool:
     device: bool = True
     """False for work that runs on any CPU."""
     engines: int = 0
-    """Engine processes per worker."""
     engine_devices: int = 1
-    """Devices of each engine."""
     generating: tuple[str, ...] = ()
-    """Roles that generate here."""
     kind: str | None = None
     """Kind of its devices, if only one will do."""
     nodes: int | None = None
@@ -53,10 +50,7 @@ class Pool:
 def place(
     placement: PlacementConfig, roles: Sequence[str], generating: Collection[str], workers: int
 ) -> tuple[Pool, ...]:
-    """Return the pools of a run with models for `roles`; `workers` is the default size of a pool.
-
-    Raises UserError for an unknown name, and for a role that is missing, unknown or in two pools.
-    """
+    """Return the pools of a run; `workers` is the default size. Raises UserError for an unknown name, and a role in no or two pools."""
     if placement.pools:
         check_partition(placement.pools, roles, generating)
         parts = [(tuple(pool.roles), pool.workers or workers, pool.kind, pool.nodes) for pool in placement.pools]
@@ -104,14 +98,3 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
             placed[role] = number
     if missing := [role for role in roles if role not in placed]:
         raise UserError(f"placement: {missing[0]} is in no pool; add it to one, or write placement=colocate")
-
-
-def check_devices(pools: Sequence[Pool], devices: int, kind: str) -> None:
-    """Raise UserError if the pools need more devices than exist; `kind` names the devices (CPUs, GPUs)."""
-    needed = sum(pool.workers for pool in pools)
-    if needed > devices:
-        sizes = ", ".join(f"{pool.name}: {pool.workers}" for pool in pools)
-        raise UserError(
-            f"the pools ask for {needed} {kind} ({sizes}) and the cluster has {devices}; "
-            "lower `workers` or `streaming.workers`, or place more roles in one pool"
-        )

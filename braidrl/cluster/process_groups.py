@@ -46,9 +46,10 @@ def open_store(host: str, limit_s: float) -> dist.TCPStore:
     )  # fmt: skip
 
 
-def connect_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
-    """Connect to another process's store. Raises RuntimeError with its address after `limit_s` seconds."""
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+def connect_store(host: str, port: int, limit_s: float, prefix: str = "") -> dist.Store:
+    """Connect to another process's store, to keys with a prefix. Raises RuntimeError with its address after `limit_s` seconds."""
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
+    return dist.PrefixStore(prefix, store) if prefix else store
 
 
 def put_message(store: dist.Store, key: str, value: Any) -> None:

@@ -10,10 +10,11 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
-from braidrl.cluster.child import TaskFailed, failure_of, function_of
+from braidrl.cluster.child import TaskFailed, failure_of
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
@@ -90,10 +91,7 @@ def tell(line: str) -> None:
 def supervise(
     launcher: Launcher, ranks: Sequence[Process], interrupts: Sequence[int], silence_s: float, killed: Sequence[str]
 ) -> Any:
-    """Wait until every rank is done and return rank 0's result. Raises the first failure.
-
-    `interrupts` are the signals received so far, which are passed on; `killed` has lines on frozen processes that were killed.
-    """
+    """Wait for all ranks and return rank 0's result, or raise the first failure; `killed` has lines on frozen processes."""
     silent, outcomes = list(ranks), dict[str, Outcome]()
     deadline, passed_on = float("inf"), 0
     while silent and time.monotonic() < deadline:
@@ -129,8 +127,8 @@ def work(arguments: Mapping[str, Any]) -> Any:
     world = World(arguments["rank"])
     try:
         world = join(arguments["limit_s"], task.get("cuda", False), secret=arguments["secret"])
-        result = function_of(arguments["entry"])(world, task)
-        world.gather("the end of the run", b"")
+        result = resolve_name(arguments["entry"])(world, task)
+        world.gather("the end of the run", None)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidrl.cluster.devices import devices_each
-from braidrl.cluster.pools import Pool, check_devices
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S
 from braidrl.cluster.watchdog import ASLEEP_S, NEEDED_BY_RAY, descendants, has_ended, mute_after, name_of
 from braidrl.config import ClusterConfig
@@ -45,7 +45,6 @@ class Reservation:
     """The location of one actor: Ray's scheduling strategy, and the resources that it takes."""
 
     node: str
-    """Ray's id of its node."""
     strategy: Any
     cpus: int = 1
     gpus: int = 0
@@ -61,7 +60,6 @@ class RayCluster:
         self.groups: list[Any] = []
         self.actors: list[Any] = []
         self.names: dict[str, str] = {}
-        """Worker names by Ray's actor id."""
         self.family = secrets.token_hex(4)
         """Prefix of the actor names of this run."""
         self._looked = time.monotonic()
@@ -74,9 +72,7 @@ class RayCluster:
             own = {"max_direct_call_object_size": INLINE_BYTES}
             local = {} if address else {"num_cpus": config.cpus, "include_dashboard": False, "_system_config": own}
             try:
-                self.ray.init(
-                    address or "local", log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local
-                )
+                self.ray.init(address or "local", logging_level=logging.ERROR, **local)
             except Exception as error:
                 # A plain Exception: a node of this machine took more than 30 s to start.
                 if type(error) is not Exception and not isinstance(error, ConnectionError | ValueError | RuntimeError):
@@ -89,16 +85,12 @@ class RayCluster:
             names = {process: name_of(process) for process in descendants(os.getpid())}
             self.needed = {process: name for process, name in names.items() if name in NEEDED_BY_RAY}
         self.own_node = str(self.ray.get_runtime_context().get_node_id())
-        """Ray's id of this process's node."""
         resources = self.ray.cluster_resources()
         self.kind = "GPU" if device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0) else "CPU"
         self.devices = int(resources.get(self.kind, 0))
 
     def reserve(self, pools: Sequence[Pool]) -> list[list[Reservation]]:
-        """Reserve resources for each pool and return the place of each rank, in the order of nodes.
-
-        Raises UserError if devices, or the kind of a pool, are missing, or stay occupied.
-        """
+        """Return the place of each rank of each pool, in the order of nodes. Raises UserError if devices are missing or stay occupied."""
         resources, util = self.ray.cluster_resources(), self.ray.util
         kinds = {name.removeprefix(KIND) for name in resources if name.startswith(KIND)}
         wanted = {pool.name: pool.kind.partition("-")[0] for pool in pools if pool.kind and pool.kind != "cpu"}
@@ -109,7 +101,12 @@ class RayCluster:
                     "make a plan for these (`braid plan --devices`), or remove kind"
                 )
         # A worker with a device takes a CPU too.
-        check_devices(pools, int(resources.get("CPU", 0)), "CPUs")
+        if (needed := sum(pool.workers for pool in pools)) > (cpus := int(resources.get("CPU", 0))):
+            sizes = ", ".join(f"{pool.name}: {pool.workers}" for pool in pools)
+            raise UserError(
+                f"the pools ask for {needed} CPUs ({sizes}) and the cluster has {cpus}; "
+                "lower `workers` or `streaming.workers`, or place more roles in one pool"
+            )
         each = devices_each(pools, self.devices, "the cluster") if self.kind == "GPU" else {}
         largest = max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
         for pool in pools:
@@ -157,6 +154,11 @@ class RayCluster:
         self.actors.append(actor)
         return actor
 
+    def start_on(self, node: str, service: type, *arguments: Any) -> Any:
+        """Start an actor that needs no CPU on the node with this id."""
+        strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        return self.start(service, Reservation(node, strategy, 0), *arguments)
+
     @property
     def lost(self) -> str:
         """Describe a dead Ray process in a line; return an empty string while a cluster started here is complete."""
@@ -164,10 +166,7 @@ class RayCluster:
         return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
 
     def look(self) -> None:
-        """Record heartbeats of the actors and ask again, at most once a second.
-
-        Raises WorkerError if one of Ray's own processes is gone.
-        """
+        """Record heartbeats and ask again, at most once a second. Raises WorkerError if one of Ray's own processes is gone."""
         if self.lost:
             raise WorkerError(self.lost)
         now = time.monotonic()
@@ -192,10 +191,7 @@ class RayCluster:
         return 0.0 if heard is None else max(0.0, self._looked - heard)
 
     def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
-        """Wait for the first of these references and return all that are ready; none after `limit_s` seconds.
-
-        Raises WorkerError if one of Ray's own processes is gone, or an actor sent no heartbeat for too long.
-        """
+        """Wait for the first reference and return all that are ready; none after `limit_s` seconds. Raises WorkerError for a loss."""
         deadline = time.monotonic() + limit_s
         while True:
             left = max(0.0, deadline - time.monotonic())

@@ -54,7 +54,6 @@ class RayProcess(Process):
         self._pid = actor.pid.remote()
         self._perform = actor.perform.options(concurrency_group="aside").remote
         self.ended = actor.last_word.remote()
-        """Ray's reference to the outcome."""
 
     @property
     def pid(self) -> int:
@@ -134,16 +133,10 @@ class RayLauncher(Launcher):
         return self._reserved[pool][number].node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        ray, nodes = self.cluster.ray, {place.node for places in self._reserved.values() for place in places}
-        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        services = [
-            self.cluster.start(
-                service, Reservation(node, affinity(node, soft=False), 0), node, self._ips[node], *arguments
-            )
-            for node in sorted(nodes - {self.node})
-        ]
+        nodes = sorted({place.node for places in self._reserved.values() for place in places} - {self.node})
+        services = [self.cluster.start_on(node, service, node, self._ips[node], *arguments) for node in nodes]
         answers = [each.place.remote() for each in services]
-        return ray.get(answers, timeout=self.cluster.config.start_limit_s)
+        return self.cluster.ray.get(answers, timeout=self.cluster.config.start_limit_s)
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process; it inherits devices and threads from its actor's environment."""

@@ -31,7 +31,6 @@ STACK = "braid-stack"
 STACK_S = 2.0
 """Seconds that a process may take to dump its stack, on a busy machine."""
 COMM_BYTES = 15
-"""Length limit of a process name in the kernel."""
 FORK_SERVER = "fork server"
 NEEDED_BY_RAY = ("gcs_server", "raylet")
 """Ray's processes that a cluster needs. If one dies, Ray ends the waiting program without a line, at once or after a minute."""
@@ -50,10 +49,7 @@ def named(name: str) -> None:
 
 
 def keep_stack(process: int, name: str, folder: Path | None) -> str:
-    """Write the stacks of a process of this run into the run's folder, also if a signal has stopped it, and stop it.
-
-    Returns a message about the file; it is empty if the process does not dump its stacks.
-    """
+    """Stop a process of this run after it has dumped its stacks into the run's folder; return the part of a message that names the file."""
     with contextlib.suppress(OSError):
         held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
         if held is None:
@@ -111,7 +107,6 @@ def has_ended(process: int) -> bool:
 
 
 def name_of(process: int) -> str:
-    """Return the name of a process."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         name = Path(f"/proc/{process}/comm").read_text().strip()
@@ -127,10 +122,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
     """Kills descendants of this process that are stopped for too long, and reports stalls of this process's own work."""
 
     def __init__(self, silence_s: float, say: Callable[[str], object], folder: Path | None = None) -> None:
-        """Start the watching thread; a process may be stopped for `silence_s` seconds.
-
-        `say` prints a line for each killed process, and for each stall here; stacks go into the run's `folder`.
-        """
+        """Start the watching thread. `say` prints a line for a process stopped for `silence_s` seconds, and for a stall of this one."""
         self.silence_s, self.say, self.folder = silence_s, say, folder
         self.killed: list[str] = []
         self._ending = threading.Event()

@@ -1,6 +1,6 @@
 """The world: all ranks of a run as one rank sees them. All ranks make the same calls in the same order.
 
-gather      every rank's bytes, on every rank                 (index columns: a few numbers per row)
+gather      every rank's message, on every rank               (index columns: a few numbers per row)
 exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
 notices     messages without waiting: a list in the store of the process group
@@ -30,7 +30,6 @@ from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
 
 HEAR_EVERY_S = 0.02
-"""Seconds between two reads of new notices."""
 
 
 class Notices:
@@ -49,7 +48,6 @@ class Notices:
         self._list, self._told, self._heard, self._next = name, [], 0, 0.0
 
     def tell(self, message: bytes) -> None:
-        """Append a message."""
         number = self._store.add(f"{self._list}/count", 1) - 1
         self._told.append(f"{self._list}/{number}")
         self._store.set(self._told[-1], message)  # type: ignore[arg-type]  # takes bytes too
@@ -82,10 +80,8 @@ class World:
         """True for the rank that writes shared files."""
         self.place, self.rows = "the start", ""
         self.exchanged_bytes = 0
-        """The payload received from other ranks."""
         self._store, self._meetings = store, 0
         self.notices = None if store is None else Notices(dist.PrefixStore("notices", store))
-        """The notices between ranks; None for a single process."""
 
     def at(self, place: str) -> None:
         """Record what this rank does from now on; the text is the same on every rank."""
@@ -133,13 +129,15 @@ class World:
             with self.meeting(purpose):
                 raise
 
-    def gather(self, purpose: str, message: bytes | bytearray | memoryview) -> list[memoryview]:
-        """All-gather a message, in the order of ranks."""
+    def gather(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
+        """All-gather messages of a type, in the order of ranks."""
         if self.group is None:
-            return [memoryview(message)]
+            return [value]
+        message = pack_message(value)
         with self.meeting(purpose) as where:
             sizes = self._sizes(where, torch.tensor([len(message)]).expand(self.size))
-            return all_gather_bytes(message, self.group, sizes)
+            parts = all_gather_bytes(message, self.group, sizes)
+        return [unpack_message(part, type) for part in parts]
 
     def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
         """Exchange messages with all ranks, one for each; a single all-to-all of bytes."""
@@ -186,14 +184,18 @@ class World:
 def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, secret: str = "") -> World:
     """Join the world described by the environment that `torchrun` or our launchers set (RANK, WORLD_SIZE, ...).
 
-    Ranks wait for each other at most `limit_s` seconds. With `cuda` each takes its own device, beside those of the `engines` that it
-    starts. `secret` is the prefix of the ranks' keys in the store.
+    Waits take `limit_s` seconds at most. With `cuda` each rank takes a device; `secret` is the prefix of their keys in the store.
     """
     if cuda:
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
     store = dist.PrefixStore(secret, store) if secret else store
-    group = join_group(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
+    return world_at(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
+
+
+def world_at(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, host: str) -> World:
+    """Return the world of all ranks that use a store at `host`; arguments and errors are those of `join_group`."""
+    group = join_group(store, rank, size, limit_s, cuda, host)
     return World(rank, size, group, dist.PrefixStore("places", store))
 
 

@@ -45,8 +45,7 @@ class StreamingConfig(Section):
     weights: Literal["end", "delayed", "rolling", "interrupt"] = "end"
     """Weight-update policy of engines. `end`: all load when a batch's generation is complete. `delayed`: the same, but they receive the
     weights in host memory while they generate. `rolling`: up to half of them drain at a time, while the others generate: a draining engine
-    takes no rows, finishes most of its rows, and loads. `interrupt`: each immediately;
-    its running rows continue with the new weights."""
+    takes no rows, finishes most of its rows, and loads. `interrupt`: each immediately; its running rows continue with the new weights."""
     on_policy_share: float = Field(0.0, ge=0, lt=1)
     """With `trainer.max_staleness`: share of each batch that must start on the version on which the batch is trained, spread evenly over
     its updates. The batch waits for these rows; meanwhile engines start rows of the next batch. 0 requires none."""
@@ -118,8 +117,7 @@ class EnvironmentConfig(SandboxConfig):
     at_once: int = Field(64, ge=1, le=MOST_PROCESSES)
     """Maximum number of concurrent trajectories in the whole run; each rank has an equal share, at least one."""
     timeout_s: float = Field(60.0, gt=0, le=MOST_S)
-    """Seconds for one answer of the environment, or for an agent's whole trajectory. After this time the trajectory ends and is counted
-    as failed."""
+    """Seconds for one answer of the environment, or an agent's whole trajectory, which otherwise ends and is counted as failed."""
     max_turns: int = Field(16, ge=1, le=MOST_ROWS)
     """Maximum number of the model's turns in one trajectory."""
     variables: list[str] = []
@@ -127,8 +125,7 @@ class EnvironmentConfig(SandboxConfig):
     host: str = "127.0.0.1"
     """The address of this machine on which an agent's endpoint listens. An address that other machines can reach needs a key."""
     key_variable: str | None = None
-    """Environment variable with the endpoint's key, which clients send as their API key; the agent receives it as `api_key` in its
-    example."""
+    """Environment variable with the endpoint's key: clients send it as their API key, an agent has it as `api_key` in its example."""
     tool_format: Literal["hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm"] | None = None
     """Format of the model's tool calls; by default found from its tokenizer's chat template."""
     python: Path | None = None
@@ -137,13 +134,9 @@ class EnvironmentConfig(SandboxConfig):
     @model_validator(mode="after")
     def _fits_the_sandbox(self) -> "EnvironmentConfig":
         if self.python is not None and self.sandbox == "none":
-            raise ValueError(
-                "python is the interpreter of processes, and sandbox=none plays in the run's own; remove one"
-            )
+            raise ValueError("python is the interpreter of processes, which sandbox=none does not have; remove one")
         if self.host != "127.0.0.1" and self.sandbox == "bubblewrap":
-            raise ValueError(
-                "host is an address of this machine, and sandbox=bubblewrap has a network of its own; remove one"
-            )
+            raise ValueError("host is an address of this machine, which sandbox=bubblewrap does not reach; remove one")
         return self
 
 
@@ -191,21 +184,19 @@ class RolloutConfig(Section):
     """Number of engine processes, each with a replica of the weights; a router distributes rows over them and restarts one that ends.
     By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains also generates."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Tensor-parallel ranks of an engine of vLLM or a server: they shard its weights, heads and vocabulary, for a model that is too
-    large for one device. A number that divides the model's attention heads. With the embedded engine, and vLLM's with `engines` 0, so
-    many of the ranks that train decode together, under `runtime: distributed` or `hybrid`; see `grouping`. With the embedded engine the
-    number also divides the key/value heads."""
+    """Tensor-parallel ranks of an engine of vLLM or a server: they shard its weights, heads and vocabulary. A number that divides the
+    model's attention heads. With the embedded engine, and vLLM's with `engines` 0, so many of the ranks that train decode together, under
+    `runtime: distributed` or `hybrid`; see `grouping`. With the embedded engine the number also divides the key/value heads."""
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Pipeline-parallel ranks of an engine of vLLM or a server, each with `tensor` ranks; or of ranks that train and generate."""
     nodes: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """Nodes that each engine of vLLM spans, with equal numbers of its ranks, under `runtime: streaming`. By default as few as have devices
     for them, with `cluster.launcher: ray`; else 1."""
     grouping: Literal["interval", "neighbour", "gather"] | None = None
-    """Groups of training ranks that generate together, and the weights that they receive. `interval`: ranks at equal distances; the
-    shard that a rank trains is part of the one that it generates with, and it receives the rest (HybridFlow). `neighbour`: the ranks of
-    each replica gather all weights and keep their slices (HybridFlow-V). `gather`: all ranks gather all weights, for `shard: full`
-    (DeepSpeed-Chat). The default is `interval` if `pipeline` and `tensor` divide those of the training layout, else neighbours that
-    receive the slices that they lack."""
+    """Groups of training ranks that generate together, and the weights that they receive. `interval`: ranks at equal distances; a rank's
+    training shard is part of its generation shard, and it receives the rest (HybridFlow). `neighbour`: the ranks of each replica gather all
+    weights and keep their slices (HybridFlow-V). `gather`: all ranks gather all weights, for `shard: full` (DeepSpeed-Chat). The default is
+    `interval` if `pipeline` and `tensor` divide the training layout's, else neighbours that receive what they lack."""
     python: Path | None = None
     """Python interpreter of the engine processes, if vLLM is installed in another virtual environment; by default Braid's."""
     vllm: dict[str, Any] = {}
@@ -221,9 +212,7 @@ class RolloutConfig(Section):
         if value == "handles":
             raise ValueError("handles are not supported any more; write collective between CUDA devices, or file")
         if isinstance(value, str) and value not in ("file", "collective") and ":" not in value:
-            raise ValueError(
-                f"{value!r} is no transfer of weights; write file, collective, or your own as file.py:name"
-            )
+            raise ValueError(f"{value!r} is no transfer of weights; write file, collective, or your own file.py:name")
         return value
 
     @property
@@ -250,8 +239,7 @@ class RolloutConfig(Section):
     no iteration waits for the longest response. Under `streaming` an iteration lasts until the response's batch is complete. Needs
     `trainer.max_staleness`, which bounds the age of the oldest token, and `trainer.surplus=keep`."""
     repeated_tokens: int | None = Field(None, ge=4, le=MOST_TOKENS)
-    """A response whose last so many tokens repeat one phrase ends when it would be suspended, and is counted in
-    `response/repeated_fraction`."""
+    """A response whose last so many tokens repeat one phrase ends when it would be suspended (`response/repeated_fraction`)."""
     temperature: float = Field(1.0, ge=1e-4, le=1e4)
     """Divides the logits, in sampling and in every log-probability."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -269,9 +257,8 @@ class RolloutConfig(Section):
     dtype: DType | None = None
     """Dtype of the engine's weights; by default the model's, and the weights are then shared with the trainer and not copied."""
     compile: bool = True
-    """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes if there is no C compiler or the model is
-    not a Qwen2, Qwen3 or Llama. On CUDA: record decode steps as CUDA graphs at their first use, and keep the KV cache reserved between
-    generations."""
+    """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes without a C compiler, or if the model is
+    not a Qwen2, Qwen3 or Llama. On CUDA: record decode steps as CUDA graphs, and keep the KV cache reserved between generations."""
     max_sequence_tokens: int | None = Field(None, ge=2, le=MOST_TOKENS)
     """Maximum length of a sequence, prompt included; by default `data.max_prompt_tokens` plus `max_response_tokens`. With an environment
     `max_response_tokens` limits one turn, and this limits all turns together."""

@@ -153,8 +153,7 @@ class RewardConfig(SandboxConfig):
     max_abs: float = Field(1e6, gt=0)
     """Largest valid absolute score of a verifier or environment; a larger one counts as a failure of the row."""
     max_failed_fraction: float = Field(0.99, ge=0, le=1)
-    """The run ends, with a checkpoint and exit code 1, if a larger share of a step's verifications, or of its trajectories in an
-    environment, fails; 1 never ends it."""
+    """The run ends, with a checkpoint and exit code 1, if a larger share of a step's checks or trajectories fails; 1 never ends it."""
     max_failed_steps: int = Field(1, ge=0, le=MOST_ROWS)
     """Number of consecutive such steps that end the run; 0 never ends it."""
     timeout_s: float = Field(10.0, gt=0, le=MOST_S)

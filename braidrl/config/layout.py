@@ -5,19 +5,17 @@ rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + 
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from braidrl.config.section import MOST_PROCESSES
+from braidrl.config.section import MOST_PROCESSES, Section
 from braidrl.errors import UserError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 """Names of the mesh dimensions, slowest first, so that ranks with the most communication are neighbours."""
 
 
-class ParallelLayout(BaseModel):
+class ParallelLayout(Section):
     """Number of devices along each axis. By default each device holds a replica of the model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Pipeline parallelism: number of ranks with an equal share of the layers."""
@@ -31,8 +29,7 @@ class ParallelLayout(BaseModel):
     """Sharding over the ranks of `data` and `sequence`. `full`: weights, gradients and optimizer state (FSDP, ZeRO-3). `optimizer`:
     gradients and optimizer state (ZeRO-2). `none`: nothing."""
     nodes: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Hybrid sharding: number of groups of ranks along `data` with a full set of shards each. Weights are gathered within a group; only
-    gradients cross between groups."""
+    """Hybrid sharding: number of groups of ranks along `data` with full shards each; only gradients cross between groups."""
 
     @property
     def ranks_per_replica(self) -> int:
@@ -56,9 +53,7 @@ class ParallelLayout(BaseModel):
             )
         if self.nodes > 1 and (self.shard == "none" or data % self.nodes):
             why = f"does not divide data {data}" if data % self.nodes else "has no shards"
-            raise UserError(
-                f"{key}: nodes={self.nodes} {why}; write shard=full and a number of nodes that divides data"
-            )
+            raise UserError(f"{key}: nodes={self.nodes} {why}; write shard=full and nodes that divide data")
         return filled
 
     @property

@@ -36,10 +36,9 @@ GONE: dict[str, tuple[object, str]] = {
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: bool = False, **defaults: Any) -> Config:
-    """Load and validate a configuration from a YAML file, if any, and overrides: dotted `key=value`, or YAML files whose keys win.
+    """Load and validate a YAML file, if any, and overrides: dotted `key=value`, or YAML files whose keys win.
 
-    `defaults` are for unset keys. Raises UserError for an unknown key or an invalid value; with `every` for all of them, one per
-    line.
+    `defaults` are for unset keys. Raises UserError for an invalid key or value; with `every` for all of them, one per line.
     """
     tree = given_keys(path, overrides)
     if path is not None:
@@ -68,11 +67,7 @@ def given_keys(path: Path | str | None, overrides: Sequence[str]) -> dict[str, A
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a YAML file. Raises UserError if it has none.
-
-    Paths of models, data and flows, and functions `file.py:name`, are searched first in the folder of the YAML file, then in the
-    current folder.
-    """
+    """Return the keys and values of a YAML file, with files beside it found (`found_beside`). Raises UserError if it has none."""
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
     tree = read_yaml(path) or {}
@@ -82,10 +77,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = False) -> Any:
-    """Return the part of a tree at a dotted key with absolute paths for files in the configuration's folder.
-
-    With `unless_here` a path stays that exists in the current folder.
-    """
+    """Return a tree with absolute paths for files in the configuration's folder; `unless_here` keeps paths of the current folder."""
     if isinstance(value, dict):
         parts = {name: f"{place}.{name}" if place else str(name) for name in value}
         return {name: found_beside(folder, part, parts[name], unless_here) for name, part in value.items()}
@@ -147,10 +139,7 @@ def without_gone(tree: Mapping[Any, Any], place: str = "") -> dict[Any, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `a.b=value`, where the value is YAML, in a nested dict, in place.
-
-    Raises UserError if it is not key=value, or the key leads through a value.
-    """
+    """Set `a.b=value`, where the value is YAML, in a nested dict, in place. Raises UserError if it is not key=value."""
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"{shown(override)} is not key=value, as in trainer.steps=10")

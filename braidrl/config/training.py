@@ -22,8 +22,7 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers with an adapter, by the last part of their name; by default all in the decoder's layers."""
     base_dtype: Literal["nf4"] | None = None
-    """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes); engines in the same process generate with them. By default they
-    have the model's dtype."""
+    """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes), also for engines in the same process; by default as the model."""
 
 
 class TrainerConfig(Section):
@@ -43,8 +42,7 @@ class TrainerConfig(Section):
     backend: str = "torch"
     """Training backend: `torch`, which supports layouts, adapters and offloading, or your own `module:name` or `file.py:name`."""
     optimizer: str = "adamw"
-    """`adamw`, `adamw8bit` (moments in 8 bits, needs bitsandbytes), `sgd`, your own `module:name` or `file.py:name`, or one of torch's, as
-    in `torch.optim:RMSprop`."""
+    """`adamw`, `adamw8bit` (needs bitsandbytes), `sgd`, your own `module:name` or `file.py:name`, or torch's, as `torch.optim:RMSprop`."""
     optimizer_settings: dict[str, Any] = {}
     """Keyword arguments for it, as in `{momentum: 0.9}`."""
     learning_rate: float = Field(1e-6, ge=0, le=MOST_LEARNING_RATE)
@@ -66,20 +64,16 @@ class TrainerConfig(Section):
     max_skipped_updates: int = Field(10, ge=0, le=MOST_STEPS)
     """With `skip_bad_updates`: number of consecutive skipped optimizer steps of a role that ends the run; 0 never ends it."""
     share_prompts: bool = False
-    """Compute the prompt of a group once for all its rows, in inference and training, if this saves at least a quarter of the tokens.
-    Log-probs and gradients are the same up to rounding."""
+    """Compute a group's prompt once for all its rows if this saves a quarter of the tokens; results are the same up to rounding."""
     compile: bool = True
     """On a CPU: compiled C kernels for norms and gated activations (compiled once, in about a second); torch's if there is no C compiler.
     On CUDA: Triton kernels for these, rotary embeddings and log-probs, from liger-kernel if installed, else from torch.compile."""
     layout: ParallelLayout = ParallelLayout()
-    """Parallel layout of each role on the devices of `runtime: distributed`, or of its pool under `hybrid`; by default each device has a
-    replica of the model."""
+    """Layout of each role on the devices of `runtime: distributed`, or of its pool under `hybrid`; by default each holds a replica."""
     inference_layout: ParallelLayout | None = None
-    """Layout of trained roles for log-probs, values and scores, with a second copy of their weights, updated after each change; by
-    default the training layout."""
+    """Layout of trained roles for log-probs, values and scores, with a second copy of their weights; by default the training layout."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters of each trained role in place of its weights; `{}` takes the defaults. Adapters need about ten times the
-    learning rate."""
+    """Train low-rank adapters in place of each trained role's weights; `{}` takes the defaults. They need about ten times the rate."""
     resident_gib: float | None = Field(None, gt=0, le=1 << 20)
     """Offloading: GiB of its device for weights, optimizers, gradients and KV caches of all roles of a process together. Parts that a
     stage does not need wait in pinned host memory, or on a CPU in a file in TMPDIR. By default nothing is offloaded."""
@@ -88,8 +82,7 @@ class TrainerConfig(Section):
     checkpoint_every: int = Field(50, ge=0, le=MOST_STEPS)
     """Iterations between checkpoints; 0 writes only the last one."""
     checkpoint_async: bool = False
-    """Write a checkpoint in the background, from a copy in host memory. A write error ends the run at the next step; Ctrl-C and the end
-    of the run wait for the write."""
+    """Write checkpoints in the background, from a copy in host memory. An error ends the run at the next step; its end waits for it."""
     keep_checkpoints: int = Field(2, ge=1, le=MOST_ROWS)
     """Number of latest checkpoints to keep; older ones are removed."""
     accept_changes: list[Literal["model", "tokenizer", "template", "data", "code"]] = []
@@ -153,5 +146,4 @@ class RoleConfig(Section):
     activation_checkpointing: bool | None = None
     """The default is the trainer's."""
     methods: str | None = None
-    """Class with your own methods for this role's workers, `module:Class` or `file.py:Class`; a session calls them under
-    `runtime: hybrid`."""
+    """Class with your own methods for this role's workers, `module:Class` or `file.py:Class`, for a session under `runtime: hybrid`."""

@@ -92,10 +92,7 @@ def encode(rows: Rows) -> list[Frame]:
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
     """Decode all columns, or the named ones, as views on the frames.
 
-    Raises:
-        CodecError: Frames are damaged or incomplete.
-        KeyError: A named column is missing.
-        PayloadForbidden: A payload column is decoded inside `payload_forbidden()`.
+    Raises CodecError for damaged or incomplete frames, KeyError for a missing column, and PayloadForbidden within `payload_forbidden()`.
     """
     size, headers = read_header(frames)
     wanted = [h.name for h in headers] if columns is None else list(columns)

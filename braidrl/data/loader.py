@@ -157,10 +157,7 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """Return the rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text per row, in the texts' own seeded order.
-
-    Row (group, sample) gets text group * samples_per_prompt + sample, independent of the other rows.
-    """
+    """Return the rows with one pre-training text each, `ptx_tokens` int64 and `ptx_length`, by (group, sample) in a seeded order."""
     numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
     tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
     joined = Ragged.from_rows(tokens, torch.int64)
@@ -173,8 +170,6 @@ def weighted_draw(number: int, weights: Sequence[float], seed: int) -> tuple[int
     Of the first n numbers, source 0 has floor((n * share + phase) / UNIT), and the others share the rest in the same way. The spread is
     even, closer to the weights than independent draws, and can be counted without iteration. The seed sets the phases.
     """
-    if not weights or min(weights) <= 0:
-        raise ValueError(f"weights must be positive and at least one, got {list(weights)}")
     for source, weight in enumerate(weights[:-1]):
         share = min(UNIT - 1, max(1, round(UNIT * weight / sum(weights[source:]))))
         phase = seeded_key(seed, "source", source) % UNIT

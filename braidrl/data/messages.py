@@ -38,7 +38,6 @@ def unpack_message(message: Frame, type: Any = Any) -> Any:
 
 
 def _plain(value: Any) -> tuple[str, bytes]:
-    """Return a tensor's dtype and bytes."""
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
     if dtype not in TENSORS:
         raise TypeError(f"a message cannot hold a {type(value).__name__} {dtype}")
@@ -46,7 +45,6 @@ def _plain(value: Any) -> tuple[str, bytes]:
 
 
 def _tensor(type: Any, value: Any) -> Any:
-    """Invert `_plain`."""
     # Imported here: a process without tensors needs no torch.
     import numpy as np
     import torch
@@ -58,7 +56,6 @@ def _tensor(type: Any, value: Any) -> Any:
 
 
 _decoder = cache(partial(msgspec.msgpack.Decoder, dec_hook=_tensor))
-"""The decoder of a type."""
 
 MARK, ALIGNMENT = b"braidfrm", 64
 FIXED = struct.Struct("<8sQQ")

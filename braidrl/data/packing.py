@@ -1,6 +1,6 @@
 """Partition of rows over ranks and into micro-batches: pure, deterministic functions of costs and groups, the same in every runtime.
 
-    rows ──▶ parts (ranks, workers) of equal cost ──▶ in each rank the same number of micro-batches, heaviest first
+    rows ──▶ parts (ranks, workers) of equal cost ──▶ in each rank micro-batches of equal tokens, heaviest first
 
 The algorithm is Karmarkar and Karp's largest differencing method (1982), for any number of parts. Each item starts as its own division
 into parts, one of them not empty. The two divisions with the largest differences are merged, fullest part on emptiest, until one is
@@ -9,15 +9,15 @@ left. A merge never increases the difference, so the fullest and the emptiest pa
 If all parts must have equally many items, the corresponding variant of this method cannot balance a long tail (parts of 32 log-normal
 lengths: 16% over the mean). The largest remaining item then goes to the cheapest part with room (0.2% on the same lengths).
 
-The number of micro-batches follows RL2's rule: the first multiple of the data-parallel size that is at least all tokens over
-`max_tokens`; if the fullest exceeds the limit, one data-parallel size more. Unlike in RL2, rows are divided among the ranks first: the
-rank with the longest row gets fewer other rows, which micro-batches of one size could not balance.
+The first number of micro-batches is the least that could hold all tokens; while the fullest exceeds the limit, there is one more.
+Unlike in RL2, rows are divided among the ranks first: the rank with the longest row gets fewer other rows, which micro-batches of one
+size could not balance.
 """
 
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from braidrl.errors import UserError
 
@@ -27,19 +27,9 @@ def balanced_partition(
 ) -> list[list[int]]:
     """Divide items into parts of nearly equal cost; return positions by part, fullest first.
 
-    Args:
-        costs: Cost of each item, at least 0.
-        parts: Number of parts; some may be empty.
-        equal_size: Let the numbers of items (or of groups) differ by at most one.
-        groups: Group of each item; items of a group stay together.
-
-    Raises:
-        ValueError: A cost is negative, `parts` is below one, or `groups` has another length.
+    Some parts may be empty. With `equal_size` the numbers of items (or of groups) differ by at most one. Items of one of `groups` stay
+    together.
     """
-    if groups is not None and len(groups) != len(costs):
-        raise ValueError(f"{len(costs)} items have {len(groups)} groups")
-    if parts < 1 or min(costs, default=0) < 0:
-        raise ValueError(f"a partition needs costs of at least 0 and at least one part, got {parts} parts")
     if parts == 1:
         return [list(range(len(costs)))]
     divide = _fill_equally if equal_size else _differencing
@@ -50,9 +40,9 @@ def balanced_partition(
     return [sorted(row for group in part for row in members[group]) for part in chosen]
 
 
-def rows_by_group(groups: Sequence[int]) -> list[list[int]]:
+def rows_by_group(groups: Sequence[Any]) -> list[list[int]]:
     """Return the positions of each group's rows, in the order of the groups' first rows."""
-    members: dict[int, list[int]] = {}
+    members: dict[Any, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
     return list(members.values())
@@ -64,10 +54,7 @@ def equal_share(count: int, rank: int, size: int) -> range:
 
 
 def in_turn(groups: Sequence[int], parts: int) -> list[int]:
-    """Return the part of each row, round-robin by group number, so that every part starts with the first groups.
-
-    Of the last groups, fewer than `parts`, each part gets equally many consecutive rows.
-    """
+    """Return the part of each row, round-robin by group number, so that each part starts early; the last groups are split evenly."""
     place = {group: number for number, group in enumerate(sorted(set(groups)))}
     whole = len(place) // parts * parts
     left = [row for row, group in enumerate(groups) if place[group] >= whole]
@@ -129,55 +116,29 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], dp_size: int, max_tokens: int, costs: Sequence[float] | None = None,
-    oversized: Literal["refuse", "alone"] = "refuse", uids: Sequence[Any] | None = None,
-    groups: Sequence[int] | None = None,
-) -> list[list[list[int]]]:  # fmt: skip
-    """Divide rows into micro-batches, equally many on each rank, none over the limit; some may be empty.
+    lengths: Sequence[int], max_tokens: int, uids: Sequence[Any] | None = None, groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Divide a rank's rows, given their lengths, into micro-batches of at most `max_tokens`; return row positions by micro-batch.
 
-    Args:
-        lengths: Tokens of each row.
-        dp_size: Number of data-parallel ranks.
-        max_tokens: Maximum number of tokens of a micro-batch.
-        costs: Costs to balance over the ranks, by default the lengths.
-        oversized: Whether a row over the limit raises UserError or becomes a micro-batch of its own.
-        uids: Names of the rows in messages, by default their positions.
-        groups: Group of each row, for losses that need the rows of a group in one micro-batch.
-
-    Returns:
-        Row positions by rank and micro-batch.
+    The heaviest comes first. Rows of one of `groups` share a micro-batch, as some losses need. Raises UserError, with its uid, for a row
+    over the limit.
     """
     if groups is not None:
         # Plan with the sums of each group, then replace each group by its rows.
         members = rows_by_group(groups)
-        tokens = [sum(lengths[row] for row in rows) for rows in members]
-        group_costs = tokens if costs is None else [sum(costs[row] for row in rows) for rows in members]
         names = [f"group {groups[rows[0]]}, which must stay whole," for rows in members]
-        whole = plan_micro_batches(tokens, dp_size, max_tokens, group_costs, oversized, names)
-        return [[sorted(row for item in batch for row in members[item]) for batch in rank] for rank in whole]
-    long = [row for row, length in enumerate(lengths) if length > max_tokens]
-    if long and oversized == "refuse":
-        uid = uids[long[0]] if uids is not None else long[0]
+        whole = plan_micro_batches([sum(lengths[row] for row in rows) for rows in members], max_tokens, names)
+        return [sorted(row for item in batch for row in members[item]) for batch in whole]
+    if (long := next((row for row, length in enumerate(lengths) if length > max_tokens), None)) is not None:
+        uid = uids[long] if uids is not None else long
         name = uid if isinstance(uid, str) else f"row {uid}"
         raise UserError(
-            f"{name} has {lengths[long[0]]} tokens and trainer.max_tokens_per_device={max_tokens} is the most that one micro-batch holds; "
-            f"write trainer.max_tokens_per_device={lengths[long[0]]} or lower rollout.max_response_tokens"
+            f"{name} has {lengths[long]} tokens and trainer.max_tokens_per_device={max_tokens} is the most that one micro-batch holds; "
+            f"write trainer.max_tokens_per_device={lengths[long]} or lower rollout.max_response_tokens"
         )
-    ranks = balanced_partition(lengths if costs is None else costs, dp_size)
-    # Ranks wait for each other at every micro-batch, so all have as many as the rank that needs most.
-    count = -(-sum(lengths) // (max_tokens * dp_size))
+    count = max(1, -(-sum(lengths) // max_tokens))
     while True:
-        plan = list[list[list[int]]]()
-        for rows in ranks:
-            alone = [[row] for row in rows if lengths[row] > max_tokens]
-            small, room = [row for row in rows if lengths[row] <= max_tokens], count - len(alone)
-            parts = balanced_partition([lengths[row] for row in small], room) if room > 0 else []
-            is_full = room < 0 or (small and not parts)
-            if is_full or any(sum(lengths[small[i]] for i in part) > max_tokens for part in parts):
-                break
-            # Heaviest first on every rank, so that simultaneous micro-batches have similar costs.
-            alone.sort(key=lambda batch: -lengths[batch[0]])
-            plan.append(alone + [[small[i] for i in part] for part in parts])
-        if len(plan) == len(ranks):
-            return plan
+        plan = balanced_partition(lengths, count)
+        if all(sum(lengths[row] for row in part) <= max_tokens for part in plan):
+            return [part for part in plan if part]
         count += 1

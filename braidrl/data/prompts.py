@@ -19,10 +19,9 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass, field
-from functools import partial
 from itertools import chain, islice
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -95,10 +94,7 @@ class LoadedSource(Sequence[Example]):
         return torch.from_numpy(self._columns["prompt"][index].values.to_numpy().astype(np.int64))
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return the token ids (T,) int64 of a given response, or of the `rejected` one of a pair, and the mask of trained ones, (T,) bool.
-
-        Returns None if the source was loaded without.
-        """
+        """Return a given response's token ids (T,) int64 and the mask of trained ones (T,) bool; None if the source was loaded without."""
         if which not in self._columns:
             return None
         ids, trained = self._columns[which][index].values, self._columns[f"{which}_trained"][index].values
@@ -138,51 +134,6 @@ class LoadedSource(Sequence[Example]):
         return torch.from_numpy(pyarrow.compute.list_value_length(self._columns[column]).to_numpy().astype(np.int64))
 
 
-def open_table(
-    source: SourceConfig, folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int
-) -> LoadedSource:
-    """Return the table in a folder of its own. If it is incomplete, one process writes it and the others wait.
-
-    `write` yields its rows, with `given` responses each, and fills in the facts. Raises UserError as `write`.
-    """
-    # Imported here: it takes a second.
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
-    types = {"example": datasets.Value("large_string"), "prompt": ids}
-    for name in RESPONSES[:given]:
-        types |= {name: ids, f"{name}_trained": mask}
-
-    def rows() -> Iterator[dict[str, Any]]:
-        facts = Facts()
-        yield from write(facts)
-        (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
-
-    # The process that created the folder of a temporary table removes it after use.
-    mine = folder.name.startswith(PASSING) and not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with quiet():
-            dataset = datasets.Dataset.from_generator(
-                rows, features=datasets.Features(types), cache_dir=str(folder), fingerprint="examples"
-            )
-    except (DatasetGenerationError, OSError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if full := no_room(error):
-            key = "TMPDIR" if mine else "data.cache"
-            raise UserError(
-                f"{folder.parent}: the tokenised data of {source.path} cannot be written: {full}, or set {key} to another folder"
-            ) from error
-        raise error.__cause__ or error from None
-    facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
-    table = LoadedSource(source, dataset, facts, folder)
-    if mine:
-        # `weakref.finalize` does not run at the end of a process that multiprocessing has started.
-        Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
-    return table
-
-
 def with_progress(
     batches: Iterable[list[Example]], title: str, after_s: float = PROGRESS_AFTER_S
 ) -> Iterator[list[Example]]:
@@ -204,10 +155,7 @@ def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
     kept: Sequence[str] | None = None,
 ) -> list[LoadedSource]:  # fmt: skip
-    """Load every source of `data.train`. Raises UserError if there is none, or for an invalid file.
-
-    `kept` has another rank's `LoadedSource.kept` for each source.
-    """
+    """Load each source of `data.train`; `kept` are another rank's `LoadedSource.kept`. Raises UserError for none or an invalid file."""
     check_train(data)
     template = PromptTemplate.of(tokenizer, data)
     readings = [Reading(source, responses=responses, pairs=pairs) for source in data.training_sources]
@@ -241,13 +189,47 @@ def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None) -> Loa
 def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, kept: str | None = None) -> LoadedSource:
     """Read, tokenise and filter one source, or map another process's table of it.
 
-    `kept` is another rank's `LoadedSource.kept` of it; if this machine does not have that folder, the source is read into it.
-    Raises UserError if the file is invalid, or no prompt is short enough.
+    If the table is incomplete, one process writes it and the others wait. `kept` is another rank's `LoadedSource.kept` of it; if this
+    machine does not have that folder, the source is read into it. Raises UserError if the file is invalid, or no prompt is short enough.
     """
+    # Imported here: it takes a second.
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
     given = 2 if reading.pairs else int(reading.responses)
     folder, examples = new_folder(reading, data, template) if kept is None else (Path(kept), iter(reading))
-    rows = partial(rows_of, reading, examples, template, data.max_prompt_tokens, given)
-    return open_table(reading.source, folder, rows, given)
+    ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
+    types = {"example": datasets.Value("large_string"), "prompt": ids}
+    for name in RESPONSES[:given]:
+        types |= {name: ids, f"{name}_trained": mask}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        facts = Facts()
+        yield from rows_of(reading, examples, template, data.max_prompt_tokens, given, facts)
+        (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+
+    # The process that created the folder of a temporary table removes it after use.
+    mine = folder.name.startswith(PASSING) and not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with quiet():
+            dataset = datasets.Dataset.from_generator(
+                rows, features=datasets.Features(types), cache_dir=str(folder), fingerprint="examples"
+            )
+    except (DatasetGenerationError, OSError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if full := no_room(error):
+            key = "TMPDIR" if mine else "data.cache"
+            raise UserError(
+                f"{folder.parent}: the tokenised data of {reading.source.path} cannot be written: {full}, or set {key} to another folder"
+            ) from error
+        raise error.__cause__ or error from None
+    facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
+    table = LoadedSource(reading.source, dataset, facts, folder)
+    if mine:
+        # `weakref.finalize` does not run at the end of a process that multiprocessing has started.
+        Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
+    return table
 
 
 def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> tuple[Path, Iterator[Example]]:
@@ -293,10 +275,7 @@ def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> 
 def rows_of(
     reading: Reading, examples: Iterator[Example], template: PromptTemplate, limit: int, given: int, facts: Facts
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source's table and fill in the facts; `examples` is a pass of `reading`.
-
-    Raises UserError, with the location, for an invalid example, and if no prompt is short enough.
-    """
+    """Yield a source's rows and fill in the facts. Raises UserError for an invalid example, and if no prompt is short enough."""
     path, title = reading.source.path, f"Tokenising {reading.source.label}"
     for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), title):
         facts.read += len(batch)

@@ -77,16 +77,10 @@ class Reading:
     def __init__(
         self, source: SourceConfig, *, responses: bool = False, pairs: bool = False, usual_split: str = "train"
     ) -> None:
-        """Begin before the first record.
+        """Begin before the first record; `usual_split` is the default split of a folder.
 
-        Args:
-            source: The file or folder, the selection of examples, and the fields.
-            usual_split: Default split of a folder.
-            responses: The flow trains on given responses: each example must have one.
-            pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
-
-        Raises:
-            UserError: There is no such file or folder.
+        Each example must have a response if the flow trains on `responses`, or a chosen and a rejected one if it trains on `pairs`. Raises
+        UserError if there is no such file or folder.
         """
         check_source(source)
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
@@ -130,7 +124,6 @@ class Reading:
             raise UserError(f"{source.path} has no examples{about}; write one JSON object or row for each prompt")
 
     def _chosen(self, record: Record, line: int) -> Example:
-        """Return the example of a record. Raises LeftOut."""
         for name, wanted in self.source.where.items():
             if find(record, name) not in (wanted if isinstance(wanted, list) else [wanted]):
                 raise LeftOut(f"{name} is another than `where` says")
@@ -163,10 +156,7 @@ class Reading:
         return example
 
     def _example(self, record: Record, line: int) -> Example:
-        """Make an example from the configured fields of a record of JSON values.
-
-        Raises UserError for a missing field or a wrong type, and LeftOut.
-        """
+        """Make an example from a record of JSON values. Raises UserError for a missing field or a wrong type, and LeftOut."""
         source, where = self.source, place(self.source.path, line)
         given: tuple[str, ...] = ()
         response = rejected = None

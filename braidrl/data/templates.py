@@ -14,24 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.ragged import Ragged, join_response
 from braidrl.config import DataConfig
-from braidrl.data.chat import (
-    MARK,
-    RENDERED_CHARACTERS,
-    TEMPLATE,
-    TOOL,
-    TRIALS,
-    WATCH,
-    ChatMessage,
-    Overdue,
-    Tools,
-    end_of_sequence_ids,
-    tools_of,
-    turn_end_id,
-)
+from braidrl.data import chat
 from braidrl.data.records import whole_text
-from braidrl.data.rows import IDENTITY, Column, Rows
+from braidrl.data.rows import IDENTITY, Rows
 from braidrl.data.sources import Example, Prompt, Response
 from braidrl.errors import UserError
 
@@ -75,19 +62,18 @@ class PromptTemplate:
 
     @property
     def is_chat(self) -> bool:
-        """Return True if prompts are rendered with the tokenizer's chat template."""
         return self.chat_template and bool(self.tokenizer.chat_template)
 
     @cached_property
     def shows_tools(self) -> bool:
         """Return True if the chat template tells the model its tools; some templates do not read them."""
-        messages, _ = TRIALS[0]
-        return self.is_chat and self.apply(messages, (TOOL,)) != self.apply(messages)
+        messages, _ = chat.TRIALS[0]
+        return self.is_chat and self.apply(messages, (chat.TOOL,)) != self.apply(messages)
 
     @cached_property
     def end_id(self) -> int:
         """Return the token that ends a given response. Raises UserError if the tokenizer has none."""
-        end: int | None = turn_end_id(self.tokenizer) if self.is_chat else None
+        end: int | None = chat.turn_end_id(self.tokenizer) if self.is_chat else None
         end = self.tokenizer.eos_token_id if end is None else end
         if end is None:
             raise UserError(
@@ -95,14 +81,14 @@ class PromptTemplate:
             )
         return end
 
-    def messages(self, prompt: Prompt) -> list[ChatMessage]:
+    def messages(self, prompt: Prompt) -> list[chat.ChatMessage]:
         """Return the conversation before the response, with the system prompt."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system_prompt is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def render(self, prompt: Prompt, tools: Tools = ()) -> str:
+    def render(self, prompt: Prompt, tools: chat.Tools = ()) -> str:
         """Render a prompt as text. Raises UserError if the chat template refuses the messages."""
         messages = self.messages(prompt)
         if not self.is_chat:
@@ -119,25 +105,22 @@ class PromptTemplate:
         # The template may open the turn with the same tag as the turn itself.
         return (opened[: tag.start()] if tag and begun.lstrip().startswith(tag[1]) else opened) + begun
 
-    def apply(self, messages: Sequence[ChatMessage], tools: Tools = (), opens: bool = False) -> str:
-        """Apply the chat template to messages; with `opens` it opens the assistant's turn.
-
-        Raises UserError if the template refuses the messages, fails, or breaks a limit of time or size.
-        """
+    def apply(self, messages: Sequence[chat.ChatMessage], tools: chat.Tools = (), opens: bool = False) -> str:
+        """Render messages, with `opens` up to the assistant's turn. Raises UserError if the template refuses, fails or breaks a limit."""
         settings = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens, **self.arguments}
         try:
-            with WATCH:
+            with chat.WATCH:
                 text: str = self.tokenizer.apply_chat_template(list(messages), **settings)
-        except Overdue as error:
+        except chat.Overdue as error:
             raise UserError(f"the tokenizer's chat template {error} for these messages") from None
         except Exception as error:  # a template is a program and may raise anything
             name = "" if "Template" in type(error).__name__ else f"{type(error).__name__}: "
             raise UserError(
                 f"the tokenizer's chat template refuses the messages: {name}{' '.join(str(error).split())[:500]}"
             ) from None
-        if len(text) > RENDERED_CHARACTERS:
+        if len(text) > chat.RENDERED_CHARACTERS:
             raise UserError(
-                f"the tokenizer's chat template makes a text of {len(text)} characters, and at most {RENDERED_CHARACTERS} are taken"
+                f"the tokenizer's chat template makes a text of {len(text)} characters, and at most {chat.RENDERED_CHARACTERS} are taken"
             )
         return text
 
@@ -166,7 +149,7 @@ class PromptTemplate:
         ends = [end for end in range(len(plain), len(whole) + 1) if whole[end - len(plain) : end] == plain]
         return len(whole) - ends[-1] if ends else 0
 
-    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
+    def encode(self, prompt: Prompt, tools: chat.Tools = ()) -> list[int]:
         """Tokenise one prompt. Raises UserError if the chat template refuses the messages."""
         return self.encode_texts([self.render(prompt, tools)], begins=not self.is_chat)[0]
 
@@ -201,7 +184,7 @@ class PromptTemplate:
             found.append(given)
         return found
 
-    def _turns(self, example: Example, response: list[ChatMessage]) -> list[tuple[str, str]]:
+    def _turns(self, example: Example, response: list[chat.ChatMessage]) -> list[tuple[str, str]]:
         """Return each assistant's turn of a conversation as rendered, and the text between it and the next one."""
         turns: list[tuple[str, str]] = []
         if not self.is_chat:
@@ -221,8 +204,8 @@ class PromptTemplate:
             opened = template.apply(whole[:number], tools, opens=True)
             if not full.startswith(opened):
                 # The template may open a turn with text that earlier turns do not have, such as an empty `<think>`.
-                marked = [*whole[:number], {"role": "assistant", "content": MARK}]
-                opened = template.apply(marked, tools).partition(MARK)[0]
+                marked = [*whole[:number], {"role": "assistant", "content": chat.MARK}]
+                opened = template.apply(marked, tools).partition(chat.MARK)[0]
             if not full.startswith(opened):
                 raise UserError(RENDERED_OTHERWISE)
             starts.append(len(opened))
@@ -250,22 +233,16 @@ def retokenized(rows: Rows, generating: Any, own: PromptTemplate) -> Rows:
     `rows` have tokens of the tokenizer `generating`, prompt_length and metadata, which includes the example's prompt. An end of sequence
     becomes the role's own.
     """
-    texts, mask, endings = [], [], end_of_sequence_ids(generating)
+    prompts, answers, endings = [], [], chat.end_of_sequence_ids(generating)
     for number in range(len(rows)):
         about = rows["metadata"][number]
-        template = own.with_arguments(about.get(TEMPLATE) or {})
-        prompt = template.encode(about["prompt"], tools_of(about.get("tools")) or [])
+        template = own.with_arguments(about.get(chat.TEMPLATE) or {})
+        prompts.append(template.encode(about["prompt"], chat.tools_of(about.get("tools")) or []))
         ids = rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()
         text = generating.decode(ids, skip_special_tokens=True)
         ends = bool(ids) and ids[-1] in endings
-        answer = (template.encode_responses if ends else template.encode_texts)([text])[0]
-        texts.append(prompt + answer)
-        mask.append([False] * len(prompt) + [True] * len(answer))
-    tokens = Ragged.from_rows(texts, torch.int64)
-    columns: dict[str, Column] = {
-        "length": tokens.lengths,
-        "tokens": tokens,
-        "action_mask": Ragged.from_rows(mask, torch.bool),
-        "sequence_lengths": Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
-    }
-    return Rows({**{name: rows[name] for name in IDENTITY}, **columns})
+        answers += (template.encode_responses if ends else template.encode_texts)([text])
+    parts = (Ragged.from_rows(ids, torch.int64) for ids in (prompts, answers))
+    tokens, mask, sequences, length, _ = join_response(*parts)
+    identity = {name: rows[name] for name in IDENTITY}
+    return Rows({**identity, "length": length, "tokens": tokens, "action_mask": mask, "sequence_lengths": sequences})

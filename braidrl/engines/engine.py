@@ -7,6 +7,7 @@ abort  ──▶ the same response at once, with the tokens drawn so far
 """
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +17,6 @@ from braidrl.cluster.process_groups import interface_of
 from braidrl.data.rows import Uid
 from braidrl.engines.requests import Request, Response
 from braidrl.importing import PluginRegistry
-from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.publisher import WeightSource
 
 T = TypeVar("T")
@@ -46,6 +46,12 @@ class EngineError(RuntimeError):
     """An error of the engine, not of the request: the same request may succeed elsewhere, or here after `recover`."""
 
 
+def check_idle(name: str, rows: Collection[Uid], does: str) -> None:
+    """Raise RuntimeError while an engine has rows in flight; `does` names what it does without any."""
+    if rows:
+        raise RuntimeError(f"{name}: {len(rows)} rows are under way; an engine {does} when it has none")
+
+
 @dataclass(frozen=True)
 class Load:
     """An engine's current load."""
@@ -53,7 +59,6 @@ class Load:
     slots: int
     """Rows that it can decode at once."""
     running: int
-    """Rows that are being decoded."""
     waiting: int
     """Rows without a slot."""
 
@@ -152,15 +157,9 @@ class ServedEngine(Engine, Protocol):
         """Start the engine, and return when it accepts requests. Raises UserError if it is configured wrongly, EngineError if it fails."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Use new weights from the next row on.
+        """Use the weights of `source` from the next row on; with None the engine's own tensors already have this version.
 
-        Args:
-            version: The version of the weights.
-            source: The new weights; with None the engine's own tensors already have this version.
-
-        Raises:
-            ValueError: The source lacks a tensor.
-            RuntimeError: Rows are in flight; `ResumingEngine` preempts them, and resumes them with the new weights.
+        Raises ValueError if the source lacks a tensor, and RuntimeError while rows are in flight, which a `ResumingEngine` preempts.
         """
 
     async def sleep(self) -> None:
@@ -187,5 +186,3 @@ class EngineMemory:
     """The model that decodes; the trainer's own module if shared."""
     cache_bytes: int
     """Bytes of keys and values of all its slots."""
-    weights: GenerationWeights | None = None
-    """The owner of weights that take turns with training's on the device."""

@@ -51,6 +51,11 @@ def requests(subject: EngineUnderTest, count: int, tokens: int = 12) -> list[Req
     return [Request((0, i // 2, i % 2), prompts[i // 2], sampling) for i in range(count)]
 
 
+def drawn(request: Request, **settings: Any) -> Request:
+    """Return the request with other sampling settings."""
+    return replace(request, sampling=replace(request.sampling, **settings))
+
+
 async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
     return list(await asyncio.gather(*(engine.submit(request) for request in wanted)))
 
@@ -82,8 +87,7 @@ async def every_request_is_answered_once_with_what_it_asked_for(subject: EngineU
 
 async def log_probs_are_those_of_training(subject: EngineUnderTest) -> None:
     engine, wanted = subject.make(), requests(subject, 8)
-    sampling = replace(wanted[0].sampling, temperature=0.7, top_p=0.8)
-    wanted = [replace(request, sampling=sampling) if i % 2 else request for i, request in enumerate(wanted)]
+    wanted = [drawn(request, temperature=0.7, top_p=0.8) if i % 2 else request for i, request in enumerate(wanted)]
     finished = await all_of(engine, wanted)
     for response, expected in zip(finished, subject.training_log_probs(wanted, finished), strict=True):
         torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
@@ -92,10 +96,8 @@ async def log_probs_are_those_of_training(subject: EngineUnderTest) -> None:
 async def a_later_turn_has_the_log_probs_of_training(subject: EngineUnderTest) -> None:
     """Check the log-probs of a later turn, also where an engine caches the turns before."""
     engine, (request, *_), generator = subject.make(), requests(subject, 1), torch.Generator().manual_seed(8)
-    said, observed = (
-        torch.randint(0, subject.vocabulary, (count,), generator=generator)
-        for count in (2 * subject.max_sequence_tokens // 3, 3)
-    )
+    said = torch.randint(0, subject.vocabulary, (2 * subject.max_sequence_tokens // 3,), generator=generator)
+    observed = torch.randint(0, subject.vocabulary, (3,), generator=generator)
     first = replace(request, prompt=said)
     turn = await engine.submit(first)
     later = replace(first, prompt=torch.cat([said, turn.tokens, observed]), first_draw=len(turn.tokens))
@@ -118,13 +120,9 @@ async def a_rows_tokens_depend_on_the_row_alone(subject: EngineUnderTest) -> Non
 async def a_row_goes_on_where_its_earlier_draws_ended(subject: EngineUnderTest) -> None:
     engine, (request, *_) = subject.make(), requests(subject, 1)
     whole = await engine.submit(request)
-    begun = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=5)))
-    rest = await engine.submit(
-        replace(
-            request, prompt=torch.cat([request.prompt, begun.tokens]), first_draw=5,
-            sampling=replace(request.sampling, max_tokens=7),
-        )
-    )  # fmt: skip
+    begun = await engine.submit(drawn(request, max_tokens=5))
+    longer = replace(request, prompt=torch.cat([request.prompt, begun.tokens]), first_draw=5)
+    rest = await engine.submit(drawn(longer, max_tokens=7))
     assert torch.cat([begun.tokens, rest.tokens]).tolist() == whole.tokens.tolist()
 
 
@@ -132,7 +130,7 @@ async def stop_tokens_end_a_row_and_belong_to_it(subject: EngineUnderTest) -> No
     engine, (request, *_) = subject.make(), requests(subject, 1)
     free = await engine.submit(request)
     stop = int(free.tokens[4])
-    stopped = await engine.submit(replace(request, sampling=replace(request.sampling, stop_token_ids=(stop,))))
+    stopped = await engine.submit(drawn(request, stop_token_ids=(stop,)))
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.tokens.tolist() == free.tokens[: free.tokens.tolist().index(stop) + 1].tolist()
 
@@ -147,8 +145,8 @@ async def a_request_without_room_is_refused_and_harms_no_other(subject: EngineUn
 
 async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
-    free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=subject.long)))
-    endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
+    endless = drawn(request, max_tokens=subject.long)
+    free = await engine.submit(endless)
     beside = asyncio.ensure_future(engine.submit(other))
     # On a busy machine a row may end before it is aborted.
     for _ in range(100):
@@ -203,7 +201,7 @@ async def weights_that_lack_a_tensor_are_refused(subject: EngineUnderTest) -> No
 
 async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
-    endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
+    endless = drawn(request, max_tokens=subject.long)
     # On a busy machine a row may end before the engine is asked to sleep.
     for _ in range(100):
         task = await under_way(engine, endless)

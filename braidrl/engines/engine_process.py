@@ -37,8 +37,8 @@ from braidrl.errors import UserError
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.stalls import WORK
 from braidrl.training.loading import load_decoder, load_tokenizer
-from braidrl.weights.collective import Incoming, OfferedWeights, TransferNotice
-from braidrl.weights.file import WeightFile, stored_in_memory
+from braidrl.weights.collective import Incoming, OfferedWeights, TransferNotice, current_device
+from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.publisher import WeightSource
 
 BEAT_S = 0.02
@@ -63,7 +63,6 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
     uid: Uid | None = None
     version: int = 0
     path: str | None = None
-    """The file of the weights."""
     notice: TransferNotice | None = None
     """The transfer of the weights over a process group with the trainer; with neither the weights stay."""
 
@@ -109,26 +108,20 @@ class EngineProcess:
         self, spec: EngineSpec, name: str = "engine", python: Path | None = None, limit_s: float = 600.0,
         spanning: SpanningEngine | None = None,
     ) -> None:  # fmt: skip
-        """Describe the process; `python` is an interpreter with the engine's packages, by default this process's.
-
-        With `spanning` the process is this node's part of an engine.
-        """
+        """Describe the process, with `spanning` this node's part of an engine; `python` is an interpreter with the engine's packages."""
         self.spec, self.name, self.limit_s, self.spanning = spec, name, limit_s, spanning
         self._led = spanning if spanning is not None and spanning.own.node == 0 else None
         """The engine over several nodes that this process schedules."""
         self.max_sequence_tokens = spec.max_sequence_tokens
         self.pid: int | None = None
-        """The id of the process that was started last."""
         self._python = str(python or sys.executable)
         self._process: LocalProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
         """The tasks that read messages and watch other nodes."""
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._followed: dict[int, Callable[[int, int], None]] = {}
-        """The callback for a row's tokens, by the id of its call."""
+        self._answers: dict[int, tuple[asyncio.Future[Any], Callable[[int, int], None] | None]] = {}
+        """By the id of a call its answer, and the callback for a row's tokens."""
         self._rows: set[Uid] = set()
-        """The rows in flight."""
         self._held: OfferedWeights | None = None
         """The weights that the process holds, if it received them over a process group."""
         self._recovering = asyncio.Lock()
@@ -194,7 +187,7 @@ class EngineProcess:
         else:
             with contextlib.ExitStack() as stored:
                 if not isinstance(source, WeightFile):
-                    source = stored.enter_context(contextlib.closing(stored_in_memory(source.tensors())))
+                    source = stored.enter_context(contextlib.closing(stored_weights(source.tensors())))
                 call.path = str(source.path)
                 await self._ask(call)
 
@@ -257,9 +250,8 @@ class EngineProcess:
         if self._writer is None:
             raise EngineError(f"{self.name} {self._end}")
         loop, call.id = asyncio.get_running_loop(), next(self._numbers)
-        if on_token is not None:
-            self._followed[call.id] = on_token
-        answer = self._answers[call.id] = loop.create_future()
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._answers[call.id] = answer, on_token
         self._writer.write(framed(call))
         begun = loop.time()
         try:
@@ -273,7 +265,7 @@ class EngineProcess:
             return answer.result()
         finally:
             answer.cancel()
-            self._followed.pop(call.id, None)
+            self._answers.pop(call.id, None)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give each message to the call or row that it is for, until the process ends."""
@@ -281,20 +273,19 @@ class EngineProcess:
             self._heard = asyncio.get_running_loop().time()
             if reply.load is not None:
                 self._load = reply.load
-            if reply.id is None:
+            # A call that was cancelled awaits nothing.
+            if reply.id not in self._answers:
                 continue
+            answer, on_token = self._answers[reply.id]
             if reply.token is not None:
-                if reply.id in self._followed:
-                    self._followed[reply.id](*reply.token)
-                continue
-            answer = self._answers.pop(reply.id, None)
-            if answer is None or answer.done():
-                continue
-            if reply.error is None:
-                answer.set_result(reply.result)
-            else:
-                name, text = reply.error
-                answer.set_exception(ERRORS[name](f"{self.name}: {text}" if name == "EngineError" else text))
+                if on_token is not None:
+                    on_token(*reply.token)
+            elif not answer.done():
+                if reply.error is None:
+                    answer.set_result(reply.result)
+                else:
+                    name, text = reply.error
+                    answer.set_exception(ERRORS[name](f"{self.name}: {text}" if name == "EngineError" else text))
         if self._writer is writer:
             self._die("ended")
 
@@ -306,8 +297,7 @@ class EngineProcess:
         self._writer = None
         self._process.kill()
         self._end = f"(process {self._process.pid}) {why}; its exit status is {self._process.status}"
-        answers, self._answers = self._answers, {}
-        for answer in answers.values():
+        for answer, _ in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineError(f"{self.name} {self._end}"))
 
@@ -391,25 +381,17 @@ async def serve(connection: socket.socket) -> None:
 
 async def execute(engine: ServedEngine, call: EngineCall, say: Callable[[EngineReply], None]) -> Response | int | None:
     """Execute a call on the engine, and return its result; `say` sends the tokens of a followed row."""
-    match call:
-        case EngineCall("submit", request=Request() as request):
-            if call.followed:
-                drew = lambda number, token: say(EngineReply(call.id, token=(number, token)))  # noqa: E731
-                request = replace(request, on_token=drew)
-            return await engine.submit(request)
-        case EngineCall("abort", uid=tuple() as uid):
-            await engine.abort(uid)
-        case EngineCall("update_weights", version=version, path=str() as path):
-            await engine.update_weights(version, WeightFile(path))
-        case EngineCall("update_weights", version=version, notice=TransferNotice() as notice):
-            device = torch.device("cuda", torch.cuda.current_device()) if notice.cuda else torch.device("cpu")
-            await engine.update_weights(version, Incoming(notice, 0, device))
-        case EngineCall("update_weights", version=version):
-            await engine.update_weights(version)
-        case EngineCall("recover"):
-            return await engine.recover()
-        case EngineCall("sleep"):
-            await engine.sleep()
-        case EngineCall("wake"):
-            await engine.wake()
-    return None
+    arguments: list[object] = []
+    if (request := call.request) is not None:
+        if call.followed:
+            drew = lambda number, token: say(EngineReply(call.id, token=(number, token)))  # noqa: E731
+            request = replace(request, on_token=drew)
+        arguments = [request]
+    elif call.uid is not None:
+        arguments = [call.uid]
+    elif call.method == "update_weights":
+        notice = call.notice
+        arriving = None if notice is None else Incoming(notice, 0, current_device(notice.cuda))
+        arguments = [call.version, WeightFile(call.path) if call.path is not None else arriving]
+    found: Response | int | None = await getattr(engine, call.method)(*arguments)
+    return found

@@ -44,7 +44,7 @@ from braidrl.training.role_settings import DTYPES, settings_of, slots_of
 from braidrl.training.roles.copies import copy_within
 from braidrl.training.roles.worker import RoleWorker, torch_worker
 from braidrl.weights.collective import CollectivePublisher, WeightOffer
-from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_folder, stored_in_memory
+from braidrl.weights.file import FilePublisher, WeightWriter
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import InPlacePublisher
 from braidrl.weights.model_files import HubNames, model_in, shapes_in_folder
@@ -59,14 +59,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def start_engine(
     role: str, ranks: DataParallel, worker: TrainingBackend | None, config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> RoleEngine:
-    """Start a role's engine. All `ranks` call this at the same time. Raises UserError for a model that the engine cannot use.
+    """Start the engine of a role, which `worker` trains, or with None other processes. All `ranks` that generate for it call this together.
 
-    Args:
-        role: The role that generates.
-        ranks: The ranks that generate for it.
-        worker: Trains the role in this process; None if it is trained in other processes.
-        config: The run's configuration.
-        tokenizer: The run's tokenizer.
+    Raises UserError for a model that the engine cannot use.
     """
     rollout, spec, limit_s = config.rollout, engine_spec(role, config), config.cluster.wait_limit_s
     if lora := adapters_sent(worker, config):
@@ -83,13 +78,11 @@ def start_engine(
         # A user's engine in this process.
         made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
         return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s)
-    # Decoding needs all weights on each rank, with adapters merged; otherwise a frozen copy, refreshed at each publication.
-    shared, own_dtype = worker and worker.shared_model, getattr(torch, spec.dtype)
-    model = shared or load_decoder(spec.model, own_dtype, spec.device).requires_grad_(False).eval()
-    return EmbeddedEngine(
-        model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed,
-        dtype=own_dtype if rollout.dtype else None, compile=rollout.compile,
-    )  # fmt: skip
+    # Decoding needs all weights on each rank, in its dtype and with adapters merged; else a frozen copy, refreshed at each publication.
+    model, dtype = worker.shared_model if worker else None, getattr(torch, spec.dtype)
+    if model is None or (rollout.dtype and model.dtype != dtype):
+        model = load_decoder(spec.model, dtype, spec.device).requires_grad_(False).eval()
+    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, compile=rollout.compile)
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config) -> list[EngineProcess]:
@@ -102,13 +95,12 @@ def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config)
     if available is not None:
         own = own_devices(available, count, ranks_per_node(config)).engines
         specs = [replace(spec, devices=devices) for devices in own]
+    spanning, python, limit_s = None, config.rollout.python, config.cluster.wait_limit_s
     engines = []
     for number, each in enumerate(specs):
-        spanning = ranks.spanning if isinstance(ranks, OneOf) else None
-        if spanning is not None:
-            spanning = replace(spanning, store=dist.PrefixStore(f"engine/{number}", spanning.store))
-        name, limit_s = f"{role}'s engine {number}", config.cluster.wait_limit_s
-        engines.append(EngineProcess(each, name, config.rollout.python, limit_s, spanning))
+        if isinstance(ranks, OneOf) and ranks.spanning is not None:
+            spanning = replace(ranks.spanning, store=dist.PrefixStore(f"engine/{number}", ranks.spanning.store))
+        engines.append(EngineProcess(each, f"{role}'s engine {number}", python, limit_s, spanning))
     return engines
 
 
@@ -121,9 +113,9 @@ async def follow_engines(role: str, ranks: DataParallel, config: Config) -> None
 
 def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) -> Publisher:
     """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate for the role call this together."""
+    shared = isinstance(engine, EmbeddedEngine) and engine.model is worker.shared_model
     if not isinstance(worker, ShardedBackend):
         # A user's own backend without an index of its weights: every full tensor by its name.
-        shared = worker.shared_model is not None and isinstance(engine, EmbeddedEngine)
         return InPlacePublisher(engine, source=None if shared else worker)
     parts, ranks = worker.weights, worker.ranks
     if lora := adapters_sent(worker, config):
@@ -131,21 +123,28 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         return FilePublisher(WeightWriter(adapters(), ranks, adapter=adapter_config(lora)), adapters, engine)
     sharded = hosts_vllm(config) or pools_ranks(config)
     if isinstance(engine, SteppingEngine) and (sharded or config.rollout.engine == "embedded"):
-        if engine.phases if sharded else worker.shared_model:
+        if shared or engine.phases:
             return InPlacePublisher(engine)
-        return InPlacePublisher(engine, copy_within(worker, engine.parts, sharded))
+        copy = copy_within(worker, engine.parts, sharded)
+        # The trainer may have rounded the directory's weights to a dtype of its own.
+        copy.refresh()
+        return InPlacePublisher(engine, copy)
     if not isinstance(engine, EngineService) or not (config.rollout.engine == "http" or engine_processes(config)):
         # A user's own engine in this process.
         return InPlacePublisher(engine, source=worker)
     if is_collective(config):
-        rollout, limit_s = config.rollout, config.cluster.wait_limit_s
-        # This machine's address, as servers or engines on this machine reach it.
-        addresses = [address_towards(urlsplit(url).hostname or LOOPBACK) for url in rollout.servers.urls]
-        address = next((address for address in addresses if address != LOOPBACK), LOOPBACK)
-        offer = WeightOffer(ranks, address, limit_s, worker.device, transport_of(config))
+        limit_s, transport = config.cluster.wait_limit_s, transport_of(config)
+        offer = WeightOffer(ranks, offering_address(config), limit_s, worker.device, transport)
         state = lambda: (worker.weight_updates, worker.offloadable["weights"].away_bytes)  # noqa: E731
-        return CollectivePublisher(offer, parts, engine, ranks, state)
+        return CollectivePublisher(offer, parts, engine, state)
     return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
+
+
+def offering_address(config: Config) -> str:
+    """Return this machine's address, as servers, ranks on other machines, or only engines on this one reach it."""
+    peers = [*(urlsplit(url).hostname for url in config.rollout.servers.urls), os.environ.get("MASTER_ADDR")]
+    addresses = [address_towards(peer) for peer in peers if peer]
+    return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
 
 
 def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig | None:
@@ -160,11 +159,7 @@ def exchange_publisher(
 ) -> Publisher:
     """Return the publisher between the pool that trains a role and the pool that generates for it; all `ranks` of both call this.
 
-    Args:
-        worker: Trains the role in this process; None if the process only generates.
-        engine: Generates in this process; None if the process only trains.
-        config: The run's configuration.
-        ranks: The ranks of both pools.
+    `worker` is None if this process only generates, `engine` if it only trains.
     """
     parts: Parts = worker.weights if worker is not None else dict
     if engine_processes(config) or config.rollout.engine not in ("embedded", "vllm"):
@@ -272,7 +267,7 @@ def spmd_engine(
 
 
 def generation_layout(config: Config) -> GenerationLayout:
-    """Return the shape of an engine: of one in processes of its own, or of ranks that train and generate together."""
+    """Return the shape of an engine, in processes of its own or of ranks that train and generate together."""
     return GenerationLayout(config.rollout.pipeline, config.rollout.tensor, config.rollout.grouping)
 
 
@@ -320,17 +315,16 @@ def reach_servers(
         )
     own, sent = settings_of(role, config), rollout.servers.weights == "network"
     model = own.model.expanduser()
-    store = stored_in_memory if sent else partial(stored_in_folder, within=rollout.servers.folder)
     needs = ServerNeeds(
         longest, rollout.is_reproducible, training_sampling(config), rollout.tensor, rollout.pipeline, receives=sent
     )
     names = None if sent else HubNames(model_in(model))
     spec = ServerSpec(
         DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_in_folder(model), slots_of(config),
-        needs, config.seed, store, names if names and names.differ else None, choose_device(config.device),
-        limit_s,
+        needs, config.seed, rollout.servers.folder, names if names and names.differ else None,
+        choose_device(config.device), limit_s,
     )  # fmt: skip
-    service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, store)
+    service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, spec.store)
     # A server may still have the weights of an earlier run.
     service.publish(0, ModelWeights(load_decoder(model, own.dtype, torch.device("cpu"))))
     if failures := list(service.router.failures.values()):

@@ -102,32 +102,27 @@ class Response:
 
 
 def remaining_request(request: Request, ended: Response) -> Request | None:
-    """Return the request for the rest of an aborted row, which continues its random numbers; None when nothing is left to draw.
-
-    Raises ValueError for a response of another row.
-    """
+    """Return the request for an aborted row's remaining tokens, None without any. Raises ValueError for a response of another row."""
     if ended.uid != request.uid:
         raise ValueError(f"row {request.uid} cannot continue the response of row {ended.uid}")
     left = request.sampling.max_tokens - len(ended.tokens)
     if ended.finish_reason is not FinishReason.ABORT or left < 1:
         return None
+    drawn = len(ended.tokens)
     return replace(
-        request,
-        prompt=torch.cat([request.prompt, ended.tokens]),
-        sampling=replace(request.sampling, max_tokens=left),
-        first_draw=request.first_draw + len(ended.tokens),
-        continues=request.continues + len(ended.tokens),
-    )
+        request, prompt=torch.cat([request.prompt, ended.tokens]), sampling=replace(request.sampling, max_tokens=left),
+        first_draw=request.first_draw + drawn, continues=request.continues + drawn,
+    )  # fmt: skip
 
 
 def joined(parts: Sequence[Response]) -> Response:
     """Concatenate the parts of a row, in order, to one response; each part continues the one before."""
     if len(parts) == 1:
         return parts[0]
-    tokens, log_probs, versions = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "log_probs", "versions")
-    )
-    return Response(parts[-1].uid, tokens, log_probs, parts[-1].finish_reason, versions)
+    whole: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "log_probs", "versions")
+    }
+    return replace(parts[-1], **whole)
 
 
 @dataclass
@@ -151,9 +146,7 @@ class EngineRow:
     begun: int = 0
     """The engine's step in which it got its slot."""
     version: int = 0
-    """The version of the weights that draw it."""
     stop_text_found: bool = False
-    """True once the text holds one of the stop texts."""
 
     def record_token(self, token: int) -> bool:
         """Record the next drawn token, and call `Request.on_token`; return True if the token ends the row."""
@@ -170,12 +163,7 @@ class EngineRow:
         return self.stop_text_found or token in self.stop_token_ids or len(self.tokens) == self.limit
 
     def finished(self, aborted: bool = False, drawn: tuple[Tensor, Tensor] | None = None) -> Response:
-        """Return the row's response.
-
-        Args:
-            aborted: Whether the caller ended the row.
-            drawn: Tokens (T,) int64 and their log-probs (T,) in nats, of an engine that keeps them in tensors.
-        """
+        """Return the row's response; `drawn` are tokens (T,) int64 and log-probs (T,) in nats of an engine that keeps them in tensors."""
         tokens, log_probs = drawn or (torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs))
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
@@ -230,13 +218,9 @@ def rows_to_begin(
 ) -> int:
     """Return how many of the waiting rows, in their order, have room beside the running ones; the first row always has.
 
-    Args:
-        capacity: Tokens whose keys and values fit.
-        block: Tokens of a block; a row takes whole blocks.
-        recent: The parts of their limits that recent rows have drawn, from 0 to 1. A preemption means that rows drew more than was
-            expected: it counts as a row that has drawn its whole limit.
-        running: The rows that are being drawn.
-        waiting: The rows that are not.
+    `capacity` tokens have room for their keys and values, in blocks of `block` tokens. `recent` are the parts of their limits that recent
+    rows have drawn, from 0 to 1. A preemption means that rows drew more than was expected: it counts as a row that has drawn its whole
+    limit.
     """
     share = max(recent) if len(recent) >= KNOWN else 1.0
 

@@ -17,17 +17,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
+from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import EngineError, EngineMemory, Load, ServedEngine, T
+from braidrl.engines.engine import EngineError, EngineMemory, Load, ServedEngine, T, check_idle
 from braidrl.engines.requests import EngineRow, Request, Response, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
@@ -62,12 +61,10 @@ class SteppingEngine(ABC):
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self.max_sequence_tokens = max_sequence_tokens
-        """The maximum length of prompt and response together, in tokens."""
         self.vocabulary: int | None = None
         """Size of the model's embedding, if smaller than the tokenizer's vocabulary."""
         self._under_way: set[Uid] = set()
         self._waiting: deque[EngineRow] = deque()
-        """Rows without a slot."""
 
     @property
     def is_collective(self) -> bool:
@@ -107,14 +104,9 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with new weights from the next row on; none is in flight.
+        """Generate with the weights of `source` from the next row on; none is in flight. With None the engine's tensors have this version.
 
-        Args:
-            version: The version of the weights.
-            source: The new weights; with None the engine's own tensors already have this version.
-
-        Raises:
-            ValueError: The source lacks a tensor; the weights are unchanged.
+        Raises ValueError if the source lacks a tensor; the weights are then unchanged.
         """
 
     @abstractmethod
@@ -123,8 +115,7 @@ class SteppingEngine(ABC):
 
     def sleep(self) -> None:
         """Free the memory that only generation needs; weights may still be published. Raises RuntimeError while rows are in flight."""
-        if self._under_way:
-            raise RuntimeError(f"{len(self._under_way)} rows are under way; an engine sleeps when it has none")
+        check_idle(OWN, self._under_way, "sleeps")
         self.clear()
 
     def wake(self) -> None:  # noqa: B027
@@ -145,30 +136,21 @@ class SteppingEngine(ABC):
     ) -> list[Response]:
         """Return all responses, in the order of `requests`; with a `group` each rank brings requests of its own.
 
-        Args:
-            requests: One per row.
-            on_finished: Called with each response that ends by itself.
-            rows_to_end: Called after each step, or every few milliseconds; returns rows to end with their tokens so far, and may include
-                rows that have ended. They end in the same step on all ranks.
-
-        Raises:
-            UserError: A prompt leaves no room for a response.
-            RuntimeError: Rows are in flight.
+        `on_finished` is called with each response that ends by itself, `rows_to_end` after each step or every few milliseconds: it returns
+        rows that end with their tokens so far, in the same step on all ranks, and may include rows that have ended. Raises UserError for a
+        prompt that leaves no room for a response, and RuntimeError while rows are in flight.
         """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
-        own, ranks, may_end = list(requests), Ranks(self.group), rows_to_end is not None
-        uids, every = [request.uid for request in own], own
-        if self.group is not None:
-            asked = may_end, [replace(request, on_token=None) for request in own]
-            gathered = ranks.all_gather("requests", asked, tuple[bool, list[Request]])
-            every = [request for _, requests in gathered for request in requests]
-            # All ranks are asked after each step, but only if some rank may end rows.
-            may_end = any(can for can, _ in gathered)
+        own, ranks = list(requests), Ranks(self.group)
+        uids = [request.uid for request in own]
+        of_all = ranks.all_gather("requests", (rows_to_end is not None, own), tuple[bool, list[Request]])
+        # All ranks are asked after each step, but only if some rank may end rows.
+        may_end = any(can_end for can_end, _ in of_all)
         reported = set(uids) if on_finished else set()
         finished: dict[Uid, Response] = {}
         try:
-            for request in every:
+            for request in (request for _, some in of_all for request in some):
                 self.add(request)
             with self._decoding():
                 while self._under_way:
@@ -178,9 +160,7 @@ class SteppingEngine(ABC):
                             on_finished(row)
                     if not may_end:
                         continue
-                    named = [list(rows_to_end() if rows_to_end else ())]
-                    if self.group is not None:
-                        named = ranks.all_gather("rows to end", named[0], list[Uid])
+                    named = ranks.all_gather("rows to end", list(rows_to_end() if rows_to_end else ()), list[Uid])
                     for uid in (uid for part in named for uid in part):
                         if uid in self._under_way:
                             finished[uid] = self.abort(uid)
@@ -192,7 +172,7 @@ class SteppingEngine(ABC):
         """Run `work` with exclusive use of the engine, and return its result."""
         try:
             with Runner() as runner:
-                return run_cancelled_by_interrupts(runner, work(EngineReplica(self)))
+                return runner.run(work(EngineReplica(self)))
         finally:
             self.clear()
 
@@ -238,10 +218,7 @@ def answering(answer: asyncio.Future[Response]) -> RowEnded:
 
 
 class EngineReplica:
-    """A `SteppingEngine` behind the engine protocol.
-
-    It belongs to the event loop that uses it first. Steps run in the loop itself, so a breakpoint stops there.
-    """
+    """A `SteppingEngine` behind the engine protocol, in one event loop. Steps run in the loop itself, so a breakpoint stops there."""
 
     def __init__(self, engine: SteppingEngine) -> None:
         self.engine, self.max_sequence_tokens = engine, engine.max_sequence_tokens
@@ -294,15 +271,12 @@ class EngineReplica:
         self._answer(self.engine.abort(uid))
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        if self._ended:
-            raise RuntimeError(f"{OWN}: {len(self._ended)} rows are under way; an engine gets weights when it has none")
+        check_idle(OWN, self._ended, "gets weights")
         self.engine.publish(version, source)
 
     async def sleep(self) -> None:
-        if self._ended:
-            raise RuntimeError(f"{OWN}: {len(self._ended)} rows are under way; an engine sleeps when it has none")
-        self._awake.clear()
         self.engine.sleep()
+        self._awake.clear()
 
     async def wake(self) -> None:
         self.engine.wake()
@@ -326,7 +300,7 @@ class EngineReplica:
                     self._answer(finished)
                 WORK.advanced()
             except Exception as error:
-                failure = error
+                failure: Exception = error
                 if not isinstance(error, UserError | EngineError):
                     failure = EngineError(f"{OWN}: {type(error).__name__}: {error}")
                     failure.__cause__ = error

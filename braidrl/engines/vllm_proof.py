@@ -30,13 +30,7 @@ LIMIT_S = 600.0
 
 
 def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding:
-    """Generate with vLLM from two versions of a twin's weights, and compare log-probs with the trainer's.
-
-    Args:
-        config: The configuration of the model.
-        plan: The plan of its forward.
-        python: An interpreter that has vLLM; None for this one.
-    """
+    """Generate with vLLM, of the interpreter `python` or this one, from two versions of a twin's weights; compare log-probs with ours."""
     twins = [Twin(config, seed, head_width=WIDTH) for seed in (0, 1)]
     prompts = [row[: max(1, len(row) // 2)] for row in twins[0].rows]
     try:

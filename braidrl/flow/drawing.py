@@ -68,7 +68,6 @@ def numbered_columns(flow: Flow) -> dict[ColumnVersion, str]:
 
 
 def reason(edge: Edge, flow: Flow) -> str:
-    """Return the reason for an edge without columns."""
     if edge.weights:
         return f"weights of {edge.weights}"
     return "after" if edge.source in flow[edge.target].after else "kept rows"

@@ -26,13 +26,8 @@ class AdvantageNames:
     ) -> Stage:
         """Return `gae` with one λ for the advantages and another for the critic's returns.
 
-        VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
-
-        Args:
-            gamma: Discount per action token.
-            lam_critic: λ of the returns.
-            lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
-            alpha: See `lam_actor`.
+        VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l), in [0, 1], for a row of l
+        action tokens.
         """
 
     def distillation(
@@ -62,21 +57,12 @@ class AdvantageNames:
     def group_normalized(
         self, *, epsilon: float = 1e-06, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
-
-        GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
-
-        Args:
-            epsilon: Added to the deviation.
-        """
+        """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476."""
 
     def leave_one_out(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
-
-        RLOO, arXiv 2402.14740.
-        """
+        """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one. RLOO, arXiv 2402.14740."""
 
     def maxrl(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -95,36 +81,20 @@ class AdvantageNames:
 
         A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
         σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-        sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
-
-        Args:
-            k: Size of the subsets.
-
-        Raises:
-            ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
+        sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError if a group has fewer than k
+        samples. With fewer that count in its statistics, its samples get 0.
         """
 
     def reinforce_plus_plus(
         self, *, gamma: float = 1.0, epsilon: float = 1e-08, id: str | None = None, when: When = ...,
         after: Sequence[str] = ...
     ) -> Stage:
-        """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
-
-        Args:
-            gamma: Discount per action token.
-            epsilon: Added to the variance.
-        """
+        """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
 
     def reinforce_plus_plus_baseline(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
-
-        REINFORCE++, the variant with a baseline, arXiv 2501.03262.
-
-        Args:
-            epsilon: Added to the variance.
-        """
+        """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens. REINFORCE++ with baseline, arXiv 2501.03262."""
 
     def remax(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -138,20 +108,12 @@ class AdvantageNames:
         """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
 
         After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
-
-        Args:
-            threshold: The highest allowed mean cost.
-            learning_rate: Learning rate of λ.
         """
 
     def whiten(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do.
-
-        Args:
-            epsilon: Added to the variance.
-        """
+        """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do."""
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
 
@@ -160,13 +122,7 @@ class ShapeNames:
         self, *, target: float, gain: float = 0.1, estimator: str = "k1", coef: float = 0.05, id: str | None = None,
         when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `kl_penalty` with a coefficient that is adapted to a target KL. arXiv 1909.08593, section 2.2.
-
-        Args:
-            target: Target of the mean KL, in nats per row.
-            gain: Gain of the controller.
-            estimator: Name of the KL estimator.
-        """
+        """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv 1909.08593, section 2.2."""
 
     def advantage_kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -174,19 +130,12 @@ class ShapeNames:
         """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
         This is a KL penalty per token in the return, while the baseline has none, as in ReMax, arXiv 2310.10505.
-
-        Args:
-            coef: Coefficient of the penalty, at least 0.
-            estimator: Name of the KL estimator.
         """
 
     def covariance(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
-
-        arXiv 2505.22617, at the policy that starts the update.
-        """
+        """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the update. arXiv 2505.22617."""
 
     def highest_covariance(
         self, *, fraction: float, low: float | None = None, high: float | None = None, id: str | None = None,
@@ -211,10 +160,6 @@ class ShapeNames:
 
         arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
         and the engine's `rollout_log_probs` otherwise.
-
-        Args:
-            coef: Coefficient of the penalty, at least 0.
-            estimator: Name of the KL estimator.
         """
 
     def overlong_exclude(
@@ -234,29 +179,15 @@ class ShapeNames:
         self, *, max_response_tokens: int, cache: int, id: str | None = None, when: When = ...,
         after: Sequence[str] = ...
     ) -> Stage:
-        """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
+        """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at max, −1 beyond.
 
-        DAPO, arXiv 2503.14476, equation 13.
-
-        Args:
-            max_response_tokens: The max, in action tokens.
-            cache: Action tokens over which the punishment grows.
-
-        Raises:
-            ValueError: Not 0 < cache ≤ max.
+        DAPO, arXiv 2503.14476, equation 13. Raises ValueError unless 0 < cache ≤ max.
         """
 
     def row_kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
-
-        arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
-
-        Args:
-            coef: Coefficient of the penalty, at least 0.
-            estimator: Name of the KL estimator.
-        """
+        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv 1909.08593, equation 2."""
 
     def safe_rlhf_kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -264,10 +195,6 @@ class ShapeNames:
         """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
         Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then contains the penalty coef/2 for every λ.
-
-        Args:
-            coef: Coefficient of the penalty, at least 0.
-            estimator: Name of the KL estimator.
         """
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
@@ -276,10 +203,7 @@ class SelectNames:
     def informative_groups(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
-
-        Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
-        """
+        """Drop groups that are all right or all wrong: they keep 0 < #correct < G. Dynamic sampling, DAPO, arXiv 2503.14476, equation 11."""
 
     def informative_rewards(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -315,10 +239,6 @@ class LossNames:
 
         MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1 + high = 5 is
         from ScaleRL, arXiv 2510.13786.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
         """
 
     def clip(
@@ -328,24 +248,12 @@ class LossNames:
 
         PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
         arXiv 1912.09729.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
-            dual: The c of dual clip, above 1.
         """
 
     def clip_cov(
         self, *, low: float = 0.2, high: float = 0.2
     ) -> dict[str, Any]:
-        """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
-
-        Clip-Cov, arXiv 2505.22617.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
-        """
+        """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`). Clip-Cov, arXiv 2505.22617."""
 
     def decoupled(
         self, *, low: float = 0.2, high: float = 0.2, cap: float = 5.0, over_cap: Literal["clamp", "mask"] = "clamp"
@@ -353,20 +261,11 @@ class LossNames:
         """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
         AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
-        policy that sampled the tokens.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
-            cap: The largest w.
-            over_cap: Treatment of a token with a larger w: `clamp` w, or `mask` the token.
+        policy that sampled the tokens. Where w is above `cap` it is clamped, or the token is masked (`over_cap`).
         """
 
     def distillation(self) -> dict[str, Any]:
-        """Return −sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
-
-        On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
-        """
+        """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv 2306.13649."""
 
     def dpo(
         self, *, beta: float = 0.1
@@ -374,9 +273,6 @@ class LossNames:
         """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
 
         DPO, arXiv 2305.18290, equation 7.
-
-        Args:
-            beta: β: a larger value keeps π nearer to π_ref.
         """
 
     def dppo_tv(
@@ -385,9 +281,6 @@ class LossNames:
         """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
 
         The trust region is in total variation: rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
-
-        Args:
-            delta: Largest change of a sampled token's probability.
         """
 
     def gmpo(
@@ -395,11 +288,7 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
-        GMPO, arXiv 2507.20673. A row's A is the mean over its tokens.
-
-        Args:
-            low: Where A < 0 a log-ratio is clipped to at least −low.
-            high: Where A > 0 a log-ratio is clipped to at most high.
+        GMPO, arXiv 2507.20673. A row's A is the mean over its tokens; log-ratios are at most `high` where A > 0, at least −`low` elsewhere.
         """
 
     def gspo(
@@ -408,23 +297,12 @@ class LossNames:
         """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
         GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
-
-        Args:
-            low: Largest decrease of a ratio below 1.
-            high: Largest increase of a ratio above 1.
         """
 
     def kl_cov(
         self, *, coef: float = 1.0, estimator: str = "abs"
     ) -> dict[str, Any]:
-        """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
-
-        KL-Cov, arXiv 2505.22617.
-
-        Args:
-            coef: Coefficient of the penalty on those tokens.
-            estimator: Name of the KL estimator.
-        """
+        """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)). KL-Cov, arXiv 2505.22617."""
 
     def ptx(self) -> dict[str, Any]:
         """Return −log π of pre-training text, added to a policy loss. PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2."""
@@ -435,12 +313,7 @@ class LossNames:
     def sapo(
         self, *, tau_positive: float = 1.0, tau_negative: float = 1.05
     ) -> dict[str, Any]:
-        """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347.
-
-        Args:
-            tau_positive: τ where A > 0.
-            tau_negative: τ elsewhere.
-        """
+        """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347."""
 
     def sft(self) -> dict[str, Any]:
         """Return −log π of given tokens: REINFORCE with every advantage 1."""
@@ -451,9 +324,6 @@ class LossNames:
         """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
         PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
-
-        Args:
-            clip: Largest change of V from V_old.
         """
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
@@ -485,37 +355,17 @@ class CorrectionNames:
     def masked(
         self, *, level: Literal["token", "sequence", "geometric"] = "token", low: float = 0.5, high: float = 2.0
     ) -> dict[str, Any]:
-        """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
-
-        Args:
-            level: Level of ρ: `token`, `sequence` or `geometric`.
-            low: The smallest accepted ρ.
-            high: The largest accepted ρ.
-        """
+        """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
 
     def sequence_rejection(
         self, *, level: Literal["token", "sequence", "geometric"] = "geometric", low: float = 0.5, high: float = 2.0
     ) -> dict[str, Any]:
-        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected, others stay unweighted.
-
-        Args:
-            level: Level of ρ: `sequence` or `geometric`.
-            low: The smallest accepted ρ.
-            high: The largest accepted ρ.
-
-        Raises:
-            ValueError: `level` is `token`, which would reject tokens and not sequences.
-        """
+        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected."""
 
     def truncated(
         self, *, level: Literal["token", "sequence", "geometric"] = "token", cap: float = 2.0
     ) -> dict[str, Any]:
-        """Return min(ρ, cap), (N,): truncated importance sampling.
-
-        Args:
-            level: Level of ρ: `token`, `sequence` or `geometric`.
-            cap: The largest weight.
-        """
+        """Return min(ρ, cap), (N,): truncated importance sampling."""
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
 

@@ -42,7 +42,6 @@ class When:
             )
 
     def includes(self, iteration: int) -> bool:
-        """Return True if the stage runs in this iteration."""
         in_time = self.start <= iteration and (self.until is None or iteration <= self.until)
         return in_time and (iteration - self.start) % self.every == 0
 

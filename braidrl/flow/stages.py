@@ -10,7 +10,6 @@ module:Class.method  the user's registered method for the workers of a role
 """
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
@@ -18,15 +17,7 @@ from typing import Any
 from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Registry
 from braidrl.errors import UserError
-from braidrl.flow.signatures import (
-    CHOICES,
-    ROLE_TYPES,
-    compute_entry,
-    entry_of,
-    method_signature,
-    public_name,
-    role_signature,
-)
+from braidrl.flow import signatures
 from braidrl.flow.stage import ALWAYS, Kind, Scope, Signature, Stage, When, default_name
 
 
@@ -34,33 +25,28 @@ def make_stage(
     type: str, role: str | None = None, params: Mapping[str, Any] | None = None, *, id: str | None = None,
     when: When = ALWAYS, after: Sequence[str] = (),
 ) -> Stage:  # fmt: skip
-    """Return a stage. Raises UserError for an unknown type, role or parameter.
+    """Return a stage of a type in the table above. Raises UserError for an unknown type, role or parameter.
 
-    Args:
-        type: As in the table above.
-        role: The model's role, for types of a model.
-        params: Parameters of the type; None is the same as absent.
-        id: The stage's name; by default its role and type.
-        when: The iterations in which it runs.
-        after: Names of stages that it must follow although no column requires it.
+    A parameter that is None is the same as absent. The name `id` is by default role and type. The stage runs in the iterations `when`,
+    and after those named in `after` although no column requires it.
     """
     params = {name: plain(type, value) for name, value in (params or {}).items() if value is not None}
-    if type in ROLE_TYPES:
+    if type in signatures.ROLE_TYPES:
         if role is None:
             raise UserError(f"stage {id or type}: the type {type!r} needs a role, as in `role: actor`")
-        signature = role_signature(type, role, params)
-        for parameter, registered in CHOICES.items() if type == "update" else ():
+        signature = signatures.role_signature(type, role, params)
+        for parameter, registered in signatures.CHOICES.items() if type == "update" else ():
             if (choice := params.get(parameter)) is not None:
                 # Users' functions get names by which another process can import them.
                 settings = {"name": choice} if isinstance(choice, str) else choice
-                name = public_name(entry_of(registered, settings["name"]), settings["name"])
+                name = signatures.public_name(signatures.entry_of(registered, settings["name"]), settings["name"])
                 is_name = parameter == "aggregate" and isinstance(choice, str)
                 params[parameter] = name if is_name else {**settings, "name": name}
     elif role is not None and ":" in type:
-        signature = method_signature(type, params)
+        signature = signatures.method_signature(type, params)
     else:
-        entry = compute_entry(type, also=ROLE_TYPES)
-        type = public_name(entry, type)
+        entry = signatures.compute_entry(type, also=signatures.ROLE_TYPES)
+        type = signatures.public_name(entry, type)
         if role is not None:
             raise UserError(f"stage {id or type}: the type {type!r} is no model's; remove `role: {role}`")
         try:
@@ -68,7 +54,7 @@ def make_stage(
             state = {name: float(params.get(name, value)) for name, value in entry.state.items()}
         except (ValueError, TypeError) as error:
             raise UserError(f"{type}: {error}") from None
-        selects = registry.selections.entries.get(entry.name) is entry
+        selects = registry.selections.get(entry.name) is entry
         signature = Signature(
             kind=Kind.SELECT if selects else Kind.COMPUTE, reads=tuple(entry.column(p) for p in entry.reads),
             writes=entry.writes, optional=tuple(entry.column(p) for p in entry.optional), scope=Scope(entry.scope),
@@ -115,10 +101,7 @@ class RegisteredNames:
 
         if name in self.registered:
             made.__name__ = made.__qualname__ = name
-            # `totals` and `state` are arguments from the stage, not settings.
-            doc = inspect.getdoc(self.registered[name].function) or ""
-            doc = re.sub(r"^    (?:totals|state): .*\n?(?:     +.*\n?)*", "", doc, flags=re.MULTILINE)
-            made.__doc__ = re.sub(r"\n+Args:\n(?=\n|\Z)", "\n", doc).rstrip()
+            made.__doc__ = inspect.getdoc(self.registered[name].function)
             made.__signature__ = self.signature(name)  # type: ignore[attr-defined]
         return made
 

@@ -74,15 +74,10 @@ class MetricsWriter:
     """Writes each step's metrics once, in the order of steps."""
 
     def __init__(self, folder: Path, resume_step: int | None = None, trackers: Trackers | None = None) -> None:
-        """Start `folder`/metrics.jsonl, or resume it after `resume_step`, the checkpoint's step; later lines are cut off.
-
-        Raises UserError if metrics exist and `resume_step` is not given.
-        """
+        """Start metrics.jsonl, or resume it after the checkpoint's step `resume_step`. Raises UserError if metrics exist without it."""
         path = folder / FILE_NAME
         if resume_step is None and path.exists() and path.stat().st_size:
-            raise UserError(
-                f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
-            )
+            raise UserError(f"{folder} holds the metrics of an earlier run; go on by --resume, or choose another name")
         kept = [line for line in read_lines(path) if line["step"] <= (resume_step or 0)] if path.exists() else []
         if path.exists():
             # A kill during this leaves the old file intact.
@@ -95,10 +90,7 @@ class MetricsWriter:
         self.trackers = trackers or Trackers((), TrackedRun(folder), print)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Write one step; NaN and infinities become null.
-
-        Raises ValueError for missing keys, a value that is not a number, or a step that was written before.
-        """
+        """Write one step; NaN and infinities become null. Raises ValueError for missing keys, other values, and an earlier step."""
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         if missing:
             raise ValueError(f"metrics of step {metrics.get('step')} lack {', '.join(missing)}")

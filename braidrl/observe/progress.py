@@ -57,10 +57,7 @@ class Progress:
         self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
         shown: bool = True,
     ) -> None:  # fmt: skip
-        """Start without stages; `steps` is the number of iterations, and the stream is by default stderr.
-
-        Of several equal processes only one is `shown`.
-        """
+        """Start without stages; the run has `steps` iterations. Of several equal processes only one is `shown`."""
         self.step: int | None = None
         """The iteration of the stages that follow, set by the run."""
         self._steps = steps
@@ -101,9 +98,8 @@ class Progress:
             if not slow or now - self._last_shown < wait:
                 return
             self._last_shown = now
-            where = (
-                "" if self.step is None else f"step {self.step}" + ("" if self._steps is None else f"/{self._steps}")
-            )
+            last = "" if self._steps is None else f"/{self._steps}"
+            where = "" if self.step is None else f"step {self.step}{last}"
             table = Table.grid(padding=(0, 1))
             for bar in slow:
                 total, tokens = bar.total_rows, f"{bar.tokens / max(now - bar.started, 1e-9):,.0f} tokens/s"

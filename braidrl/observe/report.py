@@ -93,9 +93,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
         Picture("Memory", (r"memory/.+",), "bytes at the peak of each stage, of the process that takes most"),
         Picture("Weight updates", (r"weights/.+/update_seconds",), "seconds until new weights generate"),
         Picture("Tokens", ("tokens/generated", "tokens/trained"), "per step"),
-        Picture(
-            "Engine against trainer", ("train/rollout_log_prob_gap",), "difference in log-probs of the same tokens"
-        ),
+        Picture("Engine against trainer", ("train/rollout_log_prob_gap",), "in the log-probs of the same tokens"),
         Picture("Staleness", ("staleness/max",), "versions between sampling and training"),
     ),
 }
@@ -114,28 +112,13 @@ class Series:
         return [value for value in self.values if value is not None]
 
 
-class Tile(NamedTuple):
-    """A headline number."""
-
-    label: str
-    value: str
-    detail: str = ""
-
-
-class Curve(NamedTuple):
-    """An entry of a chart's legend; `last` is the last value."""
-
-    name: str
-    colour: str
-    last: str
-
-
 class Chart(NamedTuple):
     """A chart as the page shows it, with the traces that plotly.js draws."""
 
     title: str
     about: str
-    curves: list[Curve]
+    curves: list[dict[str, str]]
+    """The entries of the legend: name, colour and last value."""
     traces: list[dict[str, Any]]
     stacked: bool
 
@@ -151,7 +134,6 @@ class Sample:
     correct: bool | None
     finish_reason: str | None
     answer: str | None = None
-    """The reference answer, as text."""
 
 
 class SampleGroup(NamedTuple):
@@ -163,9 +145,7 @@ class SampleGroup(NamedTuple):
 
 
 def write_report(run: Path) -> Path:
-    """Write `run`/report.html from the run's metrics and recorded rollouts. Raises UserError without metrics, or if a package is
-    missing.
-    """
+    """Write `run`/report.html from the run's metrics and recordings. Raises UserError without metrics or plotly."""
     try:
         from plotly.offline import get_plotlyjs  # only here: a run without plotly skips its report
     except ImportError as error:
@@ -207,17 +187,13 @@ def write_report(run: Path) -> Path:
 
 
 def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:
-    """Return a chart of several series as curves or `stacked` bars; `about` is a line below the title.
-
-    A point of a long series is the mean over equally many steps, placed at their middle. If all names share the part before the
-    first slash, the legend leaves it out.
-    """
+    """Return a chart of several series as curves or `stacked` bars; a point of a long series is the mean over equally many steps."""
     if len(series) > 1 and len({one.name.partition("/")[0] for one in series}) == 1:
         series = [replace(one, name=one.name.partition("/")[2]) for one in series]
-    curves, traces, longest_mean = list[Curve](), list[dict[str, Any]](), 1
+    curves, traces, longest_mean = list[dict[str, str]](), list[dict[str, Any]](), 1
     for number, one in enumerate(series):
         paint, steps, values = PALETTE[number % len(PALETTE)], one.steps, one.values
-        curves.append(Curve(one.name, paint, spell(one.numbers[-1])))
+        curves.append({"name": one.name, "colour": paint, "last": spell(one.numbers[-1])})
         size = math.ceil(len(steps) / (MOST_BARS if stacked else MOST_POINTS))
         if size > 1:
             longest_mean = max(longest_mean, size)
@@ -261,27 +237,25 @@ def spell(value: float) -> str:
     return f"{value:.3g}" if size >= 1e-3 else f"{value:.1e}"
 
 
-def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> list[Tile]:
-    """Return a tile `0.31 → 0.88` for each headline number, and one for the tokens trained.
-
-    The two numbers are means over the first and the last steps; an evaluation is one step.
-    """
+def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> list[dict[str, str]]:
+    """Return a tile `0.31 → 0.88`, means over first and last steps, for each headline number, and one for the tokens trained."""
     wanted = [(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
     wanted += [(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
     tiles = []
     for label, series, steps in wanted:
         numbers = series.numbers
         if len(numbers) == 1:
-            tiles.append(Tile(label, spell(numbers[0]), f"at step {series.steps[0]}"))
-            continue
-        count = max(1, min(steps, len(numbers) // 2))
-        first, last = mean(numbers[:count]), mean(numbers[-count:])
-        where = f"step {series.steps[0]} to {series.steps[-1]}" if count == 1 else f"first and last {count} steps"
-        tiles.append(Tile(label, f"{spell(first or 0.0)} → {spell(last or 0.0)}", where))
+            value, where = spell(numbers[0]), f"at step {series.steps[0]}"
+        else:
+            count = max(1, min(steps, len(numbers) // 2))
+            value = " → ".join(spell(mean(part) or 0.0) for part in (numbers[:count], numbers[-count:]))
+            where = f"step {series.steps[0]} to {series.steps[-1]}" if count == 1 else f"first and last {count} steps"
+        tiles.append({"label": label, "value": value, "detail": where})
     if "tokens/trained" in curves:
         speed = curves.get("throughput/tokens_per_second")
         note = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
-        tiles.append(Tile("Tokens trained", spell(sum(curves["tokens/trained"].numbers)), note))
+        total = spell(sum(curves["tokens/trained"].numbers))
+        tiles.append({"label": "Tokens trained", "value": total, "detail": note})
     return tiles
 
 
@@ -323,10 +297,7 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def sample_groups(run: Path) -> list[SampleGroup]:
-    """Return the recorded responses for the report; empty if nothing was recorded.
-
-    These are the first response at several steps for the first few prompts of each evaluation set, and the best and worst training rows.
-    """
+    """Return the first prompts of each evaluation set with a response of several steps, and the best and worst training rows."""
     groups: list[SampleGroup] = []
     for name in recorded_evaluations(run):
         chosen: dict[str, list[Sample]] = {}

@@ -54,16 +54,7 @@ def recorded_evaluations(run: Path) -> list[str]:
 
 
 def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
-    """Write all columns and one prompt and response text per row. The file appears whole or not at all.
-
-    Raises ValueError if the number of texts differs from the number of rows, or if a column has the name of a text column or a type
-    that is not supported.
-    """
-    for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
-        if len(texts) != len(rows):
-            raise ValueError(f"{len(texts)} {name} for {len(rows)} rows")
-        if name in rows:
-            raise ValueError(f"a column may not be called {name}: the text is written under this name")
+    """Write all columns and the texts of each row; the file appears whole or not at all. Raises ValueError for what cannot be recorded."""
     described, arrays = dict[str, Any](), dict[str, Any]()
     for name, column in rows.items():
         if isinstance(column, Objects):
@@ -84,6 +75,10 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
             starts = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(values) + 1)
             arrays[name] = pa.LargeListArray.from_arrays(pa.array(starts * width), arrays[name])
     for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
+        if len(texts) != len(rows):
+            raise ValueError(f"{len(texts)} {name} for {len(rows)} rows")
+        if name in rows:
+            raise ValueError(f"a column may not be called {name}: the text is written under this name")
         # UTF-8 cannot hold halves of surrogate pairs, so they are removed; the tokens stay exact.
         printable = (text.encode("utf-8", "replace").decode() for text in texts)
         arrays[name] = pa.array(printable, pa.large_string())
@@ -102,10 +97,7 @@ def part_path(path: Path, rank: int) -> Path:
 
 
 def join_parts(path: Path, parts: Sequence[Path]) -> None:
-    """Publish the files written by ranks as one recording: a file, or a folder of several. The parts are not changed.
-
-    Raises ValueError if their columns differ.
-    """
+    """Publish the files of ranks as one recording, a file or a folder of several. Raises ValueError if their columns differ."""
     names = sorted(pq.read_schema(parts[0]).names)
     for part in parts:
         if (own := sorted(pq.read_schema(part).names)) != names:
@@ -136,19 +128,13 @@ def check_recording(path: Path) -> None:
         try:
             metadata = pq.read_metadata(file).metadata or {}
         except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(
-                f"{file} cannot be read as a recording ({first_line(error)}); record the run again"
-            ) from None
+            raise UserError(f"{file} cannot be read as a recording ({first_line(error)}); record it again") from None
         if SCHEMA_KEY not in metadata:
             raise UserError(f"{path} was not recorded by a run: it lacks the types of its columns")
 
 
 def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
-    """Read recorded rows, bit for bit, or the share of one of `size` ranks; if several ranks wrote them, sorted by group and
-    sample.
-
-    Raises UserError if the recording is missing, or is not a recording.
-    """
+    """Read recorded rows bit for bit, or one of `size` ranks' share; rows of several files are sorted. Raises UserError for other files."""
     check_recording(path)
     files = parts_of(path)
     counts = [pq.read_metadata(file).num_rows for file in files]

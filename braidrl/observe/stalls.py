@@ -28,7 +28,6 @@ class Stall(NamedTuple):
     usual: float
 
     def said(self) -> str:
-        """Describe the stall."""
         return f"made no progress in {self.name} for {self.seconds:.0f} s, where {self.usual:.1f} s were the longest of late"
 
 
@@ -108,4 +107,3 @@ class OwnWork:
 
 
 WORK = OwnWork()
-"""The work of this process."""

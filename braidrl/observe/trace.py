@@ -36,10 +36,7 @@ ALL_STAGES = "all"
 
 @dataclass
 class Span:
-    """A part of one worker's time, `start` to `end` in seconds, spent on a stage or waiting for its input.
-
-    Counts of an open span are set before it ends.
-    """
+    """A part of one worker's time, `start` to `end` in seconds, on a stage or waiting for its input; counts may be set until it ends."""
 
     worker: str
     role: str
@@ -85,7 +82,6 @@ class TraceWriter:
             self.record(span)
 
     def record(self, span: Span) -> None:
-        """Append a span."""
         with self._lock:
             append_line(self._file, {one.name: getattr(span, one.name) for one in fields(Span)})
 
@@ -119,10 +115,7 @@ class WorkerTrace(TraceWriter):
     def busy(
         self, stage: str, iteration: int, uids: Sequence[Any] = (), version: int | None = None
     ) -> Iterator[BusySpan]:
-        """Record the time of a piece of work; the caller fills the sums of the yielded span.
-
-        An error raised inside is extended by the stage and its rows.
-        """
+        """Record the time of a piece of work; the caller fills the span's sums. An error is extended by the stage and its rows."""
         span = self.begin(stage, iteration, version)
         try:
             yield span
@@ -195,8 +188,7 @@ class Busy:
 def busy_table(spans: Sequence[Span]) -> list[Busy]:
     """Return a line per role over all stages, and one per role and stage, in order of their first start.
 
-    A worker's time in the run lasts from the run's first start to its last end, less pauses of more than a minute. Spans of
-    one role that overlap in one worker count once in the role's line.
+    A worker's time lasts from the run's first start to its last end, less long pauses. Overlapping spans of a role count once.
     """
     available = covered(spans, LONGEST_GAP)
     table = []
@@ -263,10 +255,7 @@ def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
 
 
 def timeline(run: Path) -> Iterator[str]:
-    """Write `run`/timeline.json, and yield the lines of the table of busy and waiting times, and the file's path.
-
-    Raises UserError if the run has no trace.
-    """
+    """Write `run`/timeline.json; yield the lines of the table of busy and waiting times, and the path. Raises UserError without a trace."""
     spans = read_trace(run)
     heads = f"{'workers':>8}{'rows':>10}{'tokens':>13}{'busy s':>10}{'waiting s':>11}{'busy':>7}{'waiting':>9}"
     yield f"{'role':<14}{'stage':<34}{heads}"

@@ -28,8 +28,6 @@ from braidrl.parsing import DUMPER, flat
 PROJECT = "braid"
 """Default project (or experiment) for trackers that require one."""
 PARAMETERS_AT_A_TIME = 100
-MLFLOW_ODD = re.compile(r"[^\w\-. :/]")
-"""Characters that MLflow does not allow in a name."""
 Samples = Sequence[Mapping[str, Any]]
 """Recorded responses with step, set, prompt, response, answer, score, correct and finish_reason; unknown values are None."""
 
@@ -214,9 +212,7 @@ class MlflowTracker:
     """An MLflow run named after the run folder. MLFLOW_TRACKING_URI selects the server. MLflow allows no @, so it becomes _at_."""
 
     def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = PROJECT) -> None:
-        """Open the run in an experiment, created if missing, at a server or database such as `sqlite:///mlflow.db`; by default
-        MLFLOW_TRACKING_URI.
-        """
+        """Open the run in an experiment, created if missing, at a server or database as `sqlite:///mlflow.db`, or MLFLOW_TRACKING_URI."""
         self._library: Any = importlib.import_module("mlflow")
         self._client = self._library.MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
@@ -229,21 +225,13 @@ class MlflowTracker:
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
         if not found:
             param = self._library.entities.Param
-            settings = [
-                param(MLFLOW_ODD.sub("_", name.replace("@", "_at_")), str(value)) for name, value in flat(run.config)
-            ]
+            settings = [param(mlflow_name(name), str(value)) for name, value in flat(run.config)]
             for first in range(0, len(settings), PARAMETERS_AT_A_TIME):
                 self._client.log_batch(self._id, params=settings[first : first + PARAMETERS_AT_A_TIME])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now, metric = int(time.time() * 1000), self._library.entities.Metric
-        self._client.log_batch(
-            self._id,
-            [
-                metric(MLFLOW_ODD.sub("_", name.replace("@", "_at_")), value, now, step)
-                for name, value in metrics.items()
-            ],
-        )
+        self._client.log_batch(self._id, [metric(mlflow_name(n), value, now, step) for n, value in metrics.items()])
 
     def write_samples(self, step: int, samples: Samples) -> None:
         columns = {name: [one[name] for one in samples] for name in samples[0]}
@@ -254,6 +242,10 @@ class MlflowTracker:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 
 class SwanlabTracker(LoggedRun):
@@ -271,9 +263,8 @@ class SwanlabTracker(LoggedRun):
 
     def write_samples(self, step: int, samples: Samples) -> None:
         table = self._library.echarts.Table()
-        table.add(
-            list(samples[0]), [["" if value is None else str(value) for value in one.values()] for one in samples]
-        )
+        cells = [["" if value is None else str(value) for value in one.values()] for one in samples]
+        table.add(list(samples[0]), cells)
         self._run.log({"samples": table}, step=step)
 
     def write_report(self, report: Path) -> None:
@@ -281,17 +272,12 @@ class SwanlabTracker(LoggedRun):
 
 
 def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = None) -> None:
-    """Open a tracker in an empty folder, write steps, samples and a report, close it, and continue as a resumed run does.
-
-    Raises UserError if there is no such tracker or setting, and AssertionError if it breaks the contract.
-    """
+    """Use a tracker as a run and its resumption do, in an empty folder. Raises UserError for a wrong name, and AssertionError."""
     TRACKERS.check_settings(name, params or {})
     config = {"flow": "grpo", "trainer": {"steps": 4}}
     metrics = {"reward/mean": 0.5, "eval/held out/avg@8": 1.0, "tokens/generated": 12}
-    sample = dict.fromkeys(("set", "prompt", "response", "answer", "finish_reason"), "∑ 😀 |\n") | {
-        "score": None,
-        "correct": True,
-    }
+    sample: dict[str, Any] = dict.fromkeys(("set", "prompt", "response", "answer", "finish_reason"), "∑ 😀 |\n")
+    sample |= {"score": None, "correct": True}
     report = folder / "report.html"
     report.write_text("<p>report</p>")
     for resume_step, steps in ((None, (0, 1, 2)), (1, (2, 3))):

@@ -30,7 +30,6 @@ OWN = ("operations", "activations", "tokens", "calls", "rows", "steps")
 FITTED_AS: Mapping[Phase, Phase] = {"train": "train", "infer": "infer", "prefill": "infer", "decode": "decode"}
 """Prefill is priced as inference: traces do not record its seconds separately."""
 REWEIGHED = 20
-"""Rounds of iterative reweighting."""
 SMALL = 0.02
 """Relative errors below this count as equal."""
 
@@ -52,10 +51,7 @@ class Observed:
 
 
 def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
-    """Fit rates to runs on one kind of device; values that no run shows stay as `before`.
-
-    Raises UserError if the runs have no iteration after the warm-up.
-    """
+    """Fit rates to runs on one kind of device; others stay as `before`. Raises UserError without an iteration after the warm-up."""
     cluster, models = runs[0].problem.cluster, runs[0].problem.models
     kind = cluster.groups[0].kind
     rates = before.get(kind) or BUILT_IN.get(kind) or Rates()
@@ -100,10 +96,7 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
 
 
 def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, float]:
-    """Return the quantities that a stage's seconds are made of, by the name of their unit cost.
-
-    `behind` is the share of compute that communication can overlap; at 1, overlapped communication is not visible.
-    """
+    """Return the quantities of a stage's seconds by their unit cost. `behind` is the share of compute that hides communication."""
     found: dict[str, float] = defaultdict(float)
     for work in done:
         for name in OWN:

@@ -110,15 +110,13 @@ class Choices:
         if key not in self._sets:
             options = [self.of_role(role, group, devices, part) for role in roles]
             quickest: SetChoice | None = None
+            limit, most = math.inf, MOST_TRIED
             for tried, (busy, picked) in enumerate(in_order(options)):
-                if tried >= MOST_TRIED or (
-                    quickest is not None and (busy >= quickest.busy or tried >= MOST_TRIED // 10)
-                ):
+                if busy >= limit or tried >= most:
                     break
-                limit = quickest.busy - busy if quickest else math.inf
-                found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit)
-                if found is not None and (quickest is None or found.busy < quickest.busy):
-                    quickest = found
+                found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit - busy)
+                if found is not None and found.busy < limit:
+                    quickest, limit, most = found, found.busy, MOST_TRIED // 10
             self._sets[key] = quickest
         return self._sets[key]
 
@@ -126,10 +124,7 @@ class Choices:
         self, model: Model, group: NodeGroup, devices: int, part: RolePart = "all",
         keep: Callable[[Iterable[Choice]], list[Choice]] = list,
     ) -> Iterator[Choice]:  # fmt: skip
-        """Yield each choice of a role that fits the devices.
-
-        `keep` reduces the choices of one layout: the best micro-batch does not depend on the engine.
-        """
+        """Yield each choice of a role that fits. `keep` reduces those of one layout, where micro-batch and engine are independent."""
         problem, longest = self.problem, self.problem.config.max_sequence_tokens
         given = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
         if part == "generate":
@@ -189,10 +184,7 @@ class Choices:
     def engines(
         self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None = None
     ) -> Iterator[EngineUse | None]:
-        """Yield the engines to try on devices that train in `layout`, or on devices of their own; None stands for servers.
-
-        The slots are those for all rows of the engine at once, halves of that, and the configured count.
-        """
+        """Yield the engines to try, with slots for all rows, halves of that, and the configured count; None stands for servers."""
         problem, engine = self.problem, self.problem.config.rollout.engine
         if engine == "http":
             yield None
@@ -221,10 +213,7 @@ class Choices:
     def together(
         self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, limit: float = math.inf
     ) -> SetChoice | None:
-        """Combine choices on shared devices, with the offloading that memory requires.
-
-        Return None if a single stage does not fit, or if offloading takes at least `limit` seconds.
-        """
+        """Combine choices on shared devices with the offloading that memory requires; None if none fits, or if it takes `limit` seconds."""
         kind = self.problem.cluster.kinds[group.kind]
         room = int(kind.memory * USABLE)
         whole, working = all_resident(roles, group, devices), max(choice.working for choice in roles.values())
@@ -235,7 +224,7 @@ class Choices:
         # Lower bound: the excess is offloaded and loaded at least once.
         if 2 * (whole.memory - room) / (kind.host * self.problem.rates[group.kind].host) >= limit:
             return None
-        return in_turns(self.problem, roles, group, devices, room - working)
+        return in_turns(self.problem, whole, room - working)
 
 
 def best(choices: Iterable[Choice]) -> list[Choice]:
@@ -261,25 +250,23 @@ def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) ->
     return SetChoice(group, devices, roles, costs, memory)
 
 
-def in_turns(
-    problem: Problem, roles: Mapping[str, Choice], group: NodeGroup, devices: int, budget: int
-) -> SetChoice | None:
-    """Return these choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
+def in_turns(problem: Problem, whole: SetChoice, budget: int) -> SetChoice | None:
+    """Return choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
+    roles, kind = whole.roles, whole.group.kind
     generating = [role for role, one in roles.items() if one.use.engine]
     resident = {role: dict(one.resident) for role, one in roles.items()}
     try:
         plan = taking_turns(problem.flow, resident, generating, budget)
     except UserError:
         return None
-    host = problem.cluster.kinds[group.kind].host * problem.rates[group.kind].host
-    moved = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
+    host, moved = problem.cluster.kinds[kind].host * problem.rates[kind].host, dict(whole.costs)
     for step, size in plan.moved.items():
         # Loads before publication are charged to the next generation.
         name = next(iter(moved)) if step == PUBLISH else step
         if name in moved and size:
             moved[name] = moved[name].plus(Cost(moves=size / host))
     working = max(choice.working for choice in roles.values())
-    return SetChoice(group, devices, roles, moved, plan.most + working, budget)
+    return replace(whole, costs=moved, memory=plan.most + working, budget=budget)
 
 
 def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple[Choice, ...]]]:

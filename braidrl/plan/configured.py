@@ -4,6 +4,7 @@ configuration ──runtime, workers, placement──▶ pools ──layouts─�
 Plan ──▶ {runtime, workers, placement, streaming.workers, roles.ROLE.layout ..., rollout.slots, trainer.resident_gib}
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +15,8 @@ from braidrl.plan.choices import Choice, all_resident, in_turns
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, streaming_plan, synchronous_plan
 from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, deployment, role_memory
-from braidrl.runtimes.sizing import groups_of_pools, groups_of_workers
-from braidrl.runtimes.streaming.groups import worker_groups
+from braidrl.runtimes.sizing import groups_of_pools
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ def predicted(problem: Problem) -> Plan:
             resident, working = role_memory(one.use)
             roles[name] = Choice(one.use, costs, resident, sum(working.values()))
         (devices,) = {one.devices for one in pool.values()}
-        found = None
+        whole, found = all_resident(roles, group, devices), None
         if config.trainer.resident_gib is not None and config.runtime != "streaming":
-            found = in_turns(problem, roles, group, devices, int(config.trainer.resident_gib * GIB))
-        sets.append(found or all_resident(roles, group, devices))
+            found = in_turns(problem, whole, int(config.trainer.resident_gib * GIB))
+        sets.append(found or whole)
     if config.runtime == "streaming":
         return streaming_plan(problem, sets, config.trainer.max_staleness)
     return synchronous_plan(problem, config.runtime, sets)
@@ -53,12 +54,12 @@ def configured_pools(problem: Problem) -> list[dict[str, Deployed]]:
     config, models, flow = problem.config, problem.models, problem.flow
     generating = tuple(model.role for model in models.values() if model.generates)
     if config.runtime == "streaming":
-        groups = groups_of_workers(worker_groups(config, flow, None), config, flow)
+        made: Sequence[Pool] = pools_of(worker_groups(config, flow, None), config)
     elif config.runtime == "hybrid":
-        groups = groups_of_pools(place(config.placement, flow.roles, generating, config.workers), flow)
+        made = place(config.placement, flow.roles, generating, config.workers)
     else:
-        workers = config.workers if config.runtime == "distributed" else 1
-        groups = groups_of_pools([Pool(tuple(models), workers, generating=generating)], flow)
+        made = [Pool(tuple(models), config.workers if config.runtime == "distributed" else 1, generating=generating)]
+    groups = groups_of_pools(made, flow)
     split, ranks = {use.role for group in groups for use in group.uses if use.apart}, generation_layout(config).ranks
     pools = []
     for group in groups:

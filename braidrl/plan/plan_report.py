@@ -40,9 +40,7 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
         "varied: runtime, placement, devices of each role, layouts, tokens of a micro-batch, recomputation"
         + (", slots, ranks of an engine" if config.rollout.engine in ("embedded", "vllm") else "")
     )
-    write(
-        f"kept: rollout.engine={config.rollout.engine}, batch, lengths, dtypes, optimizer, adapters, weight-update policy"
-    )
+    write(f"kept: engine {config.rollout.engine}, batch, lengths, dtypes, optimizer, adapters, weight-update policy")
     name, cost = max(first.costs.items(), key=lambda pair: pair[1].seconds)
     write(f"decided: {name} takes {cost.seconds / first.seconds:.0%} of plan 1, most of it {cost.bound}")
     for number, plan in enumerate(plans[1:], 2):

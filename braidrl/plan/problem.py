@@ -78,7 +78,6 @@ class Problem:
         self.rates = {kind: self.rates.get(kind) or BUILT_IN.get(kind) or Rates() for kind in self.cluster.kinds}
         trainer = self.config.trainer
         self.rows = trainer.prompts_per_step * self.config.rollout.samples_per_prompt
-        """The number of rows in a batch."""
         self.updates = -(-self.rows // (trainer.rows_per_update or self.rows))
         """The number of optimizer steps in one pass over a batch."""
 
@@ -119,9 +118,7 @@ class Problem:
         if self.lengths.generated > 1 and stage in self.flow.sampling_segment and stage.kind is not Kind.GENERATE:
             more = int(self.lengths.generated * len(self.lengths))
             picks = [i % len(self.lengths) for i in range(more)]
-            return replace(
-                self.lengths, prompts=self.lengths.prompts[picks], responses=self.lengths.responses[picks], generated=1
-            )
+            return Lengths(self.lengths.prompts[picks], self.lengths.responses[picks])
         return self.lengths
 
     def stage_cost(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int, apart: bool = False) -> Cost:
@@ -241,9 +238,7 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
         form = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)
         median, longest = (int(form[1]), int(form[2] or form[1])) if form else (0, 0)
         if not 1 <= median <= longest:
-            raise UserError(
-                f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in --lengths 300:2000"
-            )
+            raise UserError(f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in 300:2000")
         responses = np.array([median])
         if longest > median:
             sigma = math.log(longest / median) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))
@@ -266,10 +261,7 @@ def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:
 
 
 def spread(lengths: IntArray, rows: int) -> IntArray:
-    """Return the places of `rows` lengths with the same distribution, in ascending order of length.
-
-    These are midpoints of equal parts, as not every batch has the longest row.
-    """
+    """Return the places of `rows` lengths of the same distribution, ascending: midpoints, as not every batch has the longest row."""
     midpoints = ((np.arange(rows) + 0.5) * len(lengths) / rows).astype(np.int64)
     places: IntArray = np.argsort(lengths, kind="stable")[midpoints]
     return places

@@ -32,7 +32,6 @@ class Work(NamedTuple):
     tokens: float = 0.0
     """Tokens with logits (in generation: sampled tokens)."""
     calls: float = 0.0
-    """Layer calls."""
     rows: float = 0.0
     steps: float = 0.0
     """Decode steps, optimizer steps, or calls of the stage."""
@@ -84,7 +83,6 @@ class PhaseRates(Section):
     call_s: float = Field(0.0, ge=0)
     """Seconds per layer call, independent of its size."""
     row_s: float = Field(0.0, ge=0)
-    """Seconds for each row."""
     step_s: float = Field(0.0, ge=0)
     """Seconds per decode step, optimizer step or stage call."""
 
@@ -93,9 +91,7 @@ class RuntimeRates(Section):
     """A runtime's overhead in addition to its stages."""
 
     iteration_s: float = Field(0.0, ge=0)
-    """Seconds per iteration."""
     row_s: float = Field(0.0, ge=0)
-    """Seconds for each row."""
     slower: float = Field(0.0, ge=0)
     """Seconds per second of its stages, as workers share cores or memory bandwidth."""
 
@@ -104,9 +100,7 @@ class EngineRates(Section):
     """The achieved rates of one engine. The defaults are typical of vLLM on a GPU."""
 
     prefill: PhaseRates = PhaseRates(share=0.5, call_s=50e-6)
-    """Prefill."""
     decode: PhaseRates = PhaseRates(share=0.5, call_s=20e-6, step_s=3e-3)
-    """Decoding."""
 
 
 class Rates(Section):
@@ -115,7 +109,6 @@ class Rates(Section):
     train: PhaseRates = PhaseRates(share=0.42, call_s=150e-6)
     """Forward and backward passes and the optimizer."""
     infer: PhaseRates = PhaseRates(share=0.5, call_s=100e-6)
-    """Forward passes."""
     prefill: PhaseRates = PhaseRates(share=0.5, call_s=50e-6)
     """Prefill by the embedded engine, or by an engine of your own."""
     decode: PhaseRates = PhaseRates(share=0.5, token_s=5e-6, step_s=4.2e-3)
@@ -135,7 +128,6 @@ class Rates(Section):
     behind: float = Field(1.0, ge=0, le=1)
     """Share of compute that communication can overlap; 0 if the same cores do both."""
     runtimes: dict[str, RuntimeRates] = Field(default_factory=dict)
-    """The overhead of each runtime."""
     stages: dict[str, float] = Field(default_factory=dict)
     """Seconds per row of stages without a model, by stage type."""
 

@@ -52,7 +52,6 @@ class Plan:
     """Start and end of each stage's call, in seconds."""
     staleness: int = 0
     simulation: Simulation | None = None
-    """The simulated run of a streaming plan."""
 
     @cached_property
     def name(self) -> str:
@@ -103,10 +102,7 @@ class Search:
         return [] if found is None else [synchronous_plan(self.problem, runtime, [found])]
 
     def hybrid(self) -> list[Plan]:
-        """Return the best plan of each partition, fastest first, at most `keep` of them.
-
-        Raises UserError if the models fit in no allocation; it names the smallest number of devices that works.
-        """
+        """Return the best plan of each partition, fastest first. Raises UserError, which names enough devices, if the models do not fit."""
         found: list[Plan] = []
         problem, roles = self.problem, tuple(self.problem.flow.roles)
         for partition in sorted(partitions(roles), key=len):
@@ -202,10 +198,7 @@ def synchronous_plan(problem: Problem, runtime: Runtime, sets: Sequence[SetChoic
 def call_times(
     before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Return start and end of each stage's call in one iteration of the hybrid runtime; a pool runs its calls in order.
-
-    `before` has the stages that each stage waits for, in the flow's order.
-    """
+    """Return start and end of each stage's call in one hybrid iteration, after those `before` it; a pool runs its calls in order."""
     free: dict[object, float] = {}
     times: dict[str, tuple[float, float]] = {}
     for stage, needed in before.items():

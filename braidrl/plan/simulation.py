@@ -19,7 +19,7 @@ from braidrl.flow.batches import Sizes, TrainingBatch, UpdatesInProgress
 from braidrl.flow.flow import Flow, is_optimized
 from braidrl.flow.stage import Kind, Stage
 from braidrl.observe.trace import Span
-from braidrl.queue.table import Lease, LeaseLost
+from braidrl.queue.table import Lease
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule, Way
@@ -47,7 +47,6 @@ class Workload:
     """Seconds of an engine's decode step. Rows start at a step boundary; an engine requests a new row while the next step runs. 0: rows
     start at once."""
     loading: Way = "rolling"
-    """The weight-update policy."""
     load_seconds: float = 0.0
     """Seconds that an engine pauses to load weights that lie in its host's memory."""
     receive_seconds: float = 0.0
@@ -116,7 +115,6 @@ class SimulatedWorker:
     ranks: int = 1
     slots: int = 1
     work: dict[int, SimulatedLease] = field(default_factory=dict)
-    """Active leases by number."""
     loads: bool = False
     receives_until: float | None = None
     """The time at which an engine has, or will have, received its next weights ahead of the load."""
@@ -142,7 +140,6 @@ class Streaming:
     """A simulated streaming run."""
 
     lease_seconds = math.inf
-    """Seconds after which a lease expires."""
 
     def __init__(self, work: Workload) -> None:
         self.work = work
@@ -245,11 +242,8 @@ class Streaming:
         """End a lease, unless its end was postponed since this was scheduled, in its `turn`."""
         if turn != work.turn or worker.work.pop(work.lease.number, None) is None:
             return
-        try:
-            rows = self.schedule.tasks.complete(work.lease.number, self.clock.now)
-        except LeaseLost:
-            # Selection dropped its rows: discard the result.
-            return
+        # Without the rows that selection has dropped.
+        rows = self.schedule.tasks.complete(work.lease)
         versions = dict.fromkeys(rows, work.version or 0) if worker.consumer.kind is Kind.GENERATE else None
         self.schedule.done(worker.consumer.name, rows, versions)
 
@@ -282,7 +276,7 @@ class Streaming:
             elif training is not None and not training.busy and not training.rows_left:
                 # All of its rows have come and all updates are made.
                 for lease, _ in training.pieces:
-                    self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease.number, self.clock.now))
+                    self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease))
                 worker.training, changed = None, True
         return changed
 
@@ -328,9 +322,7 @@ class Streaming:
                 continue
             begun = engine.loads = True
             # After the current decode step the engine preempts its rows, whose ends are postponed.
-            until = (
-                self.clock.now + self.work.receive_seconds if engine.receives_until is None else engine.receives_until
-            )
+            until = engine.receives_until or self.clock.now + self.work.receive_seconds
             seconds, engine.receives_until = self.work.load_seconds + max(0.0, until - self.clock.now), None
             step = self._until_step(engine)
             for work in engine.work.values():

@@ -134,8 +134,7 @@ def model_work(
 def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, node: int) -> Work:
     """Return the data-parallel communication of `batches` micro-batches.
 
-    FSDP2 gathers weights and reduce-scatters gradients layer by layer, overlapped with compute; replicas all-reduce gradients once
-    before the optimizer step, exposed.
+    FSDP2 gathers and reduce-scatters layer by layer, overlapped with compute; replicas all-reduce before the step, exposed.
     """
     inner, outer, g = layout.tensor, (layout.data or 1) * layout.sequence, layout.shard_ranks
     layers = shape.sizes.num_hidden_layers // layout.pipeline

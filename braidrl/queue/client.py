@@ -17,7 +17,7 @@ from typing import Any
 from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.queue.storage import Place, StorageBackend, open_storage
+from braidrl.queue.storage import Place, open_storage
 from braidrl.queue.table import Block, StoredRows, in_order
 from braidrl.queue.transport import Answer, Connections
 
@@ -30,13 +30,15 @@ class Evicted(LookupError):
 
 
 class DataPlane:
-    """A process's view of the payload of all nodes. `host` names its own node, whose server is at `address`."""
+    """A process's view of the payload of all nodes."""
 
-    def __init__(
-        self, segments: StorageBackend, address: str, host: str = "here", limit_s: float = 60.0,
-        secret: str | None = None,
-    ) -> None:  # fmt: skip
-        self.segments, self.address, self.host, self.secret = segments, address, host, secret
+    def __init__(self, place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> None:
+        """Open the storage of the node at `place`, where this process is called `writer`. Raises UserError as `open_storage`.
+
+        Other nodes, which know the secret, have `limit_s` seconds to answer.
+        """
+        self.segments = open_storage(place.storage, place.run, writer)
+        self.address, self.host = place.address, place.host
         self.served = 0
         """Bytes sent by this node's server to other nodes."""
         self.carried = 0
@@ -138,22 +140,6 @@ class DataPlane:
         """Close all connections."""
         self._decoded.clear()
         self.connections.close()
-
-
-def data_plane(place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> DataPlane:
-    """Return a process's view of payload on its node.
-
-    Args:
-        place: The process's node.
-        writer: The process's name.
-        limit_s: Time limit for answers of other nodes, in seconds.
-        secret: Sent to other nodes.
-
-    Raises:
-        UserError: As for `open_storage`.
-    """
-    segments = open_storage(place.storage, place.run, writer)
-    return DataPlane(segments, place.address, place.host, limit_s, secret)
 
 
 @dataclass(eq=False)

@@ -23,17 +23,7 @@ class ColumnController(QueueController):
         self, tasks: Mapping[str, Collection[str]], samplers: Mapping[str, Sampler], data: DataPlane, place: Place,
         lease_s: float, budget_bytes: int | None = None, clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """Begin without rows.
-
-        Args:
-            tasks: By task the columns that a row needs before it is ready.
-            samplers: The sampler of each task.
-            data: Frees blocks that are no longer needed.
-            place: The queue's own node, for clients.
-            lease_s: Seconds without a heartbeat after which rows go to another client.
-            budget_bytes: Limit of payload; None is no limit but memory.
-            clock: Returns seconds.
-        """
+        """Begin without rows; the arguments are those of `TransferQueue.serve`. Clients read and free payload through the node `place`."""
         super().__init__(lease_s, clock)
         self.columns = {name: sorted(columns) for name, columns in tasks.items()}
         self.samplers, self.data, self.place, self.budget_bytes = samplers, data, place, budget_bytes

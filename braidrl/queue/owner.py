@@ -84,7 +84,7 @@ class StorageNode:
     def __init__(self, host: str, ip: str, secret: str | None = None, storage: str = "shared_memory") -> None:
         """Serve a node; `host` is its name in the run, `ip` its address for clients, which must know the secret."""
         self.owner = Owner(storage=storage)
-        self.data = DataPlane(open_storage(storage, self.owner.run, "node"), "", host, secret=secret)
+        self.data = DataPlane(Place(host, self.owner.run, "", storage), "node", secret=secret)
         self.server = QueueServer(self.data.answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
         self.data.address = self.server.address
 

@@ -10,7 +10,6 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -301,10 +300,6 @@ def in_order(rows: Rows, places: Sequence[int]) -> Rows:
     return rows.take(sorted(range(len(places)), key=places.__getitem__))
 
 
-class LeaseLost(RuntimeError):
-    """Raised for an expired or released lease: another holder may have its rows, and results for them must not be used."""
-
-
 @dataclass(eq=False)
 class Lease:
     """Rows that `holder` works on for `task` until `deadline`."""
@@ -321,14 +316,13 @@ class Lease:
 
 
 class Leases:
-    """All active leases of a queue by number, by holder and by deadline."""
+    """All active leases of a queue by number and by holder. An expired lease is lost: another holder may have its rows."""
 
     def __init__(self) -> None:
         self.held: dict[int, Lease] = {}
         self.by_holder: defaultdict[str, set[int]] = defaultdict(set)
         self.rows_of: Counter[str] = Counter()
         """Number of rows that each holder has."""
-        self._deadlines: list[tuple[float, int]] = []
         self.numbers = count()
 
     def take(self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float) -> Lease:
@@ -338,23 +332,6 @@ class Leases:
         self.by_holder[holder].add(number)
         self.rows_of[holder] += len(rows)
         self.held[number] = lease
-        heappush(self._deadlines, (lease.deadline, number))
-        return lease
-
-    def current(self, number: int, now: float) -> Lease:
-        """Return an active lease. Raises LeaseLost if it has expired or was released."""
-        lease = self.held.get(number)
-        if lease is None or lease.deadline < now:
-            raise LeaseLost(
-                f"lease {number} was lost: it expired or its holder was given up, and its rows are free again"
-            )
-        return lease
-
-    def renew(self, number: int, now: float, seconds: float) -> Lease:
-        """Extend the deadline of a holder that sends heartbeats. Raises LeaseLost as `current` does."""
-        lease = self.current(number, now)
-        lease.deadline = now + seconds
-        heappush(self._deadlines, (lease.deadline, number))
         return lease
 
     def shrink(self, lease: Lease, rows: int) -> None:
@@ -379,18 +356,4 @@ class Leases:
 
     def expired(self, now: float) -> list[Lease]:
         """Return the leases whose deadline has passed."""
-        found = {}
-        while (deadline := self.next_deadline()) is not None and deadline < now:
-            number = heappop(self._deadlines)[1]
-            # A lease that was renewed twice at one moment is in the heap twice.
-            found[number] = self.held[number]
-        return list(found.values())
-
-    def next_deadline(self) -> float | None:
-        """Return the time at which the first lease expires, or None."""
-        while self._deadlines:
-            deadline, number = self._deadlines[0]
-            if number in self.held and self.held[number].deadline == deadline:
-                return deadline
-            heappop(self._deadlines)
-        return None
+        return [lease for lease in self.held.values() if lease.deadline < now]

@@ -339,9 +339,8 @@ class Tasks:
         self.tasks[name].lease.update(dict.fromkeys(rows, lease.number))
         return lease
 
-    def complete(self, number: int, now: float, places: Sequence[int] | None = None) -> list[Row]:
-        """Complete rows of a lease, those at some positions or all; return the rows that it still held. Raises LeaseLost."""
-        lease = self.leases.current(number, now)
+    def complete(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
+        """Complete rows of a lease, those at some positions or all; return the rows that it still held."""
         rows = self.left(lease, places)
         self.finish(lease, rows)
         return rows

@@ -34,7 +34,7 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
-from braidrl.queue.client import Client, DataPlane, Evicted, assembled, data_plane
+from braidrl.queue.client import Client, DataPlane, Evicted, assembled
 from braidrl.queue.controller import ColumnController
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.samplers import FIRST_IN, sampler_named
@@ -165,7 +165,7 @@ class TransferQueue:
             controller = ColumnController(tasks, chosen, node.data, node.place(), lease_s, budget_bytes)
             server = QueueServer(controller.handle, controller.tick, f"tcp://{ip}:*", secret)
             resources.callback(server.close)
-            data = data_plane(node.place(), "owner", secret=secret)
+            data = DataPlane(node.place(), "owner", secret=secret)
             resources.callback(data.close)
             queue = cls(server.address, "owner", controller.on_directory({}, ())[0], data, resources.pop_all())
             # A program that forgets to close the queue would leave its memory.
@@ -198,7 +198,7 @@ class TransferQueue:
                 node = StorageNode(node_name(), ip, secret)
                 resources.callback(node.close)
                 place = node.place()
-            data = data_plane(place, holder, limit_s, secret)
+            data = DataPlane(place, holder, limit_s, secret)
             resources.callback(data.close)
             return cls(address, holder, directory, data, resources.pop_all())
 

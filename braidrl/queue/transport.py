@@ -409,7 +409,7 @@ class QueueController(ABC):
         self.tick()
         for tasks in self.queues:
             for lease in tasks.leases.of(request["holder"]):
-                tasks.leases.renew(lease.number, now, max(self.lease_s, lease.deadline - now))
+                lease.deadline = max(now + self.lease_s, lease.deadline)
         return {"lost": self.lost(request["held"])}, ()
 
     def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:

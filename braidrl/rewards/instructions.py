@@ -20,9 +20,7 @@ WORD = re.compile(r"\w+")
 def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction: bool = False) -> Score:
     """Return whether the response follows all instructions of its example, or with `fraction` the share that it follows.
 
-    The example has `instruction_id_list` and `kwargs` as in IFEval's data.
-
-    Raises ValueError if the example has no instructions, or an unknown one.
+    The example has `instruction_id_list` and `kwargs` as in IFEval's data. Raises ValueError for none, or an unknown one.
     """
     names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not names or len(names) != len(arguments or [{}] * len(names)):

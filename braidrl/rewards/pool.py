@@ -34,7 +34,6 @@ ENTRY = "braidrl.rewards.verifier:checks"
 MOST_IN_FLIGHT = 64
 """Concurrent calls of one async verifier."""
 REASONS = ("timeout", "exception", "died", "result")
-"""Reasons for failed checks."""
 MOST_METRICS = 64
 ABANDONED = "the reward pool was closed before this check ended"
 
@@ -49,7 +48,6 @@ class CallOutcome:
     """timeout, exception, died, or result (the verifier returned an invalid value); there is then no score."""
     detail: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The verifier's own numbers for the run's metrics."""
 
     @staticmethod
     def of(message: Message, max_abs: float) -> "CallOutcome":
@@ -91,11 +89,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._idle = list(self._one_by_one)
         self._places = asyncio.Semaphore(places)
         self._hosts: dict[str, CodeHost] = {}
-        """The hosts of verifiers in the sandbox."""
         self._calls: dict[str, asyncio.Semaphore] = {}
-        """The places of calls of each verifier that has a host or is `async`."""
+        """The places of the calls of each verifier."""
         self._talks: dict[CodeHost, Talk] = {}
-        self._checked = set[str]()
         self._closed = False
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
@@ -104,13 +100,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._thread.start()
 
     def submit(self, completion: Completion, verifier: Verifier) -> Future[CallOutcome]:
-        """Queue a check and return its future, which raises only if the pool is closed first, never for a verifier's failure.
-
-        Raises TypeError if the completion is not JSON, RuntimeError after `close`, and UserError as `check_requirements`.
-        """
+        """Queue a check and return its future, which raises only if the pool closes first. Raises TypeError if it cannot be JSON."""
         settings, key = self.settings, verifier.key
         with self._lock:
-            if key not in self._checked:
+            if key not in self._calls:
                 check_requirements(verifier.name, verifier.settings, settings)
                 is_built_in = verifier.name in VERIFIERS
                 # Of Braid's own verifiers only `code` runs foreign code.
@@ -118,7 +111,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 if walled:  # it needs a host of its own, with the code as it is now
                     self._hosts[key] = self._host(file=None if is_built_in else source_of(verifier.name))
                 self._calls[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
-                self._checked.add(key)
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
             argument = {"key": key, "completion": vars(completion), "limit_s": settings.timeout_s}

@@ -33,7 +33,6 @@ SCORE = r"Score:\s*\**\s*(-?[0-9]+(?:\.[0-9]+)?)"
 GATHER_S = 0.02
 """Seconds for which a batch waits for further rows."""
 LONGEST_WAIT_S = 30.0
-"""Longest wait in seconds between two tries of a request."""
 BUSY = 429
 
 
@@ -57,10 +56,9 @@ async def judge(
     as temperature. At most `concurrency` requests are open; each is repeated up to `retries` times, after `wait_s` seconds, then twice as
     long each time. `cache` is a folder of answers. `prices` per million tokens read and written give the cost metric.
     """
-    question = filled(
-        template or TEMPLATE, {"prompt": as_text(prompt), "response": response, "answer": as_text(answer)}
-    )
-    body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0.0, **(settings or {})}
+    fields = {"prompt": as_text(prompt), "response": response, "answer": as_text(answer)}
+    messages = [{"role": "user", "content": filled(template or TEMPLATE, fields)}]
+    body = {"model": model, "messages": messages, "temperature": 0.0, **(settings or {})}
     digest = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
     kept = Path(cache).expanduser() / f"{digest}.json" if cache else None
     tries = 0
@@ -159,10 +157,7 @@ class Batches:
 
 
 async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: float) -> tuple[dict[str, Any], int]:
-    """Return a service's answer to a POST, a JSON object, and the number of requests made.
-
-    Raises Refused for a refusal, and ConnectionError without an answer after `retries` further requests.
-    """
+    """Return a service's answer, a JSON object, and the number of requests made. Raises Refused, or ConnectionError after all retries."""
     # Imported here: other verifiers do not need it, and it is optional.
     from aiohttp import ClientError, ClientSession
 

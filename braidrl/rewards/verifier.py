@@ -52,7 +52,6 @@ class Verifier:
     reads: tuple[str, ...]
     asynchronous: bool
     weight: float = 1.0
-    """Its weight in `reward`."""
 
     def __call__(self, completion: Mapping[str, Any]) -> Any:
         """Call the function with a completion's fields, and return its result; an awaitable if it is `async`."""

@@ -16,7 +16,6 @@ from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, resolve
 
 ODD = ("", " ", "\n\n", "\0", "∑ 😀 \u202e", "####", "-" * 10_000, "1e999999", "{[(<")
-"""Unusual responses that models give."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 Scores = tuple[float, float]
-"""The scores of a right and of a wrong answer."""
 RIGHT_OR_WRONG = (1.0, 0.0)
 NOTED = 3
 """Number of failure messages kept from some rows: the most frequent."""
@@ -37,7 +36,6 @@ class Pending:
     rewards: "RuleRewards"
     checks: list[list[tuple[Verifier, Future[CallOutcome]]]]
     prefix: str
-    """Precedes the names of the columns."""
 
     def done(self) -> bool:
         """Return whether `result` will return without waiting."""
@@ -61,10 +59,7 @@ class Pending:
         return {self.prefix + name: column for name, column in columns.items()}
 
     def count(self, scores: Scores, sums: Sums) -> dict[tuple[str, str], str]:
-        """Wait, and add each check's score, its verifier's own numbers and its failure to the sums.
-
-        Returns a message for each kind of failure: a verifier's label, and timeout, exception, died or result.
-        """
+        """Wait, add each check's score, own numbers and failure to the sums, and return a message by label and kind of failure."""
         messages, failed = dict[tuple[str, str], str](), set[int]()
         said: Counter[str] = Counter()
         for number, row in enumerate(self.checks):
@@ -102,11 +97,7 @@ class RuleRewards:
         self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]],
         tokenizer: "PreTrainedTokenizerBase", source_names: Mapping[int, str] | None = None, ends: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """Resolve the verifiers. Raises UserError for one that cannot be called.
-
-        `per_source` has the verifiers of sources with their own, and `source_names` the `source` argument of verifiers, by default the
-        number. `ends` are tokens that end a response, which verifiers never see.
-        """
+        """Resolve the verifiers: the run's, and those of sources with their own. Verifiers never see `ends`, tokens that end a response."""
         self._tokenizer, self._ends = tokenizer, ends
         self._skips_special = config.skip_special_tokens
         self._source_names = source_names or {}

@@ -54,21 +54,25 @@ class SerialController(Generic[TableT]):
             result = self.sample(iteration, version, sums)
         table, states = self.ordered(result.table), dict(self.states)
         result.table = table
-        for stage in self.flow.stages[self.flow.recorded_stages :]:
-            training = stage.kind is Kind.TRAIN
-            if not stage.when.includes(iteration) or (training and not train):
-                continue
-            if training:
-                before_training()
-            with self.timed(stage), kept_on_failure(result.table, table):
+        try:
+            for stage in self.flow.stages[self.flow.recorded_stages :]:
+                training = stage.kind is Kind.TRAIN
+                if not stage.when.includes(iteration) or (training and not train):
+                    continue
                 if training:
-                    self.backend.train(stage, table, self.updates(table, iteration), iteration, sums)
-                else:
-                    table, states[stage.name] = self.run_with_state(stage, table, iteration, sums)
-        if train:
-            with kept_on_failure(result.table, table):
+                    before_training()
+                with self.timed(stage):
+                    if training:
+                        self.backend.train(stage, table, self.updates(table, iteration), iteration, sums)
+                    else:
+                        table, states[stage.name] = self.run_with_state(stage, table, iteration, sums)
+            if train:
                 self.backend.publish(version + 1)
-            self.states = {name: states[name] for name in self.states}
+                self.states = {name: states[name] for name in self.states}
+        except BadUpdate as error:
+            # The batch as recorded, and with all columns so far.
+            error.batch = (result.table, table)
+            raise
         result.batch, result.seconds, result.final = self.backend.index(table), self.seconds, table
         if not self.flow.sampling_segment:
             # Without selection all generated rows are in the batch, with the scores added later.
@@ -149,50 +153,47 @@ class SerialController(Generic[TableT]):
     ) -> tuple[TableT | None, dict[int, Verdict]]:
         """Run the sampling segment on rows, and return which groups are kept.
 
-        Groups with a suspended response are kept for later and are not in the table. It is None if there are no others.
+        Groups with a suspended response are kept for later, outside the table, which is None without others.
         """
         table: TableT | None = started
         early, needless = self.config.trainer.surplus == "drop", self.sampling.needless
         segment = segment_of(self.flow, iteration, needless) if early else None
+        partial = self.config.rollout.tokens_per_iteration is not None
         gone: set[int] = set()
         reasons: dict[int, str | None] = {}
         for stage in self.flow.stages[: self.flow.recorded_stages]:
             if table is None or not stage.when.includes(iteration):
                 continue
             with self.timed(stage):
-                if segment is not None and stage is segment.generate:
-                    done = self.backend.run(stage, table, iteration, sums, segment)
-                    index = self.backend.index(done)
-                    gone = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
-                    table = self.of_groups(done, set(index["group"].tolist()) - gone) if gone else done
-                elif stage.kind is Kind.SELECT:
+                if stage.kind is Kind.SELECT:
                     index = self.backend.index(table)
                     with traced(self.backend.trace, "compute", stage.name, iteration, rows=len(index)):
                         reasons |= dropped(stage, index)
-                elif stage.kind is Kind.GENERATE and self.config.rollout.tokens_per_iteration is not None:
-                    stage = replace(stage, params={**stage.params, TO_THE_END: True}) if ends else stage
-                    done = self.backend.run(stage, table, iteration, sums)
+                    continue
+                stops = segment is not None and stage is segment.generate
+                pauses = partial and stage.kind is Kind.GENERATE
+                if pauses and ends:
+                    stage = replace(stage, params={**stage.params, TO_THE_END: True})
+                done = table = self.backend.run(stage, table, iteration, sums, segment if stops else None)
+                if stops or pauses:
                     index = self.backend.index(done)
-                    aside = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
-                    table = done
-                    if aside:
-                        self.unfinished.append(self.of_groups(done, aside))
-                        self.sampling.decide({group: Verdict(UNFINISHED) for group in aside})
-                        others = set(index["group"].tolist()) - aside
+                    aborted = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
+                    others = set(index["group"].tolist()) - aborted
+                    if aborted:
                         table = self.of_groups(done, others) if others else None
-                else:
-                    table = self.backend.run(stage, table, iteration, sums)
+                    if aborted and pauses:
+                        self.unfinished.append(self.of_groups(done, aborted))
+                        self.sampling.decide({group: Verdict(UNFINISHED) for group in aborted})
+                    elif stops:
+                        gone = aborted
         verdicts = dict[int, Verdict]()
         if table is not None:
             index = self.backend.index(table)
-            scores = scores_by_group(index)
-            oldest: dict[int, int] = {}
-            versions = index["version"].tolist() if "version" in index else [0] * len(index)
-            for group, made in zip(index["group"].tolist(), versions, strict=True):
-                oldest[group] = min(made, oldest.get(group, made))
-            for group, made in oldest.items():
-                made = made if self.config.rollout.tokens_per_iteration is not None else version
-                verdicts[group] = Verdict(reasons.get(group), made, scores.get(group))
+            scores, made = scores_by_group(index), dict.fromkeys(index["group"].tolist(), version)
+            if partial:
+                for group, oldest in zip(index["group"].tolist(), index["version"].tolist(), strict=True):
+                    made[group] = min(made[group], oldest)
+            verdicts = {group: Verdict(reasons.get(group), of, scores.get(group)) for group, of in made.items()}
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
 
     def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
@@ -220,13 +221,3 @@ class SerialController(Generic[TableT]):
         with WORK.on(stage.name):
             yield
         self.seconds[stage.name] += time.perf_counter() - start
-
-
-@contextmanager
-def kept_on_failure(table: TableT, final: TableT) -> Iterator[None]:
-    """Attach the batch, as recorded and with all columns so far, to the failure of an update inside."""
-    try:
-        yield
-    except BadUpdate as error:
-        error.batch = (table, final)
-        raise

@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from braidrl.config import Config, RoleConfig
+from braidrl.config import RoleConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, retokenized
 from braidrl.errors import BadUpdate
-from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import checked, computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.verification import EarlyStop, added_scores, verified
 from braidrl.runtimes.memory.residency import Residency
+from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.parallel.layouts import DataParallel
@@ -44,17 +43,18 @@ class StageExecutor:
     """Holds the workers of some roles, the engines of generating roles, and the reward processes."""
 
     def __init__(
-        self, config: Config, flow: Flow, roles: Sequence[str], tokenizer: PreTrainedTokenizerBase,
-        rewards: RuleRewards | None, progress: Progress, generating: Collection[str] = (),
-        ranks: DataParallel | None = None, training: bool = True,
+        self, prepared: Prepared, roles: Sequence[str], progress: Progress, generating: Collection[str],
+        ranks: DataParallel, training: bool = True, checks: bool = True,
     ) -> None:  # fmt: skip
         """Load the models of `roles`, with engines for those `generating`; `ranks` are the processes that hold the same roles.
 
         A generating role outside `roles` gets its weights from other processes, after `Generation.exchange_weights`.
         Without `training` even trained roles are copies without an optimizer; they get their weights from elsewhere.
+        Without `checks` no answer is verified here.
         """
+        config, flow, tokenizer = prepared.config, prepared.executed, prepared.tokenizer
         self.config, self.flow, self.progress = config, flow, progress
-        self.generation = Generation(config, flow, tokenizer, rewards, progress, ranks or DataParallel())
+        self.generation = Generation(prepared, progress, ranks, checks)
         self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
         self.role_copies: dict[tuple[str, str], RoleCopy] = {}
@@ -167,9 +167,7 @@ class StageExecutor:
                     self.optim_step(stage, losses, counts, iteration, sums, counted)
 
     def update(self, stage: Stage, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
-        """Return the input of an optimizer step: the counts of all of its rows (`index`), and the local rows with what they need of
-        others.
-        """
+        """Return the input of an optimizer step: the counts of all its rows (`index`), and the local rows with what they need of others."""
         needs = "group_tokens" in self.objective(stage).aggregation.reads and len(rows)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
 
@@ -224,7 +222,6 @@ class StageExecutor:
         self.role_copies[worker.role, source].move(stage.params.get("decay", 0.0))
 
     def publish(self, version: int) -> None:
-        """Load the trained weights into the engines under a new version."""
         self.residency.before_publication()
         self.generation.publish(version)
 

@@ -181,12 +181,7 @@ class Controller(Protocol[T]):
     ) -> IterationResult[T]:  # fmt: skip
         """Run every due stage of an iteration on one batch; trained roles then have version `version` + 1.
 
-        Args:
-            iteration: Number of the batch, from 1.
-            version: Version of the weights on which the batch trains.
-            recorded: Rows to use instead of generated ones.
-            train: False leaves the weights unchanged.
-            before_training: Called before train stages; after its first call the iteration cannot be undone.
+        `recorded` rows replace generated ones. After the first call of `before_training` the iteration cannot be undone.
         """
 
     def position(self) -> Position:
@@ -243,25 +238,24 @@ class Interrupts:
             self._local = False
 
     def agree(self, asked: bool) -> None:
-        """Raise KeyboardInterrupt on every calling rank if any rank was asked to stop and no hold is active."""
+        """Raise KeyboardInterrupt on every calling rank if a rank was asked to stop and no hold is active."""
         if asked and not self._holds:
             self.asked = False
             raise KeyboardInterrupt
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Take a signal, as the handler that `interrupts_handled` sets."""
-        if self.alone:
-            if self._holds and not self.asked:
-                self.asked = True
-                return
-            self.torn = self._holds > 0
-            raise KeyboardInterrupt
         now = time.monotonic()
-        if self._first is not None and now - self._first > REPEATED_S:
-            # Ranks that leave one by one are at different places, and their joint state cannot be resumed.
-            self.torn = True
-            raise KeyboardInterrupt
-        if self._first is None:
+        if self.alone:
+            if not self._holds or self.asked:
+                self.torn = self._holds > 0
+                raise KeyboardInterrupt
+            self.asked = True
+        elif self._first is None:
             self._first, self.asked = now, True
             if self._local:
                 raise KeyboardInterrupt
+        elif now - self._first > REPEATED_S:
+            # Ranks that leave one by one are at different places, and their joint state cannot be resumed.
+            self.torn = True
+            raise KeyboardInterrupt

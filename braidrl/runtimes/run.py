@@ -58,8 +58,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     ) -> None:
         """Check everything that can be checked before a model loads. Raises UserError if the run is not possible.
 
-        `world` holds the ranks that run this together, each in its own TrainingRun; the first rank writes shared files.
-        `restarts` counts automatic restarts of the run so far.
+        `world` holds the ranks that run this together, each in its own TrainingRun. `restarts` counts automatic restarts so far.
         """
         self.replay, self.rollout_only = replay, rollout_only
         if replay is not None:
@@ -176,7 +175,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 # Every rank sees this error: the step is complete, and all that does not depend on it is kept.
                 self._save(self._snapshot(), wait=True)
                 self._report()
-                self.world.gather("the checkpoint of the last step", b"")
+                self.world.gather("the checkpoint of the last step", None)
                 raise
             except KeyboardInterrupt:
                 if not self.interrupts.torn:
@@ -207,9 +206,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         )
 
     def _bring_back(self, error: LostProcess) -> None:
-        """Resume from the newest complete checkpoint with the remaining processes. Raises `error` if there is none, or after too many
-        restarts.
-        """
+        """Resume from the newest complete checkpoint with the remaining processes, or raise `error`."""
         error.restarts = self.restarts
         checkpoint = (
             resume_point(self.folder, newest_whole=True) if self.restarts < self.config.trainer.max_restarts else None
@@ -240,10 +237,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._bring_back(another)
 
     def _report(self, rehearsal: bool = False) -> None:
-        """Write the report. Its data is in the folder already, so a failure is printed and does not end the run.
-
-        A `rehearsal` before the first step raises the failure: the run could not write its report at its end.
-        """
+        """Write the report from the run's folder. A failure is printed; in a `rehearsal` before the first step it is raised."""
         if not self.metrics:
             return
         try:
@@ -264,11 +258,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step = step
+        recorded = self.backend.read(Recording(rollout_path(self.replay, step))) if self.replay is not None else None
         with ExitStack() as held:
             try:
                 # Once weights have changed, an interrupt waits until the step is written.
                 result = self.controller.iterate(
-                    step, self.version, self._recorded(step), not self.rollout_only,
+                    step, self.version, recorded, not self.rollout_only,
                     before_training=lambda: held.enter_context(self.interrupts.hold()),
                 )  # fmt: skip
             except BadUpdate as error:
@@ -300,32 +295,21 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.gaps.check(metrics)
         except UserError:
             # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's line.
-            self.world.gather("the line of the last step", b"")
+            self.world.gather("the line of the last step", None)
             raise
         self._check_folder()
         if (often := self.config.trainer.checkpoint_every) and step % often == 0:
             self._save(self._snapshot())
 
-    def _recorded(self, step: int) -> Any:
-        """Return a recorded step of an earlier run as sampled, without the columns of its later stages."""
-        if self.replay is None:
-            return None
-        count = self.flow.recorded_stages
-        sampled, later = self.flow.stages[:count], self.flow.stages[count:]
-        kept = {name for stage in sampled for name in stage.writes}
-        added = {name for stage in later for name in stage.writes} - kept
-        return self.backend.read(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
-
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
         """Record the batch of a failed update; return a message about it."""
-        words = [bytes(word).decode() for word in self.world.gather("failure", str(error).encode())]
         # If several ranks failed, the message names those with non-finite numbers.
-        said = max(words, key=lambda word: NAMES_A_TOKEN in word)
+        said = max(self.world.gather("failure", str(error)), key=lambda word: NAMES_A_TOKEN in word)
         if error.batch is not None:
             if self.records:
                 self.backend.record(rollout_path(self.folder, step), *error.batch)
             # The first rank that fails ends the others, which must have written their parts.
-            self.world.gather("the batch that is kept", b"")
+            self.world.gather("the batch that is kept", None)
         again = f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay {self.folder}"
         other = "go on without such updates with trainer.skip_bad_updates=true"
         if self.config.trainer.skip_bad_updates:
@@ -344,7 +328,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and not self.config.evaluation.before_first_step:
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
-            evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, 0, prompts=1)
+            evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
             for name in self.config.data.evaluation_sources if self.world.first else ():
                 path = rollout_path(self.folder, 0, name)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -358,9 +342,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _evaluate(self) -> StepMetrics:
-        metrics: StepMetrics = {
-            **evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, self.step)
-        }
+        metrics: StepMetrics = {**evaluate_sets(self.backend, self.prepared, self.folder, self.step)}
         self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
         return metrics
 
@@ -436,7 +418,6 @@ def train(config: Config, **options: Any) -> Path:
 
 
 def train_rank(world: World, task: dict[str, Any]) -> str:
-    """Train as one rank of several; return the run folder."""
     options: dict[str, Any] = {n: Path(v) if n in ("resume", "replay") and v else v for n, v in task["options"].items()}
     with TrainingRun(parse_config(task["config"]), **options, world=world) as run:
         run.train()

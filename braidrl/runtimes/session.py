@@ -49,9 +49,7 @@ class Session(AbstractContextManager["Session"]):
     """The models, data and processes of a configuration, without its loop. The flow defines the roles, and which are trained."""
 
     def __init__(self, config: Config, world: World | None = None) -> None:
-        """Start everything; a distributed session joins the ranks that `torchrun` started. Raises UserError if the configuration
-        cannot run.
-        """
+        """Start everything; a distributed session joins the ranks of `torchrun`. Raises UserError if the configuration cannot run."""
         if config.runtime == "streaming":
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
         self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
@@ -92,10 +90,9 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.read(Admission(numbers))
 
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
-        """Run one stage, which need not be in the session's flow; return the rows with the new columns.
+        """Run one stage, which need not be in the flow; return the rows with the new columns, after `select` the kept rows.
 
-        After `select` these are the kept rows, after an update the same rows. An update computes old log-probs that it needs and the
-        loop has not. Raises UserError if no row is left, a column is missing, the role has no model, or the session is closed.
+        An update computes old log-probs that it needs and the loop has not. Raises UserError if the stage cannot run on these rows.
         """
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
@@ -104,9 +101,8 @@ class Session(AbstractContextManager["Session"]):
             if old in stage.reads and not self.closed and len(rows):
                 # A batch of several updates, or of stale rows, is compared with the weights before its first update.
                 columns = set(rows)
-                lacking = b"lacking" if "tokens" in columns and old not in columns else b""
                 # A rank without rows has no columns to check, and takes part all the same.
-                if b"lacking" in map(bytes, self.world.gather("columns", lacking)):
+                if any(self.world.gather("lacking columns", "tokens" in columns and old not in columns)):
                     table = self.run(Role(str(stage.role)).log_probs(), rows)
             self._check(stage, table)
             table = self.controller.ordered(table)
@@ -155,7 +151,7 @@ class Session(AbstractContextManager["Session"]):
             self.backend.publish(self.version)
 
     def metrics(self) -> dict[str, float]:
-        """Return the means counted by this iteration's stages. Waits for its updates."""
+        """Return the means counted by this iteration's stages, after its updates."""
         self.publish()
         return {name: value for name, value in self.sums.means().items() if not name.startswith("time/")}
 
@@ -186,10 +182,7 @@ class Session(AbstractContextManager["Session"]):
 
 @dataclass(frozen=True)
 class SessionRole:
-    """A role, or a family of stages such as `advantage`, whose methods are called with the rows and the stage's settings.
-
-    The methods of a role are those of `braidrl.flow.roles.Role`, and the user's own.
-    """
+    """A role with the methods of `braidrl.flow.roles.Role` and the user's own, or a family of stages such as `advantage`."""
 
     session: Session
     name: str

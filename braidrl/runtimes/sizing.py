@@ -20,20 +20,12 @@ from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.world import World
 from braidrl.config import Config
-from braidrl.data.messages import pack_message, unpack_message
-from braidrl.engines.factory import (
-    generation_layout,
-    hosts_vllm,
-    own_engines,
-    pools_ranks,
-    ranks_per_node,
-    with_engines,
-)
+from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, after_first, check_files, lacking, longest, with_data, without_data
-from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 from braidrl.training.role_settings import MOST_SLOTS
 
 VLLM_SHARE = 0.9
@@ -68,10 +60,7 @@ class Demand:
 
 
 def fitting_sizes(free: int, demand: Demand) -> tuple[int | None, int | None]:
-    """Return the slots and micro-batch tokens that fit into a device's free bytes: at least 16 slots and the longest row.
-
-    None stands for work that the device does not do.
-    """
+    """Return the slots (at least 16) and micro-batch tokens (at least the longest row) that fit into free bytes; None without such work."""
     room = max(0, int(free * (1 - RESERVE)) - demand.stays)
     if demand.together and demand.slot and demand.token:
         room //= 2
@@ -109,36 +98,18 @@ class DeviceGroup:
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return the run's processes with devices, and the roles whose models they hold."""
-    config = prepared.config
-    if config.runtime == "streaming" and prepared.train:
-        evaluation = prepared.evaluation if config.data.evaluation_sources else None
-        return groups_of_workers(worker_groups(config, prepared.flow, evaluation), config, prepared.flow)
-    workers = config.workers if config.runtime == "distributed" else 1
-    together = (Pool(prepared.roles(), workers, generating=prepared.generating),)
-    return groups_of_pools(prepared.pools() if config.runtime == "hybrid" else together, prepared.executed)
-
-
-def groups_of_workers(groups: Sequence[Group], config: Config, flow: Flow) -> list[DeviceGroup]:
-    """Return the devices of streaming's worker groups."""
-    each = max(1, own_engines(config) * ranks_per_node(config))
-    found = []
-    for group in groups:
-        if group.role:
-            # Engines have their own weights here.
-            role, generates = str(group.role), group.kind == "generate"
-            # A role that only follows another one has no optimizer.
-            use = RoleUse(role, role in flow.trained_roles and not generates, generates, apart=generates)
-            found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
-    return found
+    return groups_of_pools(pools_of_run(prepared), prepared.executed)
 
 
 def groups_of_pools(pools: Sequence[Pool], flow: Flow) -> list[DeviceGroup]:
-    """Return the devices of pools."""
+    """Return the devices of pools: of their workers, or of the engine processes of a pool that only generates."""
     found = []
     for pool in pools:
+        # A role that only follows another one has no optimizer.
         uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
         uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
-        found.append(DeviceGroup(pool.workers, tuple(uses)))
+        engines = 1 if pool.models else max(1, pool.engines * pool.engine_devices)
+        found.append(DeviceGroup(pool.workers * engines, tuple(uses)))
     return found
 
 
@@ -150,33 +121,30 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
         return pools_of(worker_groups(config, prepared.flow, evaluation), config)
     if config.runtime == "hybrid":
         return list(prepared.pools())
-    name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
-    return list(with_engines([Pool((name,), workers, generating=(name,))], config))
+    workers = config.workers if config.runtime == "distributed" else 1
+    return list(with_engines([Pool(prepared.roles(), workers, generating=prepared.generating)], config))
 
 
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
     """Return a run as `prepare` does, with sizes that fit its devices, and lines about them; all ranks call this together.
 
-    A rank's device may have less free memory than another's. All ranks take the sizes of the one with the least: ranks that share a
-    model must pack the same micro-batches. Raises UserError also for what this machine lacks.
+    All take the sizes of the device with the least memory: ranks that share a model must pack the same micro-batches. Raises UserError
+    also for what this machine lacks.
     """
 
     def read(kept: Mapping[str, Any] | None) -> Prepared:
+        if config.runtime == "hybrid":
+            # Its generating workers read the data, and this process only checks that it exists.
+            check_files(config, train)
         checked = without_data(config, train)
         if lines := lacking(config):
             raise UserError(lines[0])
         return checked if config.runtime == "hybrid" else with_data(checked, kept)
 
-    if config.runtime == "hybrid":
-        # Its generating workers read the data, and this process only checks that it exists.
-        check_files(config, train)
-        prepared = read(None)
-    else:
-        prepared = after_first(world, read)
+    prepared = after_first(world, read)
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this process.
     free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
-    own = pack_message(device_memory(config.device, free=free))
-    known = [unpack_message(memory) for memory in world.gather("memory of the devices", own)]
+    known = world.gather("memory of the devices", device_memory(config.device, free=free))
     return with_fitting_sizes(prepared, None if None in known else min(known))
 
 
@@ -205,13 +173,11 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
                 vllm = {**config.rollout.vllm, "gpu_memory_utilization": min(VLLM_SHARE, floor(100 * left) / 100)}
                 rollout = config.rollout.model_copy(update={"vllm": vllm})
                 sized = replace(sized, config=config.model_copy(update={"rollout": rollout}))
-    chosen = []
-    if given.rollout.slots != sized.config.rollout.slots:
-        chosen.append(f"rollout.slots={sized.config.rollout.slots}")
-    if given.trainer.max_tokens_per_device != sized.config.trainer.max_tokens_per_device:
-        chosen.append(f"trainer.max_tokens_per_device={sized.config.trainer.max_tokens_per_device}")
-    if given.rollout.vllm != sized.config.rollout.vllm:
-        chosen.append(f"rollout.vllm.gpu_memory_utilization={sized.config.rollout.vllm['gpu_memory_utilization']:g}")
+    before, after = ({
+        "rollout.slots": c.rollout.slots, "trainer.max_tokens_per_device": c.trainer.max_tokens_per_device,
+        "rollout.vllm.gpu_memory_utilization": c.rollout.vllm.get("gpu_memory_utilization"),
+    } for c in (given, sized.config))  # fmt: skip
+    chosen = [f"{key}={value}" for key, value in after.items() if value != before[key]]
     return sized, [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
 
 

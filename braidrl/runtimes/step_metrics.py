@@ -203,9 +203,7 @@ class FailureWatch:
 
 
 def failures_beyond(sums: Sums, most: float, of: str = "") -> str:
-    """Return a sentence with the most frequent reason if more than the share `most` of checks or trajectories failed, else an empty
-    string.
-    """
+    """Describe the most frequent failure if more than the share `most` of checks or trajectories failed; else return an empty string."""
     for name, what in zip(FAILED, ("checks", "trajectories"), strict=True):
         failed, total = sums.pairs().get(name, (0.0, 0.0))
         if total and failed / total > most:

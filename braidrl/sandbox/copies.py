@@ -22,7 +22,7 @@ import stat
 import struct
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from braidrl.sandbox.answers import Message, printable
@@ -36,11 +36,9 @@ OPEN_FILES = 256
 THREADS = 16
 """Allowed threads per allowed process."""
 PRINTED_BYTES = 4096
-"""Bytes of printed output that are shown."""
 LOOK_EVERY_S, LOOKING = 0.02, 0.1
 """Seconds between two looks at a copy, and the share of its time that the host may spend on looks at many copies."""
 ENDING_S = 1.0
-"""Seconds in which all copies end with their host."""
 PROGRAMS = "BRAID_MAY_RUN_PROGRAMS"
 """A variable that is set if models' programs may run."""
 MAPPINGS = 100_000
@@ -72,7 +70,6 @@ class SandboxLimits:
     """The limits of untrusted code, and its own folders."""
 
     seconds: float
-    """Time limit of one answer."""
     cpu_seconds: float
     """Processor time of each of its processes."""
     memory_bytes: int
@@ -80,10 +77,9 @@ class SandboxLimits:
     processes: int
     """Maximum number of processes at a time; of threads `THREADS` times as many."""
     answer_bytes: int = 1 << 16
-    """Maximum size of an answer."""
-    fresh: tuple[str, ...] = ()
+    fresh: Sequence[str] = ()
     """Folders of which each call has its own; without any there are no namespaces, and so no sandbox."""
-    kept: tuple[str, ...] = ()
+    kept: Sequence[str] = ()
     """Paths below them that stay visible."""
     socket_bytes: int = field(default_factory=socket_buffers)
     """Size of a socket's buffers, which count as memory."""
@@ -187,10 +183,7 @@ class SandboxedCopies:
         self._watch(talk.fileno(), select.POLLRDHUP, lambda _: self._kill(copy, NOT_WAITED_FOR))
 
     def _confine(self, talk: socket.socket, printed: int) -> None:
-        """Drop this copy's access to everything but its talk and the files that its code opened at import, and set its limits.
-
-        The limits and the lack of privileges hold for what it starts too.
-        """
+        """Keep only the talk and files that the code opened at import, and set limits; both hold for what this copy starts too."""
         os.setsid()
         for stream in (1, 2):
             os.dup2(printed, stream)

@@ -113,7 +113,6 @@ def next_start(listener: int) -> Start | None:
 
 
 def allow(listener: int, start: Start) -> None:
-    """Allow a start."""
     try:
         fcntl.ioctl(listener, SEND, ANSWER.pack(start.number, 0, 0, CONTINUE))
     except OSError as error:

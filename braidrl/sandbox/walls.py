@@ -1,7 +1,7 @@
-"""The walls around untrusted code in each sandbox mode: its permissions as values, and the file system that bubblewrap makes of them.
+"""The walls around untrusted code: the file system that bubblewrap makes for it. The security page has a table of what follows.
 
-`process`      all of this machine, read-only, without /run and /var, and without devices other than GPUs
-`bubblewrap`   Python, shared libraries, some of /etc, and the folder of the code; no network
+`process`              all of this machine, read-only, without /run and /var, and without devices other than GPUs
+`bubblewrap`, strict   Python, shared libraries, some of /etc, and the folder of the code; no network but an agent's endpoint
 
 Each call then has a /tmp, a /dev/shm and, in `bubblewrap`, a home directory of its own: `copies.py` mounts them.
 """
@@ -45,25 +45,6 @@ raise SystemExit("its processes get no namespaces" if os.wait()[1] else 0)
 
 
 @dataclass(frozen=True)
-class Policy:
-    """The permissions of code in one mode. The security page has a table of what follows, and a probe for each of its cells."""
-
-    walls: bool
-    """Whether each call has processes of its own."""
-    reads: bool
-    """Whether it reads files beside Python, libraries and the folder of its own code; else its home directory is an empty one."""
-    network: bool
-    """Whether it reaches the network, with UNIX sockets that have no file; an agent always reaches its endpoint."""
-
-
-POLICIES = {
-    "process": Policy(walls=True, reads=True, network=True),
-    "bubblewrap": Policy(walls=True, reads=False, network=False),
-    "none": Policy(walls=False, reads=True, network=True),
-}
-
-
-@dataclass(frozen=True)
 class CodeFiles:
     """The folder of a user's code, and its files' contents at the start of the run."""
 
@@ -91,7 +72,6 @@ class CodeFiles:
         return found
 
     def close(self) -> None:
-        """Close the in-memory files."""
         while self.descriptors:
             os.close(self.descriptors.popitem()[1])
 
@@ -105,36 +85,26 @@ def python_places(python: str = sys.executable) -> set[Path]:
     } - {Path("/"), Path("/usr")}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class View:
-    """The file system that one process of untrusted code sees."""
+def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[int], list[str], list[str]]:
+    """Return the file system of a process with the interpreter `python`.
 
-    command: tuple[str, ...]
-    """The command that starts the process."""
-    fresh: tuple[str, ...]
-    """Folders of which each call has its own."""
-    kept: tuple[str, ...]
-    """Paths below them that stay visible."""
-    descriptors: tuple[int, ...] = ()
-    """In-memory files that `command` reads."""
-
-
-def view(policy: Policy, python: str, code: CodeFiles) -> View:
-    """Return the file system of a process under `policy` with the interpreter `python`."""
+    That is the command that starts it there, in-memory files that the command reads, folders of which each call has its own, and paths
+    below these that stay visible.
+    """
     fresh = [Path(place).resolve() for place in FRESH if os.path.isdir(place)]
-    fresh += [] if policy.reads else [Path.home().resolve()]
+    fresh += [Path.home().resolve()] if strict else []
     hidden = {*fresh, *map(Path, HIDDEN)}
     needed = python_places(python) | ({code.folder} if code.folder else set())
-    if policy.reads:
+    if not strict:
         needed |= {Path.cwd(), *(Path(place).resolve() for place in sys.path if place)}
     # A folder that must be fresh or hidden cannot be mounted: its code is mounted file by file.
     shown = {place for place in needed if place.exists() and not any(one.is_relative_to(place) for one in hidden)}
     # Nothing can be mounted on a link inside a mounted folder: its target is shown.
     shown = {place.resolve() if shown & {*place.parents} else place for place in shown}
     files = set(code.descriptors)
-    places = sorted(place for place in shown if not policy.reads or any(place.is_relative_to(one) for one in hidden))
+    places = sorted(place for place in shown if strict or any(place.is_relative_to(one) for one in hidden))
     descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
-    command = _machine(policy)
+    command = _machine(strict)
     for place in fresh:
         if place == TEMPORARY:
             command += ["--size", str(IMPORT_BYTES)]
@@ -148,31 +118,24 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
             command += ["--ro-bind", str(one), str(one)]
     for file, number in zip(code.descriptors, descriptors, strict=True):
         command += ["--ro-bind-data", str(number), str(file)]
-    for locked in ["/dev", *map(str, [*fresh, *removed]), *(HIDDEN if policy.reads else ("/",))]:
+    for locked in ["/dev", *map(str, [*fresh, *removed]), *(("/",) if strict else HIDDEN)]:
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
-    command += [] if policy.reads else ["--chdir", "/"]
+    command += ["--chdir", "/"] if strict else []
     kept = [p for p in sorted({*places, *files}) if any(p.is_relative_to(one) for one in fresh)]
     kept = [p for p in kept if not any(p != other and p.is_relative_to(other) for other in kept)]
-    return View(tuple(command), tuple(map(str, fresh)), tuple(map(str, kept)), tuple(descriptors))
+    return command, descriptors, [*map(str, fresh)], [*map(str, kept)]
 
 
-def _machine(policy: Policy) -> list[str]:
-    """Return the beginning of the command, which shows what a policy shows of this machine, whatever the code is."""
+def _machine(strict: bool) -> list[str]:
+    """Return the beginning of the command, for what any code sees of this machine."""
     bwrap = bubblewrap()
     assert bwrap is not None, "walls_missing was called"
     command = [sys.executable, "-I", "-c", START, bwrap]
-    command += [f"--unshare-{kind}" for kind in ("user", "pid", "ipc", "uts", *(() if policy.network else ("net",)))]
+    command += [f"--unshare-{kind}" for kind in ("user", "pid", "ipc", "uts", *(("net",) if strict else ()))]
     for name in CAPABILITIES:
         command += ["--cap-add", name]
-    if policy.reads:
-        command += ["--ro-bind", "/", "/"]
-        names = os.path.realpath("/etc/resolv.conf")
-        for folder in HIDDEN:
-            command += ["--tmpfs", folder]
-        if names.startswith(HIDDEN):
-            command += ["--ro-bind-try", names, names]
-    else:
+    if strict:
         for place in SYSTEM:
             if os.path.islink(place):
                 command += ["--symlink", os.readlink(place), place]
@@ -180,21 +143,27 @@ def _machine(policy: Policy) -> list[str]:
                 command += ["--ro-bind", place, place]
         for name in ETC:
             command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    else:
+        command += ["--ro-bind", "/", "/"]
+        names = os.path.realpath("/etc/resolv.conf")
+        for folder in HIDDEN:
+            command += ["--tmpfs", folder]
+        if names.startswith(HIDDEN):
+            command += ["--ro-bind-try", names, names]
     command += ["--dev", "/dev", "--proc", "/proc"]
-    for device in GPUS if policy.reads else ():
+    for device in () if strict else GPUS:
         command += ["--dev-bind-try", device, device]
     return command
 
 
 @functools.cache
-def walls_missing(policy: Policy) -> str:
-    """Return why this system cannot provide a policy's sandbox; an empty text if it can."""
+def walls_missing(strict: bool) -> str:
+    """Return why this system cannot provide the sandbox; an empty text if it can."""
     if bubblewrap() is None:
         return "there is no command bwrap"
-    seen = view(policy, sys.executable, CodeFiles())
-    tried = subprocess.run(
-        [*seen.command, sys.executable, "-I", "-c", TRIED], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    command, *_ = view(strict, sys.executable, CodeFiles())
+    command += [sys.executable, "-I", "-c", TRIED]
+    tried = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     said = tried.stderr.strip().splitlines() or [f"bwrap ends with {tried.returncode}"]
     return said[-1] if tried.returncode else ""
 

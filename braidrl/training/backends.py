@@ -35,14 +35,12 @@ from braidrl.weights.shards import WeightPart
 
 Advance = Callable[[int, int], None]
 """Called after each micro-batch with its numbers of rows and tokens."""
-
-
 FEATURES = (
     "tensor", "pipeline", "sequence", "shard", "streaming", "offload", "lora", "copies", "optimizers", "checkpoint_async",
 )  # fmt: skip
 """Features of the built-in backend, each of which another may declare in `supports`. `streaming`, `offload` and `copies` need `weights`."""
 BACKENDS = PluginRegistry(
-    "training backend", {"torch": "braidrl.training.roles.worker:torch_backend"}, arguments=("spec",),
+    "training backend", {"torch": "braidrl.training.roles.worker:RoleWorker"}, arguments=("spec",),
     methods=("forward", "forward_backward", "optim_step", "tensors", "load", "export"),
 )  # fmt: skip
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
@@ -56,17 +54,16 @@ class BackendSpec:
     config: Config
     train: bool = True
     """False for a frozen role."""
-    is_scalar: bool = False
-    """True for a critic or a reward model, which predicts `values` or `scores` instead of `log_probs`."""
+    ranks: DataParallel = field(default_factory=DataParallel)
     is_copy: bool = False
     """True for a frozen copy of a trained role's weights."""
-    ranks: DataParallel = field(default_factory=DataParallel)
+    is_scalar: bool = False
+    """True for a critic or a reward model, which predicts `values` or `scores` instead of `log_probs`."""
     path: Path = field(init=False)
     """The model's Hugging Face directory."""
     dtype: torch.dtype = field(init=False)
     """The dtype of the weights in the forward pass."""
     device: torch.device = field(init=False)
-    """The device of the model."""
     learning_rate: float = field(init=False)
     """The learning rate after warm-up."""
     layout: ParallelLayout = field(init=False)
@@ -110,51 +107,22 @@ class TrainingBackend(Protocol):
         """Load weights and optimizer state that `export` wrote in any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Run inference on this rank's rows.
-
-        Args:
-            name: `log_probs`, `values` or `scores`.
-            rows: Any number of rows, possibly none.
-            advance: Called after each micro-batch.
-
-        Returns:
-            One number per action token (for `scores`, per row), in the order of `rows`.
-        """
+        """Return `log_probs`, `values` (per action token) or `scores` (per row) of this rank's rows, in order; it may have none."""
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradients of loss sums over this rank's rows, without dividing them.
-
-        Args:
-            objective: The loss.
-            rows: Any number of rows, possibly none.
-            sums: Receives metrics under the role's name.
-            advance: Called after each micro-batch.
-
-        Returns:
-            This rank's loss sums by denominator.
-        """
+        """Accumulate gradients of loss sums over this rank's rows, undivided; return the sums by denominator. `sums` gets metrics."""
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """Divide the accumulated sums and run one optimizer step.
+        """Divide the accumulated sums by their global counts, and run one optimizer step; a sum whose count is 0 is left out.
 
-        Args:
-            denominators: Global counts, the same on all ranks; a sum whose count is 0 is left out.
-            iteration: From 1, for the learning-rate schedule.
-
-        Returns:
-            The 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means that nothing
-            was updated.
+        Returns the 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means that nothing was
+        updated. `iteration`, from 1, is for the learning-rate schedule.
         """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """Write a Hugging Face directory with the optimizer's state beside it.
-
-        Args:
-            folder: An existing directory.
-            write: Whether this rank writes the data that all ranks have in full.
-        """
+        """Write a Hugging Face directory with the optimizer's state; `write` is true on the rank that writes what all have in full."""
 
 
 @runtime_checkable
@@ -168,10 +136,7 @@ class ShardedBackend(TrainingBackend, Protocol):
     """Tensors to offload while other roles need the device: `weights`, and of a trained role `optimizer`."""
 
     def weights(self) -> Mapping[str, WeightPart]:
-        """Return this rank's part of each tensor by its name in the Hugging Face directory, without communication.
-
-        `braidrl.weights.shards.weight_parts` makes them of DTensors by name.
-        """
+        """Return this rank's part of each tensor by name, without communication; `weights.shards.weight_parts` makes them of DTensors."""
 
     def bytes_of(self, part: str) -> int:
         """Return the bytes of an entry of `offloadable`, also while it is away."""

@@ -32,8 +32,6 @@ ADAPTER = "adapter"
 NAME = "default"
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
-
-
 BLOCK = 64
 """Weights in 4 bits that share a scale."""
 KIND = "nf4"
@@ -88,7 +86,6 @@ def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False)
 
 
 def adapter_config(lora: LoraConfig) -> str:
-    """Return the text of peft's `adapter_config.json`."""
     return json.dumps(peft_config(lora).to_dict(), default=sorted)
 
 
@@ -109,7 +106,6 @@ class FourBitLinear(nn.Module):
     scales: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Quantize a layer's float32 or bfloat16 weight; keep its bias."""
         super().__init__()
         functional = import_optional("bitsandbytes", "lora.base_dtype", "bits").functional
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -147,7 +143,6 @@ class Adapted:
     """A weight (out, in) with its adapter: `down` (rank, in) and `up` (out, rank)."""
 
     def __init__(self, layer: nn.Linear | FourBitLinear, down: Tensor, up: Tensor, scaling: float) -> None:
-        """Describe the weight of the `layer` under the adapter."""
         self.layer, self.down, self.up, self.scaling = layer, down, up, scaling
         self.shape, self.device = torch.Size((layer.out_features, layer.in_features)), up.device
         is_four_bit = isinstance(layer, FourBitLinear)  # its weight is decoded at each access
@@ -157,10 +152,7 @@ class Adapted:
 
     @torch.no_grad()
     def merged_part(self, whole: bool = False) -> Tensor:
-        """Return this rank's shard, or the `whole` tensor, of base + scaling · up down, rounded once.
-
-        All ranks of a sharded model call this at the same time: adapters are small and are gathered in full.
-        """
+        """Return the shard, or the `whole`, of base + scaling · up down, rounded once; all ranks call it, as adapters are gathered."""
         weight = self.layer.weight
         base, box = (full_tensor(weight), Box.whole(self.shape)) if whole else (local_shard(weight), self.box)
         rows, columns = box.slices

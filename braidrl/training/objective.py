@@ -12,7 +12,6 @@ All tensors are flat over the A action tokens of a micro-batch;
 `offsets` (B + 1,) delimits its rows.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +20,16 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms import registry
+from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
 from braidrl.errors import UserError
 from braidrl.flow.signatures import called, columns_in_training, entry_of, form_of, log_probs_column
+
+LossSums = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Loss sums by denominator, and metrics."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,7 @@ class Likelihood:
         texts = Rows(columns)
         return texts.take(texts["action_tokens"] > 0)
 
-    def sums(
-        self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> LossSums:
         """Return the loss sum by its denominator, with gradient, and the loss per token, detached."""
         per_token, _ = self.loss.function(predicted["log_probs"])
         return {self.denominator: self.coefficient * per_token.sum()}, {f"{self.name}_loss": per_token.detach()}
@@ -88,15 +89,12 @@ class Objective:
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
-        """Resolve the parameters of a role's `update` stage: loss, aggregate, kl and so on, by name or with settings.
-
-        Raises UserError for a name that is not registered.
-        """
+        """Resolve the parameters of an `update` stage, by name or with settings. Raises UserError for a name that is not registered."""
         params = {"aggregate": "token-mean", **params}
-        chosen: dict[str, dict[str, Any]] = {}
-        for key in ("loss", "aggregate", "kl", "correction"):
-            if key in params:
-                chosen[key] = {"name": params[key]} if isinstance(params[key], str) else dict(params[key])
+        chosen: dict[str, dict[str, Any]] = {
+            key: {"name": params[key]} if isinstance(params[key], str) else dict(params[key])
+            for key in ("loss", "aggregate", "kl", "correction") if key in params
+        }  # fmt: skip
         auxiliary = [
             Likelihood(name, coefficient, registry.losses[loss], f"{name}_tokens")
             for name, loss in (("ptx", "ptx"), ("positive", "sft"))
@@ -116,21 +114,13 @@ class Objective:
         return (self.denominator, *(term.denominator for term in self.auxiliary))
 
     def select(self, rows: Rows) -> Rows:
-        """Return the rows that take part in this loss."""
         return trained_rows(rows)
 
-    def sums(
-        self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Compute the loss sums and metrics of a micro-batch.
+    def sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> LossSums:
+        """Return the loss sums of a micro-batch by denominator, with gradient, and metrics per token (A,), detached.
 
-        Args:
-            rows: The rows of the micro-batch.
-            offsets: (B + 1,) int64, the start of each row's action tokens; on the CPU, to avoid device synchronisation.
-            predicted: This forward pass's `log_probs` and `entropy` (A,), `values` (A,), or `scores` (B,).
-
-        Returns:
-            Loss sums by denominator, with gradient, and metrics per token (A,), detached.
+        `offsets` (B + 1,) int64 are the starts of each row's action tokens, on the CPU to avoid device synchronisation; `predicted` are
+        this forward pass's `log_probs` and `entropy` (A,), `values` (A,), or `scores` (B,).
         """
         if "scores" in predicted:
             offsets = torch.arange(len(offsets), device=offsets.device)
@@ -212,10 +202,7 @@ class Lookup:
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
-    """Return a column for losses: payload columns as flat values (A,), index columns (B,) unchanged; None if missing.
-
-    An `advantage` per row is repeated over the row's action tokens as `advantages`.
-    """
+    """Return a column for losses, payload flat (A,), index (B,), or None; an `advantage` per row is repeated as `advantages`."""
     if column == "advantages" and column not in rows and "advantage" in rows:
         per_row = rows["advantage"].to(offsets.device)
         return per_row.repeat_interleave(offsets.diff()).to(device)
@@ -256,11 +243,8 @@ COUNTED = ("action_tokens", "group", "loss_mask", "finish_reason", "ptx_length",
 def denominators(index: Rows) -> dict[str, float]:
     """Return the denominators of an optimizer step: global counts of its rows after masking."""
     used = trained_rows(index)
-    counts = {
-        "tokens": float(used["action_tokens"].sum()),
-        "rows": float(len(used)),
-        "groups": float(len(used["group"].unique())),
-    }
+    tokens, groups = float(used["action_tokens"].sum()), float(len(used["group"].unique()))
+    counts = {"tokens": tokens, "rows": float(len(used)), "groups": groups}
     # Of auxiliary terms.
     if "ptx_length" in index:
         counts["ptx_tokens"] = float((index["ptx_length"] - 1).clamp(min=0).sum())
@@ -278,15 +262,11 @@ class UpdateCounts:
 
     @staticmethod
     def of(index: Rows) -> "UpdateCounts":
-        """Count an optimizer step's rows, given their index columns."""
         return UpdateCounts(denominators(index), named_rows(index.uids()))
 
 
 def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:
-    """Describe the tokens of a micro-batch with a non-finite prediction or column; its rows if there are none.
-
-    `offsets` (B + 1,) int64 are the starts of each row's action tokens.
-    """
+    """Describe the tokens with a non-finite prediction or column, or the rows; `offsets` (B + 1,) are the starts of their actions."""
     count, found, known = int(offsets[-1]), list[str](), dict[str, Tensor | None](predicted)
     for name in (*(name for name, column in rows.items() if isinstance(column, Tensor | Ragged)), "advantages"):
         known[name] = column_values(rows, name, offsets, offsets.device)
@@ -301,28 +281,19 @@ def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor
 
 
 def with_group_tokens(rows: Rows, index: Rows) -> Rows:
-    """Return `rows` with a column `group_tokens` (int64): action tokens of each row's group after masking, the divisor of `prompt-mean`.
-
-    `index` holds the index columns of all rows of the optimizer step.
-    """
-    counted = (index["action_tokens"] * trained_mask(index)).tolist()
-    tokens: Counter[int] = Counter()
-    for group, count in zip(index["group"].tolist(), counted, strict=True):
-        tokens[group] += count
-    return rows.with_columns({"group_tokens": torch.tensor([tokens[group] for group in rows["group"].tolist()])})
+    """Return `rows` with `group_tokens`: action tokens of each row's group in the optimizer step, whose index columns are `index`."""
+    groups = Groups(index["group"])
+    tokens = groups.sums(index["action_tokens"] * trained_mask(index))
+    return rows.with_columns({"group_tokens": tokens[torch.searchsorted(groups.numbers, rows["group"])]})
 
 
 def trained_rows(rows: Rows) -> Rows:
-    """Return the rows that take part in the loss."""
     taken = trained_mask(rows)
     return rows if bool(taken.all()) else rows.take(taken)
 
 
 def trained_mask(index: Rows) -> Tensor:
-    """Return the mask (B,) bool of rows with an action that `loss_mask` keeps and that did not fail.
-
-    The score of a trajectory whose environment failed says nothing about its actions.
-    """
+    """Return the mask (B,) of rows with an action that `loss_mask` keeps, and whose environment did not fail: its score says nothing."""
     taken: Tensor = index["action_tokens"] > 0
     if "loss_mask" in index:
         taken = taken & (index["loss_mask"] > 0)

@@ -25,12 +25,7 @@ from braidrl.weights.shards import local_shard, shard_of
 
 MASTER_BYTES = 4
 OPTIMIZERS = PluginRegistry(
-    "optimizer",
-    {
-        "adamw": "braidrl.training.optimizer:adamw",
-        "adamw8bit": "braidrl.training.optimizer:adamw8bit",
-        "sgd": "braidrl.training.optimizer:sgd",
-    },
+    "optimizer", {name: f"braidrl.training.optimizer:{name}" for name in ("adamw", "adamw8bit", "sgd")}
 )
 """Optimizers by name: called with a list of tensors, `lr` and settings by keyword, as in `torch.optim`."""
 BLOCK = 256
@@ -49,6 +44,11 @@ def moment_bytes(config: TrainerConfig) -> float:
 def adamw(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
     """Return torch's AdamW in one fused pass over all tensors."""
     return torch.optim.AdamW(parameters, lr=lr, fused=True, **settings)
+
+
+def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """Return torch's SGD, which has no state without momentum."""
+    return torch.optim.SGD(parameters, lr=lr, fused=True, **settings)
 
 
 def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
@@ -74,11 +74,6 @@ def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch
             state["step"] = torch.tensor(float(state["step"]))
 
     return AdamW8bit(parameters, lr=lr, **settings)
-
-
-def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
-    """Return torch's SGD, which has no state without momentum."""
-    return torch.optim.SGD(parameters, lr=lr, fused=True, **settings)
 
 
 def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
@@ -169,10 +164,7 @@ class MasterOptimizer:
         """Divide every sum by its global count, update, and return the gradient norm before clipping.
 
         All ranks pass the same denominators. A sum with count 0 is left out; if all are, nothing is updated and None is returned. If
-        the norm is not finite, nothing is updated.
-
-        Raises:
-            UserError: Weights are not finite after the update; the learning rate may be too high.
+        the norm is not finite, nothing is updated. Raises UserError if weights are not finite after the update.
         """
         counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
         sums = {name: self.sums.get(name, [None] * len(self.parameters)) for name in counted}

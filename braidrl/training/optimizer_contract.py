@@ -36,7 +36,6 @@ class OptimizerUnderTest:
 
 
 def weights(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Return a matrix and a vector of random numbers."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((6, 4), (6,))]
 

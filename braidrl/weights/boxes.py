@@ -103,14 +103,7 @@ DIMENSIONS: dict[tuple[str, str], int] = {
 
 
 def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank: int, ranks: int) -> dict[str, Box]:
-    """Return the local block of each tensor.
-
-    Args:
-        shapes: Global shapes by tensor name.
-        plan: Tensor-parallel style by module name, with `*` for layer numbers.
-        rank: The tensor-parallel rank.
-        ranks: The number of ranks.
-    """
+    """Return a tensor-parallel rank's block of each tensor; `plan` has styles by module name, with `*` for layer numbers."""
     found = {}
     for name, shape in shapes.items():
         module, _, own = name.rpartition(".")

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
@@ -65,12 +65,11 @@ class Senders:
     cuda: bool
     """True if the bytes are exchanged between CUDA devices."""
     transport: str
-    """The name of the transport (see `TRANSPORTS`)."""
 
     def store(self) -> dist.Store:
         """Connect to the store through which receivers ask. Raises TransferError if it is gone."""
         try:
-            return dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+            return connect_store(self.host, self.port, self.limit_s, self.secret)
         except RuntimeError as error:
             raise TransferError(f"weights did not arrive: {first_line(error)}") from error
 
@@ -80,7 +79,6 @@ class TransferNotice(Senders):
     """The data that a worker needs to receive a version."""
 
     number: int
-    """The number of the request."""
     receivers: int
     changes: bool
     """True if the receivers hold a version of the same run, after which changed values suffice."""
@@ -106,17 +104,9 @@ class WeightOffer:
     def __init__(
         self, ranks: Ranks, host: str, limit_s: float, device: torch.device, transport: str = "collective"
     ) -> None:
-        """Open the store through which receivers ask, and start the sending thread.
-
-        Args:
-            ranks: The senders.
-            host: This machine's address, for receivers.
-            limit_s: Time-out of a transfer, in seconds.
-            device: The device of the parts; CUDA selects NCCL.
-            transport: The name of the transport.
-        """
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-        self.rank, self.sent_bytes = ranks.rank, 0
+        """Open the store at this machine's address `host`, and start the sending thread; `limit_s` is for a transfer. CUDA selects NCCL."""
+        self.device = current_device(device.type == "cuda")
+        self.ranks, self.sent_bytes = ranks, 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
         self._seen = set[int]()
         """All versions that were ever offered; their numbers need not grow."""
@@ -125,12 +115,10 @@ class WeightOffer:
         self._last_request, self._unread = 0, set[int]()
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
-        address = (host, self._store.port, secrets.token_hex(8)) if self._store else None
-        (host, port, secret), *_ = ranks.all_gather("address of the weights", address)
-        self.senders = Senders(
-            host=host, port=port, secret=secret, senders=ranks.size, limit_s=limit_s, cuda=device.type == "cuda",
-            transport=transport,
-        )  # fmt: skip
+        address = {"host": host, "port": self._store.port, "secret": secrets.token_hex(8)} if self._store else None
+        first, *_ = ranks.all_gather("address of the weights", address)
+        cuda = device.type == "cuda"
+        self.senders = Senders(**first, senders=ranks.size, limit_s=limit_s, cuda=cuda, transport=transport)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         # A thread still inside a store or process group at interpreter exit aborts the process.
@@ -169,7 +157,7 @@ class WeightOffer:
             torch.cuda.set_device(self.device)
         while not self._closed.wait(POLL_S):
             try:
-                if self.rank == 0 and (formed := self._next_transfer(store, number)):
+                if self.ranks.rank == 0 and (formed := self._next_transfer(store, number)):
                     put_message(store, f"transfer/{number}", formed)
                 if not store.check([f"transfer/{number}"]):
                     continue
@@ -187,7 +175,7 @@ class WeightOffer:
                 before = before if is_before() else None
                 meeting, size = dist.PrefixStore(f"transfer {number}", store), senders.senders + asked.receivers
                 with transfer_group(
-                    meeting, self.rank, size, self.device, senders.host, senders, parts, lambda held: {}, before
+                    meeting, self.ranks.rank, size, self.device, senders, parts, lambda held: {}, before
                 ) as transfer:
                     self.sent_bytes += transfer.run(parts, {}).sent
             # Also an error in a user's transport: the receivers would wait for this thread.
@@ -242,8 +230,7 @@ class OfferedWeights(Senders):
 
         With `held`, the version that the workers hold, changed values alone are sent if the senders still have that version too.
         """
-        known = held.version if held is not None and held.secret == self.secret else None
-        store = self.store()
+        known, store = held.version if held is not None and held.secret == self.secret else None, self.store()
         number = store.add("asked", 1)
         put_message(store, f"request/{number}", WeightRequest(self.version, receivers, known))
         try:
@@ -265,19 +252,19 @@ class OfferedWeights(Senders):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with self.asked(1) as notice:
-            device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
-            yield from Incoming(notice, 0, device).tensors()
+            yield from Incoming(notice, 0, current_device(self.cuda)).tensors()
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
         """Receive into the parts of a model, which all of its `ranks` do at the same time. Raises as `Incoming.receive`."""
         ranks, device = ranks or Ranks(), next(part.tensor.device for part in parts.values())
-        with ExitStack() as stack:
-            asked = stack.enter_context(self.asked(ranks.size)) if ranks.rank == 0 else None
-            notice = ranks.all_gather("weights on offer", asked, TransferNotice | None)[0]
+        with self.asked(ranks.size) if ranks.rank == 0 else nullcontext() as asked:
+            notice, *_ = ranks.all_gather("weights on offer", asked, TransferNotice | None)
             Incoming(notice, ranks.rank, device).receive(parts)
 
-    def close(self) -> None:
-        """Do nothing: the senders decide how long they keep the version."""
+
+def current_device(cuda: bool) -> torch.device:
+    """Return this process's CUDA device, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 class Incoming:
@@ -289,11 +276,7 @@ class Incoming:
         self.device = device if self.notice.cuda else torch.device("cpu")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
-
-        Raises:
-            TransferError: A sender died or timed out.
-        """
+        """Yield every full tensor under each of its names, holding in memory only the tensors of a round. Raises TransferError."""
         with self._joined(lambda held: held.tensors) as transfer:
             known = transfer.known.tensors
             arriving = Arriving(known, self.device)
@@ -308,9 +291,7 @@ class Incoming:
     ) -> TransferVolume:
         """Receive into a worker's own parts; with `shapes`, all tensors of the model by every name, check that all are sent.
 
-        Raises:
-            TransferError: A sender died or timed out.
-            ValueError: The weights are another model's (nothing has changed then).
+        Raises TransferError if a sender died or timed out, and ValueError, before any change, if the weights are another model's.
         """
         differs = list[ValueError]()
 
@@ -341,9 +322,9 @@ class Incoming:
             request.add("here", 1)
             meet(request, "joined", notice.senders, notice.senders + notice.receivers, notice.limit_s)
             number, first, size = message_at(request, "joined", JOINED)
-            meeting, address = dist.PrefixStore(f"transfer {number}", store), address_towards(notice.host)
+            meeting = dist.PrefixStore(f"transfer {number}", store)
             with transfer_group(
-                meeting, first + self.worker, size, self.device, address, notice, {}, wanted, before
+                meeting, first + self.worker, size, self.device, notice, {}, wanted, before
             ) as transfer:
                 yield transfer
             request.add("received", transfer.traffic.received)
@@ -384,32 +365,21 @@ def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) 
 
 @contextmanager
 def transfer_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, address: str, senders: Senders,
-    parts: Mapping[str, WeightPart], wanted: Callable[[ShardIndex], Mapping[str, WeightPart]],
-    before: Mapping[str, WeightPart] | None,
+    store: dist.Store, rank: int, size: int, device: torch.device, senders: Senders, parts: Mapping[str, WeightPart],
+    wanted: Callable[[ShardIndex], Mapping[str, WeightPart]], before: Mapping[str, WeightPart] | None,
 ) -> Iterator[WeightTransfer]:  # fmt: skip
     """Join the processes of one transfer when all are there, plan it, and leave when all have finished their copies.
 
-    Only then may senders change their tensors. A failed transfer leaves no state behind.
+    Only then may senders change their tensors. A failed transfer leaves no state behind. Senders have the lower ranks.
 
-    Args:
-        store: Meets the other processes.
-        rank: The number of this process, senders first.
-        size: The number of processes.
-        device: The device of the buffers.
-        address: This machine's address.
-        senders: The ranks that send, and how.
-        parts: What this process sends.
-        wanted: Returns what it receives of the tensors that the senders have.
-        before: The parts of the version before, at senders; an empty mapping at receivers that hold it.
-
-    Raises:
-        TransferError: A sender failed, or processes are missing after the time limit.
+    This process sends its `parts`, and receives those `wanted` of the tensors that the senders have, by buffers on `device`. `before` are
+    the parts of the version before, at senders; an empty mapping at receivers that hold it. Raises TransferError if a sender fails, or if
+    processes are missing after the time limit.
     """
     if store.add("here", 1) == size:
         store.set("complete", "")
     meet(store, "complete", 0, size, senders.limit_s)
-    nccl = device.type == "cuda" and senders.transport == "collective"
+    nccl, address = device.type == "cuda" and senders.transport == "collective", address_towards(senders.host)
     # All are there: only one that dies now keeps the others waiting, and the next request with them.
     ranks = Ranks(group := group_between(store, rank, size, min(senders.limit_s, CONNECT_S), nccl, address))
     _set_pg_timeout(timedelta(seconds=senders.limit_s), group)
@@ -431,13 +401,9 @@ class CollectivePublisher:
     """A publisher that offers the trainer's own tensors to engine workers while they are current; no intermediate copy."""
 
     offer: WeightOffer
-    """Sends the parts to workers."""
     parts: Parts
-    """Returns this rank's parts."""
     engine: PublishedEngine
     """Receives an `OfferedWeights` source."""
-    ranks: Ranks
-    """The senders."""
     state: Callable[[], object]
     """Returns a value that changes whenever the parts do."""
     _version: int | None = None
@@ -447,10 +413,8 @@ class CollectivePublisher:
             self.offer.forget(self._version)
         self._version, before = version, self.state()
         self.engine.publish(version, self.offer.keep(version, self.parts(), lambda: self.state() == before))
-        if self.ranks.group is not None:
-            # Engines of other ranks may still be receiving from this one.
-            with self.ranks.meeting("weights at all engines"):
-                dist.barrier(group=self.ranks.group)
+        # Engines of other ranks may still be receiving from this one.
+        self.offer.ranks.all_gather("weights at all engines", None)
 
     def close(self) -> None:
         self.offer.close()

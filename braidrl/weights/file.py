@@ -38,10 +38,7 @@ WORD = 8
 
 
 class WeightFile:
-    """One version in a safetensors file, valid until it is closed.
-
-    The file's metadata maps other names of tied tensors to the stored name.
-    """
+    """One version in a safetensors file, valid until it is closed; its metadata maps other names of tied tensors to the stored name."""
 
     def __init__(self, path: Path | str, close: Callable[[], object] = lambda: None) -> None:
         """Read the file at `path`; `close` frees it if this process created it."""
@@ -69,26 +66,19 @@ class WeightFile:
         return {name: tensor.shape for name, tensor in self.tensors()}
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
-        """Write this version into the parts of a model, whose `ranks` need not wait for each other.
-
-        Raises ValueError, before any change, if they are another model's.
-        """
+        """Write this version into a model's parts, each rank alone. Raises ValueError, before any change, if they are another model's."""
         given = dict(self.tensors())
         check_parts({name: tensor.shape for name, tensor in given.items()}, parts)
         for name, part in parts.items():
             part.put(part.box.of(given[name]), part.box)
 
 
-def stored_in_memory(tensors: Iterable[tuple[str, Tensor]]) -> WeightFile:
-    """Return a file in shared memory with copies of full tensors. Raises OSError if memory is full."""
+def stored_weights(
+    tensors: Iterable[tuple[str, Tensor]], repeat: bool = False, within: Path | None = None
+) -> WeightFile:
+    """Return a file with copies of full tensors, placed as a `WeightWriter`'s. Raises OSError if its folder is missing or full."""
     parts = full_parts(tensors)
-    return WeightWriter(parts, Ranks()).write(parts)
-
-
-def stored_in_folder(tensors: Iterable[tuple[str, Tensor]], within: Path | None = None) -> WeightFile:
-    """Return a file in a folder for servers, with copies of full tensors. Raises OSError if the folder is missing or full."""
-    parts = full_parts(tensors)
-    return WeightWriter(parts, Ranks(), repeat=True, within=within).write(parts)
+    return WeightWriter(parts, Ranks(), repeat, within).write(parts)
 
 
 class WeightWriter:
@@ -100,12 +90,8 @@ class WeightWriter:
     ) -> None:  # fmt: skip
         """Plan the file; all ranks call this, and `write`, at the same time.
 
-        Args:
-            parts: This rank's parts; may be empty.
-            ranks: The ranks that write together.
-            repeat: Write a folder for servers, with tied tensors under every name. Else write shared memory.
-            within: The parent of these folders.
-            adapter: The text of `adapter_config.json`: the parts are adapters, written to a folder in shared memory in peft's format.
+        With `repeat` it is for servers: in a folder below `within`, with tied tensors under every name. Else it is in shared memory, with
+        `adapter`, the text of `adapter_config.json`, in a folder there in peft's format: the parts are adapters.
         """
         self.ranks, self.adapter = ranks, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
@@ -141,12 +127,8 @@ class WeightWriter:
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
         """Write this version; the machine's leader frees its file by `close`.
 
-        Args:
-            parts: This rank's parts.
-            named: The path of a file that outlives this process; default: an unlinked file, or a temporary folder.
-
-        Raises:
-            OSError: On every rank, if a machine's memory is full or its folder is missing.
+        `named` is the path of a file that outlives this process; by default the file is unlinked, or in a temporary folder. Raises OSError
+        on every rank if a machine's memory is full or its folder is missing.
         """
         with ExitStack() as made:
             path = self._create(made, named)
@@ -178,8 +160,10 @@ class WeightWriter:
 
     def _create(self, made: ExitStack, named: Path | None) -> Path:
         """Create the file on each machine's leader, with its header and space for all tensors; return this machine's path."""
-        said, header = dict[str, Any](), self._header()
-        for_servers = self.in_folder and self.adapter is None
+        said, for_servers = dict[str, Any](), self.in_folder and self.adapter is None
+        header = json.dumps(self.header).encode()
+        header += b" " * (-len(header) % WORD)
+        header = len(header).to_bytes(WORD, "little") + header
         try:
             if self.is_leader:
                 if named is None:
@@ -211,11 +195,6 @@ class WeightWriter:
             if "error" in failed:
                 raise OSError(failed["number"], failed["error"])
         return Path(of_all[self.leader]["path"])
-
-    def _header(self) -> bytes:
-        text = json.dumps(self.header).encode()
-        text += b" " * (-len(text) % WORD)
-        return len(text).to_bytes(WORD, "little") + text
 
 
 @dataclass

@@ -10,11 +10,10 @@ Memory that only generation needs is freed while ranks train.
 """
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 from transformers import PreTrainedModel
 
 from braidrl.cluster.world import Ranks
@@ -49,26 +48,15 @@ class InPlacePublisher:
         """Do nothing: engine and trainer own the memory."""
 
 
+@dataclass(frozen=True)
 class EngineWeights:
-    """An engine's weights: the trainer's module itself, or a copy in another dtype."""
+    """The weights of an engine's own module, or of its trainer's, which are always current."""
 
-    def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None) -> None:
-        """Share the trained weights, or copy them if `dtype`, the engine's, differs; None is the trained model's."""
-        self._trained = trained
-        self.shared = dtype is None or dtype == trained.dtype
-        self.model = trained
-        if not self.shared:
-            # Tied parameters stay tied, and buffers keep their precision.
-            copies = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in trained.parameters()}
-            self.model = deepcopy(trained, copies).eval()
-            self.model.config.dtype = dtype
+    model: PreTrainedModel
 
     @torch.no_grad()
     def refresh(self, source: WeightSource | None = None) -> None:
-        """Load the tensors of `source`, or update a copy from the trainer; shared weights are always current.
-
-        Raises ValueError, before any change, if the source's tensors are not exactly the model's.
-        """
+        """Load the tensors of `source`, if any. Raises ValueError, before any change, if they are not exactly the model's."""
         targets = self.model.state_dict()
         shapes = {name: tensor.shape for name, tensor in targets.items()}
         if isinstance(source, OfferedWeights):
@@ -81,9 +69,6 @@ class EngineWeights:
             check_shapes({name: tensor.shape for name, tensor in given.items()}, shapes)
             for name, tensor in given.items():
                 targets[name].copy_(tensor)
-        elif not self.shared:
-            for target, trained in zip(self.model.parameters(), self._trained.parameters(), strict=True):
-                target.copy_(trained)
 
 
 class GenerationWeights:
@@ -96,15 +81,8 @@ class GenerationWeights:
     ) -> None:  # fmt: skip
         """Plan the transfer, and free the generation weights.
 
-        Args:
-            trained: Returns this rank's parts of the trained model, which holds the weights outside generation.
-            training: The training layout, with its `data` filled in.
-            ranks: The ranks that train.
-            generated: Returns this rank's parts of the model that generates.
-            layout: The generation layout; its grouping decides what is received.
-            limit_bytes: Most bytes that a rank sends, or receives, in one round.
-            occupy: Allocates a generation storage again.
-            empty: Frees a generation storage.
+        `trained` parts hold the weights outside generation. `training` has its `data` filled in; the grouping of `layout` decides what a
+        rank receives, at most `limit_bytes` in one round. `occupy` allocates a generation storage again, which `empty` has freed.
         """
         self._trained, self._generated, self._occupy, self._empty = trained, generated, occupy, empty
         self._gathers = layout.grouping in ("neighbour", "gather")
@@ -112,13 +90,10 @@ class GenerationWeights:
         copy = ranks.rank // (training.tensor * training.sequence) % (training.data or 1)
         parts, wanted = trained(), generated()
         known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
+        groups = known.groups(None if self._gathers else gather_shard_index(wanted, ranks))
         if self._gathers:
             every = range(ranks.size)
-            groups = [
-                replace(group, wanted=[(rank, Box.whole(group.shape)) for rank in every]) for group in known.groups()
-            ]
-        else:
-            groups = known.groups(gather_shard_index(wanted, ranks))
+            groups = [replace(group, wanted=[(rank, Box.whole(group.shape)) for rank in every]) for group in groups]
         self.transfer = WeightTransfer(known, groups, ranks, limit_bytes)
         shares = not self._gathers and training.shard == "none"
         # A training slice is stored inside the generation tensor if that contains it.
@@ -197,8 +172,7 @@ class GenerationWeights:
 
     def _free(self) -> None:
         """Free the generation weights; their storages stay the same."""
-        own = storages(part.local for part in self._generated().values())
-        self._storages = [(storage, storage.nbytes()) for storage in own]
+        self._storages = [(s, s.nbytes()) for s in storages(part.local for part in self._generated().values())]
         for storage, _ in self._storages:
             self._empty(storage)
         self.generating = False

@@ -26,7 +26,7 @@ from braidrl.weights.checkpoint_files import WeightFiles
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 """Name suffixes of the parts of quantised weights."""
-Parts = tuple[tuple[str, str, str], ...]
+Inputs = list[tuple[str, str, str]]
 """The inputs of a conversion: (target name, source name, matched pattern)."""
 
 
@@ -46,7 +46,7 @@ class ModelFiles(WeightFiles):
             elif whole != name:
                 self._files[whole] = self._files.pop(name)
         conversions = get_model_conversion_mapping(model)
-        self._made_by: dict[str, tuple[Any, Parts]] = {}
+        self._made_by: dict[str, tuple[Any, Inputs]] = {}
         self._shapes: dict[str, torch.Size] = {}
         own = model.state_dict(keep_vars=True)
         if conversions or not all(name in own for name in self._files):
@@ -54,7 +54,7 @@ class ModelFiles(WeightFiles):
             for conversion, parts in planned(self._files, conversions, model.base_model_prefix, own).values():
                 shapes = {source: torch.empty(self._stored_shape(source), device="meta") for _, source, _ in parts}
                 for name, value in converted(model, conversion, parts, shapes).items():
-                    self._made_by[name] = conversion, tuple(parts)
+                    self._made_by[name] = conversion, parts
                     self._shapes[name] = value.shape
             self._files = dict.fromkeys(self._made_by)
         self._last: tuple[Any, dict[str, Tensor]] = (None, {})
@@ -105,7 +105,7 @@ class ModelFiles(WeightFiles):
 
 def planned(
     sources: Iterable[str], conversions: list[Any], *about: Any, reverse: bool = False
-) -> dict[str, tuple[Any, list[tuple[str, str, str]]]]:
+) -> dict[str, tuple[Any, Inputs]]:
     """Return by target name the conversion that makes it, and its inputs, in the order of the numbers in names.
 
     `about` is the base model's prefix and state, where the sources are the hub's names; in `reverse` they are the model's own.
@@ -113,7 +113,7 @@ def planned(
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    groups: dict[str, tuple[Any, list[tuple[str, str, str]]]] = {}
+    groups: dict[str, tuple[Any, Inputs]] = {}
     numeric = lambda name: [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]  # noqa: E731
     for source in sorted(sources, key=numeric):
         target, pattern = rename_source_key(source, renamings, converters, *about, reverse=reverse)
@@ -122,9 +122,7 @@ def planned(
     return groups
 
 
-def converted(
-    model: Any, conversion: Any, parts: Iterable[tuple[str, str, str]], values: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def converted(model: Any, conversion: Any, parts: Inputs, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the results of a conversion by name, from the values of its parts by source name."""
     made, target = deepcopy(conversion), ""
     for target, source, pattern in parts:

@@ -77,24 +77,13 @@ class WeightTransport(Protocol):
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        """Connect the processes.
-
-        Args:
-            ranks: The processes; `ranks.all_gather(purpose, value)` exchanges addresses. `ranks.group` is a gloo group.
-            device: The device of the bytes.
-        """
+        """Connect the processes, by `ranks.all_gather(purpose, value)` or the gloo group `ranks.group`; `device` is that of the bytes."""
 
     def exchange(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> None:
         """Send each process its bytes, and receive from each; all processes call this at the same time.
 
-        Args:
-            received: Receives the bytes from process 0, then those from process 1, and so on: `sizes_in`.
-            sent: The bytes to process 0, then those to process 1: `sizes_out`. It may change once this returns.
-            sizes_in: Bytes from each process.
-            sizes_out: Bytes to each process.
-
-        Raises:
-            RuntimeError: A process is gone.
+        `sent` holds `sizes_out` bytes to each process, in their order, and may change once this returns; `received` is filled with
+        `sizes_in` bytes from each. Raises RuntimeError if a process is gone.
         """
 
     def close(self) -> None:

@@ -50,18 +50,10 @@ class WeightTransfer:
         self, known: ShardIndex, groups: Sequence[TensorGroup], ranks: Ranks, limit_bytes: int = LIMIT_BYTES,
         device: torch.device | None = None, transport: WeightTransport | None = None,
     ) -> None:  # fmt: skip
-        """Plan this rank's moves; all ranks call this at the same time.
+        """Plan this rank's moves of the `known` tensors to the blocks that the `groups` want; all ranks call this at the same time.
 
-        Args:
-            known: The blocks that each rank holds.
-            groups: The tensors, with the blocks that each rank wants.
-            ranks: The ranks that exchange blocks.
-            limit_bytes: Most bytes that a rank sends, or receives, in one all-to-all.
-            device: The device of the exchanged buffers; by default that of this rank's parts.
-            transport: Moves the bytes; by default the ranks' process group.
-
-        Raises:
-            ValueError: A wanted block is on no rank.
+        A rank sends, and receives, at most `limit_bytes` in one all-to-all, in buffers on `device`, by default that of its parts. The
+        `transport` moves the bytes, by default the ranks' process group. Raises ValueError if a wanted block is on no rank.
         """
         self.known, self.ranks, self.device = known, ranks, device
         self.names = list(known.tensors)
@@ -127,15 +119,7 @@ class WeightTransfer:
         self.arrivals = [[self.names[tensor] for tensor in some] for some in by_round(arrives)]
 
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> TransferVolume:
-        """Move the weights; every rank calls this at the same time.
-
-        Args:
-            parts: This rank's source parts.
-            into: Its target parts.
-
-        Returns:
-            The bytes that this rank moved, by direction.
-        """
+        """Move the weights from this rank's source parts into its target parts; every rank calls this at the same time."""
         for _ in self.steps(parts, into):
             pass
         return self.traffic
@@ -209,20 +193,14 @@ class WeightTransfer:
 
     def _swap(self, messages: Sequence[Sequence[Tensor]], device: torch.device, name: str) -> tuple[Tensor, list[int]]:
         """Exchange messages, each of several tensors of bytes, whose sizes the receivers do not know; return them and their sizes."""
-        sizes_out = [sum(map(len, own)) for own in messages]
-        sizes_in, sent = self._swapped(sizes_out), self._buffer(f"{name}, sent", sum(sizes_out), device)
+        sizes_out, coming = [sum(map(len, own)) for own in messages], torch.empty(len(messages), dtype=torch.int64)
+        dist.all_to_all_single(coming, torch.tensor(sizes_out), group=self.ranks.group)
+        sizes_in, sent = coming.tolist(), self._buffer(f"{name}, sent", sum(sizes_out), device)
         if len(sent):
             torch.cat([part for own in messages for part in own], out=sent)
         return self._exchange(sent, sizes_out, sizes_in, f"{name}, received"), sizes_in
 
-    def _swapped(self, numbers: list[int]) -> list[int]:
-        """Send each rank its number; return the number from each."""
-        received = torch.empty(len(numbers), dtype=torch.int64)
-        dist.all_to_all_single(received, torch.tensor(numbers), group=self.ranks.group)
-        return received.tolist()
-
     def _exchange(self, sent: Tensor, sizes_out: list[int], sizes_in: list[int], name: str) -> Tensor:
-        """Run one all-to-all."""
         received = self._buffer(name, sum(sizes_in), sent.device)
         self.transport.exchange(received, sent, sizes_in, sizes_out)
         traffic = self.traffic
@@ -279,14 +257,7 @@ class LayoutCopy:
     """A copy from one model's parts to another's, on any ranks; all ranks that hold some of either call it at the same time."""
 
     def __init__(self, source: Parts, target: Parts, ranks: Ranks, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Plan the transfer. Raises ValueError if the target is another model.
-
-        Args:
-            source: Returns this rank's parts of the first model; empty if it has none.
-            target: Returns its parts of the second model.
-            ranks: The ranks that hold parts of either.
-            limit_bytes: Most bytes that a rank sends, or receives, in one round.
-        """
+        """Plan the transfer between ranks with parts of either model. Raises ValueError if the target is another model."""
         self.source, self.target = source, target
         known = gather_shard_index(source(), ranks, machine())
         self.transfer = WeightTransfer(known, known.groups(gather_shard_index(target(), ranks)), ranks, limit_bytes)

@@ -26,7 +26,7 @@ class PlainEngine(SteppingEngine):
         tokenizer, folder = load_tokenizer(spec.model), Path(spec.model)
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), spec.max_sequence_tokens, spec.seed)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, spec.dtype))
-        self.weights = EngineWeights(model.to(spec.device).requires_grad_(False).eval(), dtype=None)
+        self.weights = EngineWeights(model.to(spec.device).requires_grad_(False).eval())
         self.slots, self.rows = spec.slots, dict[Uid, EngineRow]()
 
     @property

@@ -20,7 +20,7 @@ from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, resolve
 from braidrl.sandbox.copies import PR_SET_NO_NEW_PRIVILEGES
 from braidrl.sandbox.fork_gate import LIBC, hold_back_starts
-from braidrl.sandbox.walls import POLICIES, walls_missing
+from braidrl.sandbox.walls import walls_missing
 
 ATTACKS = str(Path(__file__).with_name("verifiers.py"))
 BY_NAME = f"{ATTACKS}:by_name"
@@ -43,7 +43,7 @@ STRICT = {"opens_a_socket": ("exception", "Error"), "reads_the_home": ("exceptio
 
 
 def has_walls(mode: str) -> bool:
-    return not walls_missing(POLICIES[mode])
+    return not walls_missing(mode == "bubblewrap")
 
 
 def starts_can_be_held_back() -> bool:

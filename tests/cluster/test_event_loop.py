@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
+from braidrl.cluster import event_loop
+from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.process import interrupts_handled
 from braidrl.runtimes.interfaces import Interrupts
-
-T = TypeVar("T")
 
 
 async def interrupted_rows(ended: list[int]) -> None:
@@ -37,21 +36,24 @@ def test_tasks_end_silently_before_the_interrupt_is_raised(caplog: pytest.LogCap
     with Runner() as runner, interrupts_handled(Interrupts().handle):
         own = signal.getsignal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            run_cancelled_by_interrupts(runner, interrupted_rows(ended))
+            runner.run(interrupted_rows(ended))
         assert signal.getsignal(signal.SIGINT) is own
         assert sorted(ended) == [0, 1, 2]
     gc.collect()
     assert not caplog.records and signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_interrupt_before_the_loop_leaves_no_coroutine_to_warn_of(recwarn: pytest.WarningsRecorder) -> None:
-    class Interrupted(Runner):
-        def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-            signal.raise_signal(signal.SIGINT)
-            return super().run(coroutine)
+def test_an_interrupt_before_the_loop_leaves_no_coroutine_to_warn_of(
+    recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(work: Callable[[], Any]) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return work()
 
-    with Interrupted() as runner, interrupts_handled(Interrupts().handle), pytest.raises(KeyboardInterrupt):
-        run_cancelled_by_interrupts(runner, interrupted_rows([]))
+    with Runner() as runner, interrupts_handled(Interrupts().handle), monkeypatch.context() as patches:
+        patches.setattr(event_loop, "outside_of_loops", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(interrupted_rows([]))
     gc.collect()
     assert not [one for one in recwarn if "never awaited" in str(one.message)]
 
@@ -64,7 +66,7 @@ def test_a_held_interrupt_lets_the_loop_go_on() -> None:
 
     interrupts = Interrupts()
     with Runner() as runner, interrupts_handled(interrupts.handle), pytest.raises(KeyboardInterrupt), interrupts.hold():
-        assert run_cancelled_by_interrupts(runner, work()) == "done"
+        assert runner.run(work()) == "done"
 
 
 def test_a_second_interrupt_does_not_wait() -> None:
@@ -80,4 +82,4 @@ def test_a_second_interrupt_does_not_wait() -> None:
         await stubborn()
 
     with Runner() as runner, interrupts_handled(Interrupts().handle), pytest.raises(KeyboardInterrupt):
-        run_cancelled_by_interrupts(runner, twice())
+        runner.run(twice())

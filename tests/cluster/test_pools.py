@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from braidrl.cluster.pools import Pool, check_devices, place
+from braidrl.cluster.pools import place
 from braidrl.config import PlacementConfig, parse_config
 from braidrl.errors import UserError
 
@@ -69,12 +69,6 @@ def test_roles_that_are_missing_unknown_or_in_two_pools_are_refused() -> None:
     assert "pool 1 names 'critik', which is no model of this flow" in refused([["actor"], ["critik"]])
     assert "pools overlap: actor is in pool 0 and in pool 1" in refused([["actor"], ["actor", "critic"]])
     assert "no placement is called 'colocated'" in refused("colocated")
-
-
-def test_more_workers_than_devices_are_refused() -> None:
-    with pytest.raises(UserError, match=r"the pools ask for 6 GPUs \(actor: 4, critic: 2\) and the cluster has 4"):
-        check_devices([Pool(("actor",), 4), Pool(("critic",), 2)], 4, "GPUs")
-    check_devices([Pool(("actor",), 4)], 4, "GPUs")
 
 
 @pytest.mark.parametrize("placement", [[[]], {"pools": [{"roles": ["actor"], "workers": 0}]}, {"pool": []}])

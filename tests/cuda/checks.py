@@ -29,6 +29,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun, train
 from braidrl.runtimes.streaming.weights import beside_computing
 from braidrl.training.acceptance import OPTIONAL, all_findings
+from braidrl.training.backends import BackendSpec
 from braidrl.training.compute import cuda_layers as layers
 from braidrl.training.compute import log_probs
 from braidrl.training.compute.cuda_layers import LayerKernels, rms_norm, rotary, silu_gate
@@ -154,14 +155,14 @@ def test_the_type_by_default_is_bfloat16_with_masters_of_float32(
     folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(folder, "grpo", device="cuda", output=str(tmp_path))
-    worker = RoleWorker("actor", config, train=True)
+    worker = RoleWorker(BackendSpec("actor", config, train=True))
     assert worker.optimizer is not None
     assert {p.dtype for p in worker.model.parameters()} == {torch.bfloat16}
     assert {m.dtype for m in worker.optimizer.masters} == {torch.float32} and worker.optimizer.masters[0].is_cuda
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "V100")
-    assert RoleWorker("actor", config, train=True).dtype == torch.float32
+    assert RoleWorker(BackendSpec("actor", config, train=True)).dtype == torch.float32
     with pytest.raises(UserError, match=r"dtype=bfloat16: V100 does not have it; write dtype=float32"):
         run(folder, tmp_path)
 

@@ -29,7 +29,7 @@ def replica(slots: int = 16) -> EngineReplica:
 
 
 def copy_in_float64() -> EngineReplica:
-    return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, 16, LIMIT, dtype=torch.float64))
+    return EngineReplica(EmbeddedEngine(deepcopy(MODEL).double(), TOKENIZER, 16, LIMIT))
 
 
 def other_weights() -> ModelWeights:
@@ -87,7 +87,7 @@ def break_after(dying: EngineReplica, steps: int) -> None:
         if left[0] == 0:
             raise RuntimeError("the device is gone")
 
-    dying.engine._weights.model.lm_head.register_forward_pre_hook(forward)
+    dying.engine.model.lm_head.register_forward_pre_hook(forward)
 
 
 @pytest.mark.parametrize("steps", [1, 6, 11])

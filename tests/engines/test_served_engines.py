@@ -22,7 +22,7 @@ from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.weights.file import WeightFile, WeightWriter, stored_in_memory
+from braidrl.weights.file import WeightFile, WeightWriter, stored_weights
 from braidrl.weights.publisher import ModelWeights
 from braidrl.weights.shards import weight_parts
 from tests.engines.served import (
@@ -166,7 +166,7 @@ def written_by_its_rank() -> WeightFile:
     return WeightWriter(parts, DataParallel()).write(parts)
 
 
-@pytest.mark.parametrize("write", [lambda: stored_in_memory(ModelWeights(MODEL).tensors()), written_by_its_rank])
+@pytest.mark.parametrize("write", [lambda: stored_weights(ModelWeights(MODEL).tensors()), written_by_its_rank])
 def test_a_weight_file_has_every_tensor(write: Callable[[], WeightFile]) -> None:
     with closing(write()) as shared:
         given = dict(shared.tensors())

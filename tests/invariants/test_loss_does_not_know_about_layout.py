@@ -15,6 +15,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
+from braidrl.training.backends import BackendSpec
 from braidrl.training.objective import Objective, denominators, with_group_tokens
 from braidrl.training.roles.worker import RoleWorker
 from tests.tiny import MODELS, TOKENIZER, settings
@@ -87,7 +88,7 @@ def config_of(folder: Path, model: Path, max_tokens: int, **trainer: Any) -> Con
 
 def update(config: Config, params: dict[str, Any], portions: list[Rows]) -> Result:
     """Take one optimizer step whose rows are fed in portions."""
-    worker = RoleWorker("actor", config, train=True)
+    worker = RoleWorker(BackendSpec("actor", config, train=True))
     assert worker.optimizer is not None
     objective, sums, losses = Objective.of("actor", params), Sums(), dict[str, float]()
     for rows in portions:

@@ -59,7 +59,7 @@ def test_engine_and_trainer_hold_the_same_tensors(
     worker, engine = backend.executor.workers["actor"], backend.executor.engines["actor"]
     assert worker.optimizer is not None
     trained = {p.data_ptr() for p in worker.model.parameters()}
-    assert {p.data_ptr() for p in engine._weights.model.parameters()} == trained
+    assert {p.data_ptr() for p in engine.model.parameters()} == trained
     assert {master.data_ptr() for master in worker.optimizer.masters} == trained, (
         "float32 weights are their own masters"
     )

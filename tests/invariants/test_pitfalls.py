@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from statistics import fmean
 
@@ -23,10 +24,12 @@ from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.generating.generation import sampling_of
 from braidrl.runtimes.run import train
+from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.in_place import EngineWeights
+from braidrl.weights.publisher import ModelWeights
 from tests.engines.tiny import make_model
 from tests.recipes.tiny import make_config, write_data, write_decoder
 from tests.training.roles.test_scalar import make_rows, random_rows
@@ -41,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def worker_of(folder: Path) -> RoleWorker:
-    return RoleWorker("actor", make_config(folder, "grpo", dtype="float64"), train=True)
+    return RoleWorker(BackendSpec("actor", make_config(folder, "grpo", dtype="float64"), train=True))
 
 
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
@@ -171,9 +174,9 @@ def test_every_action_token_of_every_micro_batch_has_its_gradient(folder: Path) 
 
 def test_tied_embeddings_reach_an_engine_with_separate_weights() -> None:
     model = make_model("qwen2-tied")
-    engine = EngineWeights(model, torch.float64)
+    engine = deepcopy(model).double()
     with torch.no_grad():
         model.get_input_embeddings().weight.add_(0.5)
-    engine.refresh()
-    assert torch.equal(engine.model.get_output_embeddings().weight, model.get_output_embeddings().weight.double())
-    assert engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight
+    EngineWeights(engine).refresh(ModelWeights(model))
+    assert torch.equal(engine.get_output_embeddings().weight, model.get_output_embeddings().weight.double())
+    assert engine.get_output_embeddings().weight is engine.get_input_embeddings().weight

@@ -51,6 +51,6 @@ def test_the_moving_mean_skips_missing_points() -> None:
 def test_chart_traces_match_legend_colours_and_last_values() -> None:
     series = [Series("generate", (1, 2), (2.0, 3.0)), Series("update", (1, 2, 3), (1.0, 1.0, 4.0))]
     for drawn in (chart("Seconds", series, stacked=True), chart("Seconds", series)):
-        assert [(curve.name, curve.last) for curve in drawn.curves] == [("generate", "3"), ("update", "4")]
+        assert [(curve["name"], curve["last"]) for curve in drawn.curves] == [("generate", "3"), ("update", "4")]
         painted = [(trace.get("marker") or trace["line"])["color"] for trace in drawn.traces]
-        assert painted == [curve.colour for curve in drawn.curves] and len(set(painted)) == 2
+        assert painted == [curve["colour"] for curve in drawn.curves] and len(set(painted)) == 2

@@ -4,7 +4,6 @@ Under `streaming`, workers may die and answer late, leases expire, and rows are 
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 from braidrl.data.rows import Uid
@@ -12,7 +11,7 @@ from braidrl.flow.batches import TrainingBatch
 from braidrl.flow.selecting import Selection
 from braidrl.flow.stage import Kind, Stage
 from braidrl.plan.simulation import Runtime, SimulatedLease, SimulatedWorker, Streaming, Workload
-from braidrl.queue.table import Lease, LeaseLost
+from braidrl.queue.table import Lease
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from tests.plan.synchronous import Account, AnyWorkload, Distributed, Eager, Hybrid
 
@@ -97,8 +96,7 @@ class FailingStreaming(Streaming):
             return
         del worker.work[lease.number]
         # A lost lease has rows that were leased again or dropped.
-        with suppress(LeaseLost):
-            self.schedule.tasks.leases.current(lease.number, self.clock.now)
+        if lease.number in self.schedule.tasks.leases.held:
             self.schedule.suspend(lease, dict.fromkeys(self.schedule.tasks.left(lease), work.version or 0))
             self.drawn[lease.rows[0]] = self.suspended[lease.number]
 
@@ -108,11 +106,11 @@ class FailingStreaming(Streaming):
         if expired:
             self.watching = False
             tasks.give_up(tasks.leases.expired(self.clock.now))
-        deadline = tasks.leases.next_deadline()
-        if deadline is not None and not self.watching:
+        deadlines = [lease.deadline for lease in tasks.leases.held.values()]
+        if deadlines and not self.watching:
             self.watching = True
             # Slightly later, beyond rounding: a lease exactly at its deadline has not expired.
-            seconds = deadline - self.clock.now + self.lease_seconds / 1000
+            seconds = min(deadlines) - self.clock.now + self.lease_seconds / 1000
             self.clock.after(seconds, partial(self._watch, expired=True))
 
 

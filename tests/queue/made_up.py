@@ -15,7 +15,7 @@ from braidrl.data.messages import Frame, pack_message
 from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.queue.client import Client, WorkItem, data_plane, write_columns
+from braidrl.queue.client import Client, DataPlane, WorkItem, write_columns
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import StoredRows
 from braidrl.queue.transport import Answer, QueueServer
@@ -105,7 +105,7 @@ def queue(
 
 
 def client(server: QueueServer, node: StorageNode, name: str, generates: bool = False) -> Client:
-    return Client(server.address, name, data_plane(node.place(), name, 10.0), generates)
+    return Client(server.address, name, DataPlane(node.place(), name, 10.0), generates)
 
 
 def deliver(worker: Client, work: WorkItem, columns: Mapping[str, Any], **more: Any) -> list[int]:

@@ -26,7 +26,7 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.queue.client import Client, Evicted, assembled, data_plane, write_columns
+from braidrl.queue.client import Client, DataPlane, Evicted, assembled, write_columns
 from braidrl.queue.owner import Owner, StorageNode, remove_abandoned
 from braidrl.queue.storage import Place, Segments
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
@@ -263,7 +263,7 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
     with queue(iterations=1, host="node-a") as (control, server, own):
         node = StorageNode("node-b", "127.0.0.1")
         near = client(server, own, "near")
-        far = Client(server.address, "far", data_plane(node.place(), "far", 10.0), generates=True)
+        far = Client(server.address, "far", DataPlane(node.place(), "far", 10.0), generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
         yield control, near, far, node
@@ -292,7 +292,7 @@ def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
     with two_nodes() as (_, near, far, node):
         assert Worker(far).once(["generate"]) == "rows"
         before = node.data.served
-        other = Client(near.address, "beside", data_plane(node.place(), "beside"))
+        other = Client(near.address, "beside", DataPlane(node.place(), "beside"))
         assert len(other.take(["check"], 8, 1.0).read()["tokens"].values) == len(born([0, 1])["prompt"].values)
         assert node.data.served == before
         other.close()
@@ -441,7 +441,7 @@ def play(
     """Workers in turn: most do their work, some forget it, some are late. Returns how often each row was trained."""
 
     def join(number: int) -> Client:
-        return Client(address, f"w{number}", data_plane(where, f"w{number}", 10.0), generates=True)
+        return Client(address, f"w{number}", DataPlane(where, f"w{number}", 10.0), generates=True)
 
     LOADED.clear()
     engines, joined, admitted, trainer = [join(n) for n in range(workers)], workers, 0, Worker(join(1000))

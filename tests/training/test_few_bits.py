@@ -11,6 +11,7 @@ from torch import nn
 from braidrl.config import LoraConfig, TrainerConfig
 from braidrl.errors import UserError
 from braidrl.runtimes.run import TrainingRun
+from braidrl.training.backends import BackendSpec
 from braidrl.training.lora import FourBitLinear
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.optimizer import MasterOptimizer
@@ -44,7 +45,7 @@ def test_quantized_role_matches_counted_memory_and_exports_base_and_adapters(wor
     config = config_of(str(workshop.model), None, "float32")
     lora = LoraConfig(**LORA)
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": lora})})
-    worker = RoleWorker("actor", config, train=True)
+    worker = RoleWorker(BackendSpec("actor", config, train=True))
     held = sum(t.nbytes for t in (*worker.model.parameters(), *worker.model.buffers()) if t.dim() > 1 or t.numel() > 4)
     counted = resident_bytes(model_shape(workshop.model, torch.float32, lora=lora), trained=True)["weights"]
     assert counted == pytest.approx(held, rel=0.01)

@@ -17,6 +17,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
+from braidrl.training.backends import BackendSpec
 from braidrl.training.lora import ADAPTER, adapter_config
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.objective import Objective, denominators
@@ -38,7 +39,7 @@ def adapted(model: Path, dtype: str = "float64", layout: dict[str, Any] | None =
 
 def started(config: Config, steps: int = 1) -> RoleWorker:
     """Return a worker with non-zero adapters."""
-    worker = RoleWorker("actor", config, train=True)
+    worker = RoleWorker(BackendSpec("actor", config, train=True))
     for iteration in range(1, steps + 1):
         one_step(worker, torch.arange(len(make_rows())), iteration)
     return worker
@@ -60,7 +61,7 @@ def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
     """Check dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged weights."""
     worker = started(adapted(tiny_models[name]))
     worker.export(tmp_path / "merged")
-    plain = RoleWorker("actor", config_of(str(tmp_path / "merged")), train=True)
+    plain = RoleWorker(BackendSpec("actor", config_of(str(tmp_path / "merged")), train=True))
     of_weights, of_adapters = gradients(plain), gradients(worker)
     tensors, scaling = dict(worker.model.named_parameters()), LORA["alpha"] / LORA["rank"]
     layers = [n.removesuffix(".lora_A.default.weight") for n in of_adapters if n.endswith("lora_A.default.weight")]
@@ -85,12 +86,14 @@ def test_export_is_an_equal_plain_model_and_peft_loads_the_adapters(
     worker = started(config, steps=2)
     worker.export(tmp_path)
     source = AutoModelForCausalLM.from_pretrained(tiny_models["qwen2"], dtype=torch.float64)
-    merged = RoleWorker("reference", config_of(str(tmp_path)), train=False)
+    merged = RoleWorker(BackendSpec("reference", config_of(str(tmp_path)), train=False))
     assert merged.model.state_dict().keys() == source.state_dict().keys()
     expected = worker.forward("log_probs", rows).values
     torch.testing.assert_close(merged.forward("log_probs", rows).values, expected, rtol=0, atol=1e-9)
     assert not torch.allclose(
-        RoleWorker("reference", config_of(str(tiny_models["qwen2"])), train=False).forward("log_probs", rows).values,
+        RoleWorker(BackendSpec("reference", config_of(str(tiny_models["qwen2"])), train=False))
+        .forward("log_probs", rows)
+        .values,
         expected,
     )
     by_peft = PeftModel.from_pretrained(source, str(tmp_path / ADAPTER)).double().merge_and_unload()
@@ -127,7 +130,7 @@ def test_a_worker_with_adapters_keeps_the_contract_of_training_backends(
     config, rows = adapted(tiny_models["llama"]), make_rows()
     check(
         BackendUnderTest(
-            lambda: RoleWorker("actor", config, train=True), Objective.of("actor", OBJECTIVE), rows,
+            lambda: RoleWorker(BackendSpec("actor", config, train=True)), Objective.of("actor", OBJECTIVE), rows,
             {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
         )
     )  # fmt: skip
@@ -138,7 +141,7 @@ def test_checkpoints_of_other_kinds_are_refused_before_anything_changes(
 ) -> None:
     model = tiny_models["qwen3"]
     started(adapted(model)).export(tmp_path / "adapted")
-    whole = RoleWorker("actor", config_of(str(model)), train=True)
+    whole = RoleWorker(BackendSpec("actor", config_of(str(model)), train=True))
     whole.export(tmp_path / "whole")
     cases = [
         (whole, "adapted", "was trained with trainer.lora"),
@@ -155,7 +158,7 @@ def test_checkpoints_of_other_kinds_are_refused_before_anything_changes(
 
 def test_a_critics_head_is_trained_beside_its_adapters(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     config = adapted(tiny_models["qwen2"])
-    worker, again = (RoleWorker("critic", config, train=True, is_scalar=True) for _ in range(2))
+    worker, again = (RoleWorker(BackendSpec("critic", config, train=True, is_scalar=True)) for _ in range(2))
     assert worker.optimizer is not None
     head = worker.model.score.weight
     assert any(p is head for p in worker.optimizer.parameters) and not worker.model.base_model.norm.weight.requires_grad
@@ -164,7 +167,7 @@ def test_a_critics_head_is_trained_beside_its_adapters(tiny_models: dict[str, Pa
     worker.export(tmp_path)
     again.load(tmp_path)
     assert torch.equal(again.model.score.weight, head)
-    scorer = RoleWorker("reward", config_of(str(tmp_path)), train=False, is_scalar=True)
+    scorer = RoleWorker(BackendSpec("reward", config_of(str(tmp_path)), train=False, is_scalar=True))
     torch.testing.assert_close(
         scorer.forward("scores", make_rows()).values, worker.forward("scores", make_rows()).values, rtol=0, atol=1e-9
     )
@@ -172,7 +175,7 @@ def test_a_critics_head_is_trained_beside_its_adapters(tiny_models: dict[str, Pa
 
 def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path]) -> None:
     worker = started(adapted(tiny_models["qwen2"]))
-    reference = RoleWorker("reference", config_of(str(tiny_models["qwen2"])), train=False)
+    reference = RoleWorker(BackendSpec("reference", config_of(str(tiny_models["qwen2"])), train=False))
     RoleCopy(reference, worker).move(0.0)
     for name, tensor in worker.full_state_dict().items():
         assert torch.equal(reference.model.state_dict()[name], tensor), name
@@ -183,7 +186,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
     from peft import PeftModel
 
     trained = started(adapted(tiny_models["qwen3"]))
-    other = RoleWorker("actor", adapted(tiny_models["qwen3"]), train=True)
+    other = RoleWorker(BackendSpec("actor", adapted(tiny_models["qwen3"]), train=True))
     parts, own = (worker.weights(adapters_alone=True) for worker in (trained, other))
     moved = LayoutCopy(lambda: parts, lambda: own, Ranks()).refresh().stayed if way == "in place" else 0
     if way == "collective":

@@ -12,6 +12,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import aggregations
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
+from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import RoleWorker
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_worker(folder: Path, max_tokens: int = 4096) -> RoleWorker:
     changes = {"trainer__max_tokens_per_device": max_tokens, "trainer__max_grad_norm": None}
-    return RoleWorker("actor", make_config(folder, "grpo", dtype="float64", **changes), train=True)
+    return RoleWorker(BackendSpec("actor", make_config(folder, "grpo", dtype="float64", **changes), train=True))
 
 
 def make_rows(seed: int = 0) -> Rows:

@@ -12,6 +12,7 @@ from braidrl.cluster.process_groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import EngineSpec
+from braidrl.training.backends import BackendSpec
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.generation_layout import GenerationLayout
@@ -43,7 +44,7 @@ def transition(
 ) -> Any:
     world.at(f"{training} {grouping}")
     config = config_of(model, training, "float32" if vllm else "float64")
-    worker = RoleWorker("actor", config, True, DataParallel(world.group, world))
+    worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
     layout = GenerationLayout(pipeline, tensor, grouping)  # type: ignore[arg-type]
     resolved = worker.config.trainer.layout.resolve(world.size)
     layout.check(resolved, world.size)

@@ -92,10 +92,11 @@ class SlotStates:
             log_probs=torch.zeros(slots, 1, dtype=dtype, device=device),
         )
 
-    def begin(self, rows: Mapping[int, EngineRow], seed: int, response_tokens: int, stop_tokens: int) -> None:
-        """Put rows into slots; all slots get room for at least so many response and stop tokens."""
-        rooms = {"tokens": response_tokens, "log_probs": response_tokens, "stop_token_ids": stop_tokens}
-        for name, room in rooms.items():
+    def begin(self, rows: Mapping[int, EngineRow], seed: int) -> None:
+        """Put rows into slots; all slots get room for their response and stop tokens."""
+        longest = max(row.limit for row in rows.values())
+        stopping = max(len(row.stop_token_ids) for row in rows.values())
+        for name, room in {"tokens": longest, "log_probs": longest, "stop_token_ids": stopping}.items():
             held: Tensor = getattr(self, name)
             if (more := room - held.shape[1]) > 0:
                 setattr(self, name, pad(held, (0, more), value=NO_TOKEN if name == "stop_token_ids" else 0))
@@ -190,28 +191,25 @@ class EmbeddedEngine(SteppingEngine):
     """An engine that generates with `model`, the trainer's own module.
 
     `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
-    With a `dtype` other than the model's, the engine has a copy of the weights, refreshed by `publish`. `shrink` makes steps smaller when
-    few rows are left; it is the default on the CPU, where results stay bitwise equal. `compile` is `rollout.compile`.
+    `shrink` makes steps smaller when few rows are left; it is the default on the CPU, where results stay bitwise equal. `compile` is
+    `rollout.compile`.
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
-        seed: int = 0, dtype: torch.dtype | None = None, shrink: bool | None = None, compile: bool = True,
-        slices: Slices | None = None, pipeline: dist.ProcessGroup | None = None, group: dist.ProcessGroup | None = None,
+        seed: int = 0, shrink: bool | None = None, compile: bool = True, slices: Slices | None = None,
+        pipeline: dist.ProcessGroup | None = None, group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        """Make the engine. With `slices` the model is one rank's shard, and all ranks execute the same calls in the same order.
+        """Make the engine, with `slices` of one rank's shard of a model: all ranks execute the same calls in the same order.
 
-        With `pipeline`, the group of ranks with other layers, it has some of the layers, and the last rank draws. With `group` each
-        rank brings requests of its own.
+        With `pipeline`, the ranks with other layers, the last of them draws. With `group` each rank brings requests of its own.
         """
         super().__init__(
             tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed
         )
         size = model.config.get_text_config().vocab_size
         self.vocabulary = size if size < len(tokenizer) else None
-        self._weights, self._slices = EngineWeights(model, dtype), slices
-        self.model = model = self._weights.model
-        """The model that decodes: the trainer's module, or a copy."""
+        self.model, self._slices = model, slices
         self.slots, self._pipeline, self.group = round_up(slots, ROW_MULTIPLE), pipeline, group
         self._shrink = model.device.type == "cpu" if shrink is None else shrink
         self._native = native_decoder(model) if compile else None
@@ -219,13 +217,13 @@ class EmbeddedEngine(SteppingEngine):
         # States of mixers and caches of cohorts need not stay where a recorded step has found them.
         recorded = compile and slices is None and model.device.type == "cuda" and plan == PACKED
         self._graphs = StepGraphs(CudaRecorder) if recorded else None
-        self._cohorts = Cohorts(model) if plan.by_rows else None
+        self._by_rows, self._cohorts = plan.by_rows, Cohorts(model)
         self._cache, self._prompts = SlotCache(self.slots, model.dtype, model.device), Prompts()
         self._log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
         self._rows: dict[int, EngineRow] = {}
         """The row in each slot that has one."""
         self._states = SlotStates.idle(self.slots, self._log_prob_dtype, model.device)
-        self._positions, self._response_tokens, self._stop_tokens, self._steps = 0, 1, 1, 0
+        self._positions = self._steps = 0
         self._look_at_rows()
 
     def parts(self) -> Mapping[str, WeightPart]:
@@ -236,7 +234,7 @@ class EmbeddedEngine(SteppingEngine):
         model = self.model
         layers, of_all = len(local_layers(model)), len(body_of(model).layers)
         every = cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
-        return EngineMemory(model, every * layers // of_all, self.phases)
+        return EngineMemory(model, every * layers // of_all)
 
     @property
     def in_flight(self) -> int:
@@ -246,7 +244,7 @@ class EmbeddedEngine(SteppingEngine):
         if self.phases is not None:
             self.phases.leave()
         try:
-            self._weights.refresh(source)
+            EngineWeights(self.model).refresh(source)
         except TransferError as error:
             raise EngineError(str(error)) from error
         self._prompts.prefixes.clear()
@@ -256,8 +254,6 @@ class EmbeddedEngine(SteppingEngine):
         super()._accept(row)
         # The memory that the rows need, of those that wait too.
         self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
-        self._response_tokens = max(self._response_tokens, row.limit)
-        self._stop_tokens = max(self._stop_tokens, len(row.stop_token_ids))
         self._prompts.expect(row.request.prompt)
 
     def step(self) -> list[Response]:
@@ -277,8 +273,7 @@ class EmbeddedEngine(SteppingEngine):
                     row = self._rows[slot] = self._rows.pop(source)
                     self._cache.move(source, slot, len(row.request.prompt) + self._steps - row.begun)
                     self._states.move(source, slot)
-                    if self._cohorts is not None:
-                        self._cohorts.move(source, slot)
+                    self._cohorts.move(source, slot)
                 self._has_changed = True
             if self._has_changed:
                 self._look_at_rows()
@@ -302,12 +297,12 @@ class EmbeddedEngine(SteppingEngine):
             states = (self._states.current, self._states.position, *self._cache.tensors())
             touched = (*states, *self.model.parameters(), *self.model.buffers())
             self._graphs.addresses = tuple(tensor.data_ptr() for tensor in touched)
-        if self._cohorts is not None:
+        if self._by_rows:
             self._cohorts.begin({slot: row.request.prompt for slot, row in new.items()})
         else:
             self._prompts.compute(self.model, {name: new[own[0]].request.prompt for name, own in by_prompt.items()})
         for name, slots in by_prompt.items():
-            if self._cohorts is None:
+            if not self._by_rows:
                 # Copy the prompt's keys and values into the slots of all rows that begin with it.
                 places = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
                 self._cache.fill(places, self._prompts.prefixes.get(name))
@@ -315,7 +310,7 @@ class EmbeddedEngine(SteppingEngine):
         for row in new.values():
             row.begun = self._steps
         self._rows |= new
-        self._states.begin(new, self.seed, self._response_tokens, self._stop_tokens)
+        self._states.begin(new, self.seed)
         self._has_changed = True
 
     def _decode(self) -> tuple[Tensor, Tensor]:
@@ -346,7 +341,7 @@ class EmbeddedEngine(SteppingEngine):
     def _logits(self, longest: int) -> Tensor:
         """Run the model's own forward, (B, V); `longest` is the length of the longest row."""
         states = self._active
-        if self._cohorts is not None:
+        if self._by_rows:
             return logits_of(self.model, self._cohorts.hidden(states.current, states.position))
         context = SlotStep(self._cache, states.position, longest)
         hidden = run_body(self.model, states.current[:, None], states.position[:, None], context)
@@ -360,8 +355,7 @@ class EmbeddedEngine(SteppingEngine):
         tokens, log_probs = self._states.tokens[index].cpu(), self._states.log_probs[index].cpu()
         drawn = self._states.drawn[index].tolist()
         self._states.end(slots)
-        if self._cohorts is not None:
-            self._cohorts.end(slots)
+        self._cohorts.end(slots)
         rows = [self._rows.pop(slot) for slot in slots]
         self._has_changed = True
         return self._done(
@@ -405,9 +399,8 @@ class EmbeddedEngine(SteppingEngine):
         self._rows.clear()
         self._prompts.waiting.clear()
         self._prompts.prefixes.clear()
-        if self._cohorts is not None:
-            self._cohorts.clear()
-        self._positions, self._response_tokens, self._stop_tokens, self._steps = 0, 1, 1, 0
+        self._cohorts.clear()
+        self._positions = self._steps = 0
         if release or self._graphs is None:
             self._cache.release()
             self._states = SlotStates.idle(self.slots, self._log_prob_dtype, self.model.device)

@@ -93,13 +93,9 @@ class SendHidden(nn.Module):
 
 
 def join_generation_groups(groups: Tensor) -> tuple[TensorRanks, dist.ProcessGroup | None]:
-    """Form the process groups of ranks that decode together; all ranks call this at the same time.
+    """Return this rank's tensor-parallel group, and its pipeline group, None if each rank has all layers; all ranks call this together.
 
-    Args:
-        groups: The ranks of each generation group, (groups, pipeline, tensor), as `GenerationLayout.groups` returns them.
-
-    Returns:
-        This rank's tensor-parallel group, and its pipeline group; None if each rank has all layers.
+    `groups` are the ranks of each generation group, (groups, pipeline, tensor), as `GenerationLayout.groups` returns them.
     """
     tensor = subgroup(groups.flatten(0, 1))
     assert tensor is not None, "every rank that generates is in a group"

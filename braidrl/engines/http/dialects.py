@@ -7,29 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl.engines.requests import Request, SamplingParams, draw_arguments
+from braidrl.engines.requests import EngineRow, SamplingParams, draw_arguments
 from braidrl.errors import UserError
 
 Json = Mapping[str, Any]
 ServerCall = tuple[str, Json]
 """A path, and the JSON that is posted there."""
-
-
-@dataclass(frozen=True)
-class ReplyPart:
-    """A response, or the rest of one, requested from a server."""
-
-    name: str
-    """A request id that is unique on the server."""
-    request: Request
-    """The request; its `max_tokens` fits into the model."""
-    stop_token_ids: tuple[int, ...]
-    """All tokens that end the response, the model's own included."""
-    seed: int
-    weights: str
-    """Name of the server's weights; caches of other weights are not used."""
-    reproducible: bool = True
-    """True where the row's own random numbers draw its tokens; else the server draws by its own."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +26,8 @@ class ServerNeeds:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The settings that draw the tokens to train on."""
     tensor: int = 1
-    """Tensor-parallel ranks; 1 leaves them to the server."""
+    """Tensor-parallel ranks; 1 leaves them to the server, as for `pipeline`."""
     pipeline: int = 1
-    """Pipeline-parallel ranks; 1 leaves them to the server."""
     receives: bool = False
     """Weights are sent over the network, not stored in a folder."""
 
@@ -54,7 +36,9 @@ class ServerNeeds:
 class Dialect:
     """The API of servers of one kind."""
 
-    generate: Callable[[ReplyPart], ServerCall]
+    generate: Callable[[EngineRow, int, str, bool], ServerCall]
+    """Asks for a row, given the run's seed, the label of the server's weights, whose caches alone may be used, and whether the row's own
+    random numbers draw its tokens; else the server draws by its own."""
     read: Callable[[Json], tuple[Sequence[int], Sequence[float]]]
     """Returns the tokens that a server drew, and their log-probs. Raises UserError for an answer without them."""
     abort: Callable[[str], ServerCall]
@@ -80,19 +64,19 @@ RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
 """The extension of vLLM's workers that receives weights over the network."""
 
 
-def vllm_generate(part: ReplyPart) -> ServerCall:
+def vllm_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -> ServerCall:
     """Ask vLLM for tokens. Where `DrawByRow` draws them in the server, vLLM's own sampling settings are neutral."""
-    sampling = part.request.sampling
+    sampling = row.request.sampling
     drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    if part.reproducible:
-        drawn["vllm_xargs"] = draw_arguments(part.request, part.seed)
+    if reproducible:
+        drawn["vllm_xargs"] = draw_arguments(row.request, seed)
     elif sampling.takes_likeliest:
         drawn["temperature"] = 0.0
     else:
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return "/v1/completions", {
-        "request_id": part.name, "prompt": part.request.prompt.tolist(), "cache_salt": part.weights,
-        "max_tokens": sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
+        "request_id": row.name, "prompt": row.request.prompt.tolist(), "cache_salt": weights,
+        "max_tokens": row.limit, "stop_token_ids": list(row.stop_token_ids), "ignore_eos": True,
         "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False,
         "logprobs": 0, "return_token_ids": True, **drawn,
@@ -158,17 +142,17 @@ VLLM = Dialect(
 )
 
 
-def sglang_generate(part: ReplyPart) -> ServerCall:
+def sglang_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -> ServerCall:
     """Ask SGLang for tokens; where it was started so, it draws by the row's seed and the token's place in the sequence."""
-    sampling = part.request.sampling
+    sampling = row.request.sampling
     return "/generate", {
-        "rid": part.name, "input_ids": part.request.prompt.tolist(), "return_logprob": True,
+        "rid": row.name, "input_ids": row.request.prompt.tolist(), "return_logprob": True,
         "sampling_params": {
             "temperature": 0.0 if sampling.takes_likeliest else sampling.temperature,
             "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": 0.0,
-            "max_new_tokens": sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
+            "max_new_tokens": row.limit, "stop_token_ids": list(row.stop_token_ids), "ignore_eos": True,
             "stop": list(sampling.stop), "no_stop_trim": True, "skip_special_tokens": False,
-            "sampling_seed": part.request.key(part.seed) & 0x7FFFFFFF,
+            "sampling_seed": row.request.key(seed) & 0x7FFFFFFF,
         },
     }  # fmt: skip
 

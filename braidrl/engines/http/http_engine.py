@@ -8,10 +8,11 @@ A row is one request and has one version of the weights; `ResumingEngine` reques
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -24,13 +25,13 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.cluster.process_groups import address_towards
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import NOTHING_YET, EngineError, Load
-from braidrl.engines.http.dialects import Dialect, ReplyPart, ServerNeeds
-from braidrl.engines.requests import Request, Response, row_of
+from braidrl.engines.engine import NOTHING_YET, EngineError, Load, check_idle
+from braidrl.engines.http.dialects import Dialect, ServerNeeds
+from braidrl.engines.requests import EngineRow, Request, Response, row_of
 from braidrl.errors import UserError, shown
 from braidrl.observe.stalls import WORK
 from braidrl.weights.collective import OfferedWeights, WeightOffer
-from braidrl.weights.file import WeightFile, stored_in_folder
+from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.model_files import HubNames
 from braidrl.weights.publisher import WeightSource, check_shapes
 
@@ -52,8 +53,8 @@ class ServerSpec:
     slots: int
     needs: ServerNeeds
     seed: int = 0
-    store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_folder
-    """The writer of weights, to where the server reads them or they are sent from."""
+    within: Path | None = None
+    """The parent of the folders from which a server reads weights."""
     hub_names: HubNames | None = None
     """The conversion to the names that the server's loaders know, if a folder's weights have other names."""
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
@@ -61,14 +62,9 @@ class ServerSpec:
     limit_s: float = 600.0
     """Seconds that a request waits for its answer."""
 
-
-@dataclass
-class HttpRow:
-    """A row that the server draws: its name there, and the pending request."""
-
-    name: str
-    call: asyncio.Future[dict[str, Any]]
-    aborted: bool = False
+    def store(self, tensors: Iterable[tuple[str, Tensor]]) -> WeightFile:
+        """Write weights to where the server reads them, or they are sent from."""
+        return stored_weights(tensors, not self.needs.receives, self.within)
 
 
 class HttpEngine:
@@ -83,7 +79,9 @@ class HttpEngine:
         self._held: OfferedWeights | None = None
         """The weights that the server received over the network from the run's ranks."""
         self._session: ClientSession | None = None
-        self._rows: dict[Uid, HttpRow] = {}
+        self._rows: dict[Uid, tuple[EngineRow, asyncio.Future[dict[str, Any]]]] = {}
+        """The rows that the server draws, and their pending requests."""
+        self._aborted: set[Uid] = set()
         self._awake = asyncio.Event()
         self._awake.set()
         self._failure: EngineError | None = None
@@ -123,10 +121,9 @@ class HttpEngine:
             raise self._failure
         row, spec = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens), self.spec
         row.name, row.version = uuid4().hex, self.version
-        asked = replace(request, sampling=replace(request.sampling, max_tokens=row.limit))
-        reply = ReplyPart(row.name, asked, row.stop_token_ids, spec.seed, self.weights, spec.needs.reproducible)
-        call = asyncio.ensure_future(self.ask("POST", *spec.dialect.generate(reply)))
-        state = self._rows[request.uid] = HttpRow(row.name, call)
+        asked = spec.dialect.generate(row, spec.seed, self.weights, spec.needs.reproducible)
+        call = asyncio.ensure_future(self.ask("POST", *asked))
+        self._rows[request.uid] = row, call
         try:
             with WORK.waiting():
                 answer = await call
@@ -134,6 +131,8 @@ class HttpEngine:
         finally:
             call.cancel()
             del self._rows[request.uid]
+            aborted = request.uid in self._aborted
+            self._aborted.discard(request.uid)
         try:
             tokens, log_probs = spec.dialect.read(answer)
         except UserError as error:
@@ -144,24 +143,21 @@ class HttpEngine:
             row.log_probs.append(log_prob)
             if row.record_token(token):
                 return row.finished()
-        if not state.aborted:
+        if not aborted:
             raise EngineError(f"{self.url} ended row {request.uid} after {len(row.tokens)} tokens, before its end")
         return row.finished(aborted=True)
 
     async def abort(self, uid: Uid) -> None:
         if uid not in self._rows:
             raise KeyError(f"row {uid} is not under way")
-        state = self._rows[uid]
-        state.aborted = True
-        while not state.call.done():
-            await self.ask("POST", *self.spec.dialect.abort(state.name))
-            await asyncio.wait([state.call], timeout=ABORT_AGAIN_S)
+        row, call = self._rows[uid]
+        self._aborted.add(uid)
+        while not call.done():
+            await self.ask("POST", *self.spec.dialect.abort(row.name))
+            await asyncio.wait([call], timeout=ABORT_AGAIN_S)
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        if self._rows:
-            raise RuntimeError(
-                f"{self.url}: {len(self._rows)} rows are under way; an engine gets weights when it has none"
-            )
+        check_idle(self.url, self._rows, "gets weights")
         with ExitStack() as stored:
             if source is not None and not isinstance(source, WeightFile | OfferedWeights):
                 source = stored.enter_context(closing(self.spec.store(source.tensors())))
@@ -224,8 +220,7 @@ class HttpEngine:
 
     async def sleep(self) -> None:
         """Refuse requests; the server keeps its memory, since its devices are its own."""
-        if self._rows:
-            raise RuntimeError(f"{self.url}: {len(self._rows)} rows are under way; an engine sleeps when it has none")
+        check_idle(self.url, self._rows, "sleeps")
         self._awake.clear()
 
     async def wake(self) -> None:

@@ -15,20 +15,20 @@ once, where all engines read them.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 
-from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
+from braidrl.cluster.event_loop import Runner, all_or_none
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import EngineError, Load, ServedEngine, T
+from braidrl.engines.engine import EngineError, Load, ServedEngine, T, check_idle
 from braidrl.engines.requests import EngineRow, Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine, answering
 from braidrl.weights.collective import OfferedWeights
-from braidrl.weights.file import WeightFile, stored_in_memory
+from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.publisher import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -45,24 +45,19 @@ class Router:
         self, engines: Sequence[ServedEngine], retry_s: float = 5.0, give_up_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] | None = None,
     ) -> None:  # fmt: skip
-        """Start with all engines alive.
+        """Start with all engines alive; `start` starts them, if the caller has not.
 
-        Args:
-            engines: The engines; `start` starts them, if the caller has not.
-            retry_s: Seconds between attempts to recover a failed engine.
-            give_up_s: Requests raise EngineError when no engine has been alive for so many seconds.
-            store: Writes weights where all engines read them; by default each engine is given the source.
+        A failed engine is recovered every `retry_s` seconds. Requests raise EngineError when none has been alive for `give_up_s`. `store`
+        writes weights where all engines read them; by default each engine is given the source.
         """
         self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
         self._places: dict[Uid, asyncio.Future[None]] = {}
         """A future for each row that waits for an engine: done when it has one, or when it is aborted."""
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
-        """The call for each row that an engine has."""
         self._aborted: set[Uid] = set()
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self.failures: dict[int, EngineError] = {}
-        """The error of each dead engine."""
         self._version: int | None = None
         self._source: WeightSource | None = None
         self._stored: WeightFile | None = None
@@ -121,8 +116,7 @@ class Router:
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
-        before: WeightFile | None = None
-        stored: WeightFile | None = None
+        before = stored = None
         if self._store is not None and source is not None and not isinstance(source, WeightFile | OfferedWeights):
             source = stored = self._store(source.tensors())
         self._version = version
@@ -136,8 +130,7 @@ class Router:
                 before.close()
 
     async def sleep(self) -> None:
-        if rows := self._dispatcher.jobs:
-            raise RuntimeError(f"{len(rows)} rows are under way; engines sleep without any")
+        check_idle("the router", self._dispatcher.jobs, "sleeps")
         self._asleep = True
         await self._everywhere(lambda engine: engine.sleep())
 
@@ -155,8 +148,8 @@ class Router:
 
     def load(self) -> Load:
         loads = [self.engines[number].load() for number in self.alive]
-        slots, running, waiting = (sum(getattr(load, n) for load in loads) for n in ("slots", "running", "waiting"))
-        return Load(slots, running, waiting + len(self._dispatcher.waiting))
+        waiting = sum(load.waiting for load in loads) + len(self._dispatcher.waiting)
+        return Load(sum(load.slots for load in loads), sum(load.running for load in loads), waiting)
 
     async def close(self) -> None:
         """Stop trying to recover dead engines, close all, and free the stored weights."""
@@ -251,7 +244,6 @@ class ResumingEngine:
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
         self._rows: dict[Uid, tuple[Request, RowEnded]] = {}
-        """Rows that the engine has."""
         self._tasks: dict[Uid, asyncio.Future[Response]] = {}
         """Their requests to an engine outside this process."""
         self._preempted: set[Uid] = set()
@@ -295,12 +287,11 @@ class ResumingEngine:
         self._preempted.discard(uid)
         if isinstance(result, Response):
             parts.append(result)
-            rest = remaining_request(request, result) if was_preempted else None
-            if rest is not None:
+            if was_preempted and (rest := remaining_request(request, result)) is not None:
                 self._parts[uid] = parts
                 self.start_rows([rest], ended)
                 return
-            result = joined(parts) if len(parts) > 1 else result
+            result = joined(parts)
         ended(uid, result)
 
     async def withdraw(self, uids: Collection[Uid]) -> None:
@@ -352,21 +343,15 @@ class EngineService:
     Its methods do what a `SteppingEngine`'s do. The engines' processes manage their own device memory.
     """
 
-    is_collective, memory = False, None
+    is_collective, memory, phases = False, None, None
 
     def __init__(
         self, engines: Sequence[ServedEngine], limit_s: float = 600.0,
-        store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_memory,
+        store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_weights,
     ) -> None:  # fmt: skip
-        """Start the engines.
+        """Start the engines. Raises UserError if they cannot use the model.
 
-        Args:
-            engines: Engines, not started yet.
-            limit_s: Seconds without a living engine after which calls raise EngineError.
-            store: Writes this process's weights to where the engines read them.
-
-        Raises:
-            UserError: The engines cannot use the model.
+        Calls raise EngineError after `limit_s` seconds without a living engine. `store` writes weights to where the engines read them.
         """
         self.router = Router(engines, 1.0, limit_s, store)
         self.engines, self.max_sequence_tokens = self.router.engines, self.router.max_sequence_tokens
@@ -411,7 +396,7 @@ class EngineService:
         return self.run(every)
 
     def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
-        return run_cancelled_by_interrupts(self._runner, work(self.router))
+        return self._runner.run(work(self.router))
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines. Raises ValueError if the source lacks a tensor."""
@@ -433,13 +418,3 @@ class EngineService:
 
 RoleEngine = SteppingEngine | EngineService
 """A role's engine as the process that executes its stages uses it: whole batches, without an event loop of its own."""
-
-
-@contextlib.asynccontextmanager
-async def all_or_none() -> AsyncIterator[asyncio.TaskGroup]:
-    """Wait for all tasks of a group; raise the first exception of one, and cancel the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None

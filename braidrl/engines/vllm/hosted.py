@@ -59,14 +59,8 @@ class HostedVllmEngine(VllmEngine):
     ) -> None:  # fmt: skip
         """Start vLLM; all ranks call this at the same time.
 
-        Args:
-            spec: The engine's settings.
-            tokenizer: The model's tokenizer.
-            groups: The ranks of each generation group, (groups, pipeline, tensor); None for a run of one process.
-            group: This rank's generation group.
-
-        Raises:
-            UserError: vLLM does not take the model, or keeps its weights in a form that cannot be written to.
+        `groups` are the ranks of each generation group, (groups, pipeline, tensor), None for a run of one process; `group` is this rank's.
+        Raises UserError if vLLM does not take the model, or keeps its weights in a form that cannot be written to.
         """
         self._groups, self.group = groups, group
         super().__init__(replace(spec, options={"enable_sleep_mode": True, **spec.options}), tokenizer)
@@ -87,8 +81,6 @@ class HostedVllmEngine(VllmEngine):
         identifier, *_ = Ranks(self.group).all_gather("name of the shared memory", secrets.token_hex(8))
         RankExecutor.identifier = identifier
         self._draw_seed = int(identifier[:8], 16)
-        self._draw_states: tuple[Tensor, list[Tensor]] | None = None
-        """Torch's random states for the next draws of vLLM, equal on the ranks of a group, and separate from training's."""
         own = {"distributed_executor_backend": "external_launcher", "seed": 0}
         with starting_vllm(self.spec.environment, self._groups):
             config = EngineArgs(**{**arguments, **own}).create_engine_config()
@@ -109,24 +101,17 @@ class HostedVllmEngine(VllmEngine):
 
     @property
     def memory(self) -> EngineMemory:
-        caches = sum(storage.nbytes() for storage in self._memory.caches)
-        return EngineMemory(self.model, caches, self.phases)
+        return EngineMemory(self.model, sum(storage.nbytes() for storage in self._memory.caches))
 
     def step(self) -> list[Response]:
         self._memory.bring(*PARTS)
         if self.spec.reproducible:
             return super().step()
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices):
-            if self._draw_states is None:
-                torch.manual_seed(self._draw_seed)
-            else:
-                torch.set_rng_state(self._draw_states[0])
-                for device, state in zip(devices, self._draw_states[1], strict=True):
-                    torch.cuda.set_rng_state(state, device)
-            ended = super().step()
-            self._draw_states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
-        return ended
+        # vLLM draws with random numbers that are equal on the ranks of a group, and leaves training's as they were.
+        self._draw_seed += 1
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            torch.manual_seed(self._draw_seed)
+            return super().step()
 
     def wake(self) -> None:
         """Do nothing: weights wake when they are received, keys and values with the next step, so that less is there at once."""

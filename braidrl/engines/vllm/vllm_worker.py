@@ -87,10 +87,7 @@ class TakesWeights:
         put_into: Callable[[Mapping[str, WeightPart]], object],
         tensors: Callable[[], Iterator[tuple[str, Tensor]]],
     ) -> None:
-        """Load into the live parameters, or tensor by tensor where vLLM keeps the weights in another form.
-
-        If the former fails, a later version must be loaded whole before a token is drawn.
-        """
+        """Load into the live parameters, else tensor by tensor. After a failure of the former the next version must be loaded whole."""
         config = self.vllm_config.model_config
         if self.live is None:
             try:
@@ -131,15 +128,10 @@ class TakesWeights:
 
 
 def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:
-    """Return this worker's parts of a model; a tied tensor under the name that vLLM loads.
+    """Return this worker's parts of vLLM's loaded module; a tied tensor under the name that vLLM loads.
 
-    Args:
-        model: vLLM's module, after loading.
-        shapes: The global shape of every tensor by its name in the checkpoint.
-        dtype: The dtype that vLLM computes in.
-
-    Raises:
-        WeightsNotLive: Some of the weights are kept in another form.
+    `shapes` are the global shapes by the names in the checkpoint, `dtype` is what vLLM computes in. Raises WeightsNotLive if it keeps some
+    of the weights in another form.
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", module)

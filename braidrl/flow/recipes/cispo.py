@@ -7,8 +7,6 @@ from braidrl.flow.recipes.parts import PolicyParameters, policy_update, rewarded
 
 
 class CispoParameters(PolicyParameters):
-    """Parameters of CISPO."""
-
     clip_low: float = Field(1.0, ge=0, le=1)
     """ε_low: weights below 1 − ε_low are raised to it; 1 sets no lower bound, as in the paper."""
     clip_high: float = Field(4.0, ge=0)

@@ -12,8 +12,6 @@ CACHE_SHARE = 5
 
 
 class DapoParameters(ClippedParameters):
-    """Parameters of DAPO."""
-
     clip_high: float = Field(0.28, ge=0)
     """ε_high: more room than ε_low for unlikely tokens to become likelier."""
     correct_score: float = 1.0

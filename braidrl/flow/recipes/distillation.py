@@ -1,19 +1,10 @@
 """On-policy distillation, arXiv 2306.13649: the student learns from the teacher's log-probs on the student's own responses."""
 
-from typing import Any
-
 from braidrl.flow import Flow, actor, loss, reference
-from braidrl.flow.recipes.parts import Parameters
+from braidrl.flow.recipes.parts import ActorParameters
 
 
-class DistillationParameters(Parameters):
-    """Parameters of on-policy distillation."""
-
-    aggregate: str | dict[str, Any] = "token-mean"
-    """Aggregation of token losses."""
-
-
-def distillation(p: DistillationParameters) -> Flow:
+def distillation(p: ActorParameters) -> Flow:
     """Return the flow: the reverse KL divergence from the teacher, `roles.reference.model`, on sampled tokens."""
     return Flow(
         "distillation",

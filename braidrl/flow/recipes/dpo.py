@@ -7,8 +7,6 @@ from braidrl.flow.recipes.parts import Parameters
 
 
 class DpoParameters(Parameters):
-    """Parameters of DPO."""
-
     beta: float = Field(0.1, gt=0)
     """β: a larger value keeps the policy nearer to the reference."""
 

@@ -9,8 +9,6 @@ from braidrl.flow.recipes.parts import ClippedParameters, policy_update, rewarde
 
 
 class DrGrpoParameters(ClippedParameters):
-    """Parameters of Dr. GRPO."""
-
     max_response_tokens: int = Field(ge=1)
     """Constant that divides the sum over a response, in place of its length."""
     aggregate: str | dict[str, Any] = "token-sum-norm"

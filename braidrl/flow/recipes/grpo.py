@@ -16,8 +16,6 @@ from braidrl.flow.recipes.parts import (
 
 
 class GrpoParameters(ClippedParameters, KlParameters):
-    """Parameters of GRPO."""
-
     aggregate: str | dict[str, Any] = "seq-mean-token-mean"
     """Aggregation of token losses; the paper uses the mean over rows of row means."""
     kl_coef: float = Field(0.04, ge=0)

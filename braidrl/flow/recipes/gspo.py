@@ -9,8 +9,6 @@ from braidrl.flow.recipes.parts import PolicyParameters, policy_update, rewarded
 
 
 class GspoParameters(PolicyParameters):
-    """Parameters of GSPO."""
-
     clip_low: float = Field(3e-4, ge=0, le=1)
     """ε_low: a response with a length-normalised ratio below 1 − ε_low is clipped."""
     clip_high: float = Field(4e-4, ge=0)

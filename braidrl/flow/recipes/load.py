@@ -97,7 +97,6 @@ def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | 
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Build a message of one line for the first error."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -20,14 +20,19 @@ class Parameters(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class PolicyParameters(Parameters):
+class ActorParameters(Parameters):
+    """Parameters of every recipe that trains a policy per token."""
+
+    aggregate: str | dict[str, Any] = "token-mean"
+    """Aggregation of token losses: a name, or a name with settings as in `{name: token-sum-norm, max_tokens: 512}`."""
+
+
+class PolicyParameters(ActorParameters):
     """Parameters of every recipe that trains a policy on its own responses."""
 
     reward: str | dict[str, float] = "verify"
     """Source of rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several with weights, as in
     `{verify: 1.0, score: 0.5}`."""
-    aggregate: str | dict[str, Any] = "token-mean"
-    """Aggregation of token losses: a name, or a name with settings as in `{name: token-sum-norm, max_tokens: 512}`."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     loss: str | dict[str, Any] | None = None
@@ -67,10 +72,7 @@ def rewarded(
     sources: str | Mapping[str, float], of: str | None = None, correct_score: float | None = None,
     wrong_score: float | None = None,
 ) -> list[Stage]:  # fmt: skip
-    """Return a stage for each source of rewards. Each stage adds its weighted score to `reward`, and writes its own column.
-
-    Raises UserError for no source and for an invalid role name.
-    """
+    """Return a stage for each source of rewards, which adds its weighted score to `reward`. Raises UserError for an invalid source."""
     weights = {sources: 1.0} if isinstance(sources, str) else dict(sources)
     if not weights:
         raise UserError("reward names no source; write one, as in `reward: verify`")
@@ -89,15 +91,11 @@ def rewarded(
 
 
 def surrogate(p: ClippedParameters) -> dict[str, Any]:
-    """Return the clipped surrogate at the recipe's clip range."""
     return loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip)
 
 
 def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> Stage:
-    """Return the actor's update with a loss, unless the parameters name another; `more` overrides the parameters.
-
-    Raises UserError if the parameters also set the recipe's own loss.
-    """
+    """Return the actor's update with this loss or the parameters' own; `more` overrides them. Raises UserError if both are set."""
     if p.loss is not None:
         if own := p.model_fields_set & set(OF_THE_LOSS):
             name = min(own)

@@ -3,6 +3,8 @@
 PPO-ptx, of the second paper, adds a language-model loss on pre-training text.
 """
 
+from typing import Any
+
 from pydantic import Field
 
 from braidrl.flow import Flow, Stage, When, actor, advantage, critic, loss, shape
@@ -34,15 +36,11 @@ class CriticParameters(ClippedParameters, KlParameters):
 
 
 class PpoParameters(CriticParameters):
-    """Parameters of PPO."""
-
     kl_target: float | None = Field(None, gt=0)
     """Target of the mean KL per response, in nats; the penalty's weight is adapted to it. Null keeps `kl_coef`."""
 
 
 class PpoPtxParameters(PpoParameters):
-    """Parameters of PPO-ptx."""
-
     ptx_coef: float = Field(27.8, gt=0)
     """γ of the paper: weight of the text's mean −log π per token, added to the policy loss. The text is `data.ptx`."""
 
@@ -57,25 +55,20 @@ def ppo_ptx(p: PpoPtxParameters) -> Flow:
     return Flow("ppo_ptx", ppo_stages(p, ptx_coef=p.ptx_coef))
 
 
-def ppo_stages(p: PpoParameters, ptx_coef: float = 0.0) -> list[Stage]:
-    """Return PPO's eight stages; without a KL penalty the reference's stages are absent."""
+def ppo_stages(p: PpoParameters, estimator: Stage | None = None, **update: Any) -> list[Stage]:
+    """Return PPO's eight stages, by default with GAE; without a KL penalty the reference's are absent. `update` is for the actor."""
+    if p.kl_target is None:
+        penalty = shape.kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)
+    else:
+        penalty = shape.adaptive_kl_penalty(coef=p.kl_coef, target=p.kl_target, estimator=p.kl_estimator)
     return [
         actor.generate(),
         *rewarded(p.reward),
         *reference_model(p),
         critic.values(),
-        *kl_penalty(p),
-        advantage.gae(gamma=p.gamma, lam=p.lam),
+        *([penalty] if p.kl_coef > 0 else []),
+        estimator or advantage.gae(gamma=p.gamma, lam=p.lam),
         *([advantage.whiten()] if p.whiten else []),
         critic.update(loss=loss.value(clip=p.value_clip)),
-        policy_update(p, surrogate(p), ptx_coef=ptx_coef, when=When(start=p.critic_warmup + 1)),
+        policy_update(p, surrogate(p), **update, when=When(start=p.critic_warmup + 1)),
     ]
-
-
-def kl_penalty(p: PpoParameters) -> list[Stage]:
-    """Return the KL penalty per token, with a fixed or an adaptive weight."""
-    if p.kl_coef == 0:
-        return []
-    if p.kl_target is None:
-        return [shape.kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)]
-    return [shape.adaptive_kl_penalty(coef=p.kl_coef, target=p.kl_target, estimator=p.kl_estimator)]

@@ -14,8 +14,6 @@ from braidrl.flow.recipes.parts import (
 
 
 class ReinforcePlusPlusParameters(ClippedParameters, KlParameters):
-    """Parameters of REINFORCE++."""
-
     baseline: bool = False
     """Use the variant with a baseline: it subtracts the mean reward of the prompt's samples, and its KL term is in the loss."""
     gamma: float = Field(1.0, gt=0, le=1)

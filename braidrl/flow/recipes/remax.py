@@ -1,19 +1,11 @@
 """ReMax, arXiv 2310.10505: the baseline of a response is the reward of its prompt's greedy response, so that no critic is needed."""
 
-from typing import Any
-
 from braidrl.flow import Flow, actor, advantage, loss, shape
-from braidrl.flow.recipes.parts import KlParameters, PolicyParameters, policy_update, reference_model, rewarded
+from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded
+from braidrl.flow.recipes.rloo import ResponseParameters
 
 
-class RemaxParameters(PolicyParameters, KlParameters):
-    """Parameters of ReMax."""
-
-    aggregate: str | dict[str, Any] = "seq-mean-token-sum"
-    """Aggregation of token losses; the paper uses the mean over rows of row sums."""
-
-
-def remax(p: RemaxParameters) -> Flow:
+def remax(p: ResponseParameters) -> Flow:
     """Return the flow: PPO without a critic, and with one greedy generation per prompt as baseline."""
     stages = [
         actor.generate(),

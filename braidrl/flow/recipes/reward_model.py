@@ -7,8 +7,6 @@ from braidrl.flow.recipes.parts import Parameters
 
 
 class RewardModelParameters(Parameters):
-    """Parameters of reward-model training."""
-
     role: str = Field("reward", pattern="^[a-z_]+$")
     """The trained role: `reward`, or `cost` on pairs in which the chosen response has the higher cost."""
 

@@ -6,14 +6,12 @@ from braidrl.flow import Flow, actor, advantage, loss, shape
 from braidrl.flow.recipes.parts import KlParameters, PolicyParameters, policy_update, reference_model, rewarded
 
 
-class RlooParameters(PolicyParameters, KlParameters):
-    """Parameters of RLOO."""
-
+class ResponseParameters(PolicyParameters, KlParameters):
     aggregate: str | dict[str, Any] = "seq-mean-token-sum"
-    """Aggregation of token losses; the paper uses the mean over rows of row sums, because a response is one action."""
+    """Aggregation of token losses; by default the mean over rows of row sums, because a response is one action."""
 
 
-def rloo(p: RlooParameters) -> Flow:
+def rloo(p: ResponseParameters) -> Flow:
     """Return the flow: the response's KL divergence is subtracted from its reward, then the leave-one-out baseline."""
     stages = [
         actor.generate(),

@@ -9,8 +9,6 @@ from braidrl.flow.stages import make_stage
 
 
 class SafeRlhfParameters(CriticParameters):
-    """Parameters of Safe-RLHF."""
-
     cost: str = "score"
     """Source of costs: `score` (the cost model), or your own function that writes `cost`, as in `limits.py:length_cost`."""
     cost_limit: float = 0.0

@@ -2,14 +2,11 @@
 
 from pydantic import Field
 
-from braidrl.flow import Flow, When, actor, advantage, critic, loss
-from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
-from braidrl.flow.recipes.ppo import PpoParameters, kl_penalty
+from braidrl.flow import Flow, advantage
+from braidrl.flow.recipes.ppo import PpoParameters, ppo_stages
 
 
 class VapoParameters(PpoParameters):
-    """Parameters of VAPO."""
-
     reward: str | dict[str, float] = "verify"
     """Source of rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several with weights."""
     kl_coef: float = Field(0.0, ge=0)
@@ -28,15 +25,5 @@ class VapoParameters(PpoParameters):
 
 def vapo(p: VapoParameters) -> Flow:
     """Return the flow: decoupled, length-adaptive GAE, Clip-Higher, token-level loss, imitation of right answers."""
-    stages = [
-        actor.generate(),
-        *rewarded(p.reward),
-        *reference_model(p),
-        critic.values(),
-        *kl_penalty(p),
-        advantage.decoupled_gae(gamma=p.gamma, lam_critic=p.lam, alpha=p.alpha),
-        *([advantage.whiten()] if p.whiten else []),
-        critic.update(loss=loss.value(clip=p.value_clip)),
-        policy_update(p, surrogate(p), positive_coef=p.positive_coef, when=When(start=p.critic_warmup + 1)),
-    ]
-    return Flow("vapo", stages)
+    estimator = advantage.decoupled_gae(gamma=p.gamma, lam_critic=p.lam, alpha=p.alpha)
+    return Flow("vapo", ppo_stages(p, estimator, positive_coef=p.positive_coef))

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from braidrl.agents.environments import AGENTS, in_thread
 from braidrl.agents.listening import endpoint_key
@@ -36,12 +35,13 @@ from braidrl.engines.factory import exchange_publisher, publisher_of, start_engi
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
 from braidrl.engines.routing.router import RoleEngine
 from braidrl.errors import UserError
-from braidrl.flow import Flow, Stage
+from braidrl.flow import Stage
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
-from braidrl.rewards.verify import RuleRewards, decoded
+from braidrl.rewards.verify import decoded
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, EarlyStop, early_verify_stages
+from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.parallel.layouts import DataParallel
@@ -75,9 +75,7 @@ class PartialResponses:
     """The earlier tokens of a generate stage's rows, and their present budgets."""
 
     def __init__(self, stage: Stage, rows: Rows, config: Config, version: int) -> None:
-        """Collect the earlier tokens of rows, which weights of `version` continue; a row that would be too stale for the next batch
-        has no budget.
-        """
+        """Collect the earlier tokens of rows, which weights of `version` continue; a row too stale for the next batch has no budget."""
         self.config, self.asked = config, dict[Uid, Request]()
         self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
         starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
@@ -114,14 +112,11 @@ class PartialResponses:
 class Generation:
     """The engines of generating roles, by role, and the running checks."""
 
-    def __init__(
-        self, config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase, rewards: RuleRewards | None,
-        progress: Progress, ranks: DataParallel,
-    ) -> None:  # fmt: skip
-        """Start without engines; `ranks` are the processes that generate a batch together."""
-        self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
-        self.ranks = ranks
-        self.checks = Checks(rewards, progress)
+    def __init__(self, prepared: Prepared, progress: Progress, ranks: DataParallel, checks: bool) -> None:
+        """Start without engines; `ranks` are the processes that generate a batch together. Without `checks` no answer is verified."""
+        config, self.flow, self.tokenizer = prepared.config, prepared.executed, prepared.tokenizer
+        self.config, self.progress, self.ranks = config, progress, ranks
+        self.checks = Checks(prepared.rewards() if checks else None, progress)
         self.engines: dict[str, RoleEngine] = {}
         self.publishers: dict[str, Publisher] = {}
         self.moves, self.usage = WeightMoves(), DeviceUsage(config)
@@ -135,20 +130,14 @@ class Generation:
             self.publishers[role] = publisher_of(worker, engine, self.config)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
-        """Plan the transfer of a role's weights between all `ranks` that train or generate; all of them call this together.
-
-        `worker` trains the role here; it is None if an engine of this process receives the weights.
-        """
+        """Plan the transfer of a role's weights between all `ranks` that train it, with a `worker`, or generate; all call this together."""
         trained = worker if isinstance(worker, ShardedBackend) else None
         if role in self.publishers:
             self.publishers[role].close()
         self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.config, ranks)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
-        """Return the columns that a generate stage writes, in the order of `rows`; `stop` ends rows early.
-
-        Without rows only collective decoding with other ranks is done.
-        """
+        """Return the columns that a generate stage writes, in the order of `rows`; without rows only collective decoding is done."""
         if "environment" in stage.params:
             return self._play(stage, rows, sums)
         engine = self.engines[str(stage.role)]
@@ -178,7 +167,7 @@ class Generation:
             done, start = dict(partial.complete) if partial else {}, time.perf_counter()
             drawn = engine.generate(requests, ended, rows_to_end)
             seconds = time.perf_counter() - start
-            new = [Drawn.of(request.prompt, response) for request, response in zip(requests, drawn, strict=True)]
+            new = [Drawn.of(len(request.prompt), response) for request, response in zip(requests, drawn, strict=True)]
             self.usage.decoded(stage, new, engine.slots, seconds, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
             finished = [done[uid] if uid in done else replace(done[other], uid=uid) for uid, other in first.items()]
@@ -209,7 +198,7 @@ class Generation:
                     running, stage, rows, limits, lambda ended: bar.update(1, ended.action_tokens, engine.in_flight)
                 )
             )
-            drawn = [Drawn.of(rows["prompt"][i], one) for i, one in enumerate(played)]
+            drawn = [Drawn.of(n, one) for n, one in zip(rows["prompt"].lengths.tolist(), played, strict=True)]
             self.usage.decoded(stage, drawn, engine.slots, time.perf_counter() - start, sums)
             return self.trajectory_columns(stage, played, limits, sums)
 
@@ -244,9 +233,7 @@ class Generation:
     def trajectory_columns(
         self, stage: Stage, played: Sequence[Trajectory], limits: Limits, sums: Sums
     ) -> Mapping[str, Column]:
-        """Return the columns that a generate stage writes; turns and failures are counted in `sums`, and the first failure of each kind
-        is shown.
-        """
+        """Return the columns that a generate stage writes; turns and failures are counted, and the first failure of each kind is shown."""
         sums.add("environment/turns", sum(one.turns for one in played), len(played))
         failures = Counter(one.failure for one in played if one.failure is not None)
         sums.add("environment/failed_fraction", sum(failures.values()), len(played))
@@ -269,7 +256,6 @@ class Generation:
         return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
     def publish(self, version: int) -> None:
-        """Load the trained weights into the engines, under this version number."""
         self.moves.version = version
         for role, publisher in self.publishers.items():
             start = time.perf_counter()
@@ -304,10 +290,7 @@ def sampling_of(stage: Stage, config: Config) -> SamplingParams:
 
 
 def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> Limits:
-    """Return the limits of a trajectory of at most so many tokens, prompt included; ranks that play together divide `at_once`.
-
-    A right answer has score 1 unless configured.
-    """
+    """Return the limits of a trajectory of so many tokens, prompt included; ranks that play together divide `at_once`."""
     environment, right = config.rollout.environment, config.reward.correct_score
     share = environment.at_once // ranks.size + (ranks.rank < environment.at_once % ranks.size)
     return Limits(

@@ -112,10 +112,7 @@ class EarlyStop:
     def __init__(
         self, segment: Segment, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None, wave: int = 0
     ) -> None:
-        """Start a wave with the rows `uids` on all ranks, which exchange `notices`; None if this rank generates them all.
-
-        `wave` is a number that no earlier wave had, the same on all ranks.
-        """
+        """Start a wave, of a number new on all ranks, with its rows `uids` on all ranks that exchange `notices`; None for one rank."""
         self.segment, self.flow, self.notices = segment, flow, notices
         if notices is not None:
             notices.begin(str(wave))
@@ -152,10 +149,7 @@ class EarlyStop:
             self._news(wait=True)
 
     def _news(self, wait: bool) -> list[Rows]:
-        """Return new results of this rank and of all others: index columns, including those of verify stages.
-
-        This rank's are of the rows whose checks have ended, or with `wait` of all its rows.
-        """
+        """Return new results, with columns of verify stages: of this rank's checked rows (with `wait` of all), and of others."""
         ready = [wait or all(check.done() for check in checks) for _, checks in self.waiting]
         taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
         self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
@@ -178,10 +172,7 @@ class EarlyChecks:
         self, checks: Checks, engine: RoleEngine, rows: Rows, place: Mapping[Uid, int], verify: Sequence[Stage],
         bar: Bar, stop: EarlyStop | None,
     ) -> None:  # fmt: skip
-        """Start; `place` gives the position of each row in `rows`, `verify` the stages that may start early.
-
-        `stop` gets each finished row at once, with its checks by verify stage.
-        """
+        """Start; `place` is each row's position in `rows`, and `verify` the stages that may start early. `stop` gets each finished row."""
         self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, place, bar
         self.verify = verify if checks.rewards is not None else ()
         for stage in self.verify:

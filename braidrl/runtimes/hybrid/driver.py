@@ -10,7 +10,6 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 """
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,7 +29,7 @@ from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
-from braidrl.errors import UserError, WorkerError, first_line
+from braidrl.errors import WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import computed, summed
 from braidrl.flow.flow import is_optimized
@@ -74,28 +73,25 @@ class HybridBackend:
         self.home, self.distinct = workers.home, list(workers.groups)
         self.groups = {role: group for group in workers.groups for role in group.pool.roles}
         self.keys = itertools.count()
-        self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
         self.training: list[Output] = []
         resources.enter_context(payload_forbidden())
 
     def read(self, origin: Origin) -> Handle:
         """Read rows on the ranks of `home`, each its share."""
-        while self.forgotten:
-            group, worker, number = self.forgotten.popleft()
-            group.forgotten.setdefault(worker - group.first, []).append(number)
+        for group in self.distinct:
+            while group.unread:
+                worker, number = group.unread.popleft()
+                group.forgotten.setdefault(worker - group.first, []).append(number)
         key = next(self.keys)
         futures = self.home.call("make", origin, key)
         answers = self.home.wait(futures)
         output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
-        output.begin(key, self.home, futures, [range(*edges) for edges in pairwise(ends)], self.forgotten)
+        output.begin(key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
         output.finish(answers)
-        return Handle((output,), torch.arange(len(output.future))[None])
+        return Handle((output,), torch.arange(len(output.row))[None])
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None) -> Handle:
-        """Start a stage; a stage without a role is deferred until its output is needed.
-
-        Ranks that generate a `segment` exchange results, and each aborts its rows that are no longer needed.
-        """
+        """Start a stage; without a role it is deferred until its output is needed. In a `segment` ranks exchange results."""
         if stage.role is not None and ":" in stage.type:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
@@ -150,20 +146,14 @@ class HybridBackend:
         return True
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names, through its transfer protocol, and return the collected
-        result.
+        """Call a method of the class that `roles.ROLE.methods` names through its transfer protocol, and return the collected result.
 
-        This is a table, at once, if the method writes columns; else the workers' return values. Raises UserError if the role has no
-        such class, or the class no such method.
+        This is a table, at once, if the method writes columns. Raises UserError if there is no such method.
         """
-        own = self.config.roles.get(role)
-        if own is None or own.methods is None:
-            raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
-        registration = registration_of(import_function(own.methods), method)
-        stage = Stage(
-            f"{role}.{method}", f"{own.methods}.{method}", role,
-            kind=Kind.INFER, reads=registration.reads, writes=registration.writes,
-        )  # fmt: skip
+        owner = str(self.config.roles[role].methods)
+        own = registration_of(import_function(owner), method)
+        kind, name = Kind.INFER, f"{role}.{method}"
+        stage = Stage(name, f"{owner}.{method}", role, kind=kind, reads=own.reads, writes=own.writes)
         return self._call(stage, arguments, iteration, sums)
 
     def _call(self, stage: Stage, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
@@ -188,7 +178,7 @@ class HybridBackend:
         results = []
         for future, (rows, *_) in zip(futures, [call for call in calls if call is not None], strict=True):
             output = Output(stage, None, iteration, sums)
-            output.begin(key, group, [future], [range(len(rows))], self.forgotten)
+            output.begin(key, group, [future], [range(len(rows))])
             results.append(rows.with_output(output))
         return own.protocol.collect(mesh, calls, results)
 
@@ -198,13 +188,12 @@ class HybridBackend:
         return table.index
 
     def texts(self, table: Handle) -> list[RowText]:
-        """Get the texts from the ranks that generated the rows."""
         group, parts = self._where_made(table)
         answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
-        said: dict[int, RowText] = {}
-        for rows, answer in zip(parts, answers, strict=True):
-            said |= {row: RowText(*text) for row, text in zip(rows, answer.result, strict=True)}
-        return [said[row] for row in range(len(table))]
+        pairs = [
+            pair for rows, answer in zip(parts, answers, strict=True) for pair in zip(rows, answer.result, strict=True)
+        ]
+        return [RowText(*text) for _, text in sorted(pairs)]
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         """Write the rows from the ranks that generated them."""
@@ -224,10 +213,9 @@ class HybridBackend:
         group.wait(group.call("keep", [folder] * len(parts), own, aside=True))
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Save beside a running call, so that an interrupt does not wait until all rows are generated.
+        """Save beside a running call, so that an interrupt does not wait until all rows are generated; a sharded model after it.
 
-        A sharded model is saved collectively, after the running call. With `copy` each worker continues as soon as it has copies, and
-        writes them in a thread.
+        With `copy` each worker continues as soon as it has copies, and writes them in a thread.
         """
         begun = []
         for group in self.distinct:
@@ -288,7 +276,7 @@ class HybridBackend:
         key, rows = next(self.keys), replace(output.table, parts=parts)
         reads = columns_read(output.stage)
         futures = group.call("execute", rows, output.stage, output.iteration, key, *more, reads=reads)
-        output.begin(key, group, futures, parts, self.forgotten)
+        output.begin(key, group, futures, parts)
 
     def _begin_deferred(self, outputs: Iterable[Output]) -> None:
         """Start the deferred stages: here if one reads and writes only index columns, else where its rows are."""
@@ -343,10 +331,9 @@ class HybridBackend:
 def start_hybrid_backend(
     prepared: Prepared, progress: Progress, folder: Path | None, cluster: RayCluster | None = None
 ) -> HybridBackend:
-    """Start the workers and have them read the data and load their models.
+    """Start the workers, on the configured cluster by default, and have them read the data and load their models.
 
-    `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
-    placement does not fit, the data cannot be used, or a user's class of methods is missing.
+    `folder` is the run's, for files of workers. Raises UserError if a placement, the data or a user's class cannot be used.
     """
     config = prepared.config
     for own in config.roles.values():
@@ -356,11 +343,9 @@ def start_hybrid_backend(
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
-        # An actor for each rank of each pool: they know each other by name, and nothing of the run yet.
         groups, number = list[WorkerGroup](), 0
         for pool, places in zip(pools, cluster.reserve(pools), strict=True):
             groups.append(WorkerGroup(pool, places, number, cluster))
-            groups[-1].start()
             number += len(places)
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])

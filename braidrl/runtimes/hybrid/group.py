@@ -5,8 +5,9 @@ driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, ran
 driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -41,8 +42,10 @@ class WorkerGroup:
     places: Sequence[Reservation]
     first: int
     cluster: RayCluster
+    unread: deque[tuple[int, int]] = field(default_factory=deque)
+    """The worker and key of rows without readers; they are forgotten when the next rows are read."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
-    """Keys of rows without readers, by rank: the worker frees them with its next call."""
+    """Keys of such rows by rank: the worker frees them with its next call."""
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
     """The process of each worker on the driver's machine, after it has loaded its models."""
@@ -50,13 +53,12 @@ class WorkerGroup:
     """The kind of device of its workers, after they have loaded their models."""
 
     def __post_init__(self) -> None:
-        self.limit_s = self.cluster.config.start_limit_s
         self.mesh = Mesh(self.pool.workers)
         self.numbers = range(self.first, self.first + self.mesh.size)
 
     def start(self) -> None:
         """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
-        self.actors = []
+        self.actors, self.limit_s = [], self.cluster.config.start_limit_s
         self.forgotten.clear()
         for rank, place in enumerate(self.places):
             actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
@@ -71,8 +73,7 @@ class WorkerGroup:
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
 
-        `reads` are the columns that workers need of handles, by default all. `aside` runs beside the call that a worker is busy
-        with.
+        `reads` are the columns of handles that workers need, by default all. `aside` runs beside the call that a worker is busy with.
         """
         protocol: TransferProtocol = registration_of(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
@@ -96,7 +97,7 @@ class WorkerGroup:
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
 
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
-        """Return the answers of this group's calls, in the order of the futures, which then know where their rows are.
+        """Return the answers of this group's calls, in the order of the futures.
 
         `arrived` is called with each completed future. Raises WorkerError if a worker failed or sent no answer for too long, and
         UserError if a worker raised it.
@@ -118,8 +119,6 @@ class WorkerGroup:
                 except WorkerError as failure:
                     self._raise_deaths(list(waiting.values()), failure)
                     raise
-                # Index columns and sums go to the caller; the future keeps the location of the payload.
-                future.answer = replace(answers[ref], index=b"", sums={}, result=None)
                 if arrived:
                     arrived(future)
         return [answers[future.ref] for future in futures]
@@ -171,15 +170,14 @@ class RunWorkers:
     order: RunOrder
 
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
-        """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
+        """Start the actors of `fresh` groups; let them join the run, form process groups, read the data and load their models.
 
-        Returns the number of prompts and a message per source; nothing if `home` is not among them, or reads none. Raises UserError
-        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
+        Returns the number of prompts and a message per source if `home` is among them, and reads data. Raises UserError if a worker
+        refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
-        config = self.prepared.config
+        config, order = self.prepared.config, ray.put(self.order)
         for group in fresh:
-            group.limit_s = config.cluster.start_limit_s
-        order = ray.put(self.order)
+            group.start()
         joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
         if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
             raise UserError(
@@ -217,10 +215,9 @@ class RunWorkers:
         return counts
 
     def replace_lost(self) -> None:
-        """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
+        """Restart the groups that lost a worker, and those that do not finish in `cluster.silence_s`: a rank may wait for a failed one.
 
-        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish. Raises WorkerError
-        if the restart failed.
+        All others forget their rows. Raises WorkerError if the restart failed.
         """
         cluster = self.home.cluster
         cluster.look()
@@ -240,10 +237,7 @@ class RunWorkers:
                 group.end()
                 fresh.append(group)
             group.limit_s = cluster.config.wait_limit_s
-        for group in fresh:
-            group.start()
-        if fresh:
-            self.begin(fresh)
+        self.begin(fresh)
 
 
 def check_devices_alike(role: str, trains: str, generates: str) -> None:
@@ -267,16 +261,15 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
     group: WorkerGroup = outputs[0].group
     workers = torch.full((len(table),), -1)
     for output in outputs:
-        for future, _, places in output.pieces(table.rows[table.outputs.index(output)]):
-            workers[places] = torch.where(workers[places] < 0, future.worker, workers[places])
+        rows = table.rows[table.outputs.index(output)]
+        places = ((rows >= 0) & (workers < 0)).nonzero().flatten()
+        workers[places] = output.worker[rows[places]]
     ranks = [worker - group.first if worker in group.numbers else 0 for worker in workers.tolist()]
     return group, rows_of_ranks(ranks, group.mesh.size)
 
 
 def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
-    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one rank, for losses
-    that compare their rows.
-    """
+    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one rank."""
     costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
     return balanced_partition(costs, ranks, groups=index["group"].tolist() if whole_groups else None)
 

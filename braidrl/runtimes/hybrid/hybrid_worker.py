@@ -25,14 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.process_groups import (
-    address_towards,
-    connect_store,
-    group_between,
-    join_group,
-    open_store,
-)
-from braidrl.cluster.world import World
+from braidrl.cluster.process_groups import address_towards, connect_store, group_between, open_store
+from braidrl.cluster.world import World, world_at
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
@@ -48,8 +42,8 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.prepare.setup import Prepared, after_first, rule_rewards, set_up_torch, with_data, without_data
-from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin
+from braidrl.runtimes.prepare.setup import Prepared, after_first, set_up_torch, with_data, without_data
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowStore
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.parallel.layouts import DataParallel
@@ -103,15 +97,13 @@ class HybridWorker:
         """Process groups between the pools that train a role and generate for it, by role."""
 
     def close(self) -> None:
-        """End the reward processes, and close files and process groups."""
         self.resources.close()
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
-        """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
-        answers of earlier calls that hold the arguments' rows.
+        """Call a method by name with the first `count` of `values`; the rest are answers of earlier calls that hold the arguments' rows.
 
-        Raises UserError if the method raised it, and WorkerError for any other error, also if rows did not arrive: its text holds
-        everything, since the exception behind it may not be serializable.
+        Rows under the keys `released` are freed before. Any error but UserError becomes a WorkerError whose text holds everything, since
+        the exception behind it may not be serializable.
         """
         for key in released:
             self.kept.pop(key, None)
@@ -131,10 +123,7 @@ class HybridWorker:
 
     @register(protocol="ALL_TO_ALL")
     def join_run(self, number: int, order: RunOrder) -> int:
-        """Derive this worker's part from the run's configuration; return the hash of its stages.
-
-        Raises UserError for a configuration that cannot run.
-        """
+        """Derive this worker's part from the run's configuration, or raise UserError; return the hash of its stages."""
         config = parse_config(order.settings)
         self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
@@ -155,20 +144,13 @@ class HybridWorker:
     def join_process_group(self, meeting: Meeting) -> None:
         """Form a process group with the other ranks of the pool, given the address of their store."""
         host, port, secret = meeting
-        if self.rank > 0:
-            self.meeting = connect_store(host, port, self.limit_s)
-        assert self.meeting is not None
-        size, store = self.pool.workers, dist.PrefixStore(secret, self.meeting)
-        group = join_group(store, self.rank, size, self.limit_s, torch.cuda.is_available(), host)
-        self.world = World(self.rank, size, group, dist.PrefixStore("world", store))
+        store, cuda = connect_store(host, port, self.limit_s, secret), torch.cuda.is_available()
+        self.world = world_at(store, self.rank, self.pool.workers, self.limit_s, cuda, host)
         self.resources.callback(self.world.close)
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
-        """Read the run's data with the other ranks of the pool; return the number of prompts and a message per source.
-
-        The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
-        """
+        """Read the run's data with the pool's other ranks, which map the first one's tables; return prompts and a message per source."""
         self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, kept))
         return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
 
@@ -177,30 +159,24 @@ class HybridWorker:
         """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
         prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
-        self.flow, self.rows = prepared.executed, prepared.store()
+        self.flow, self.rows = prepared.executed, RowStore(prepared)
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)
-        self.executor = StageExecutor(
-            prepared.config, self.flow, pool.models, prepared.tokenizer,
-            rule_rewards(prepared.config, prepared.stages, prepared.tokenizer), Progress(shown=False), pool.generating,
-            DataParallel(self.world.group),
-        )  # fmt: skip
+        ranks = DataParallel(self.world.group)
+        self.executor = StageExecutor(prepared, pool.models, Progress(shown=False), pool.generating, ranks)
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace
         return os.getpid(), ray.get_runtime_context().get_node_id(), self.executor.usage.device.type
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
-        """Plan the transfer of a role's weights between its training pool and its generating pool, `size` ranks together.
-
-        `first` is this pool's first rank among them.
-        """
+        """Plan the transfer of a role's weights between the pools that train and generate: `size` ranks, this pool's from `first` on."""
         host, port, secret = meeting
         if role in self.exchanges:
             # Some of its ranks have ended: waiting for them would time out.
             self.exchanges.pop(role).abort()
-        store = dist.PrefixStore(secret, connect_store(host, port, self.limit_s))
+        store = connect_store(host, port, self.limit_s, secret)
         cuda = self.executor.usage.device.type == "cuda"
         group = group_between(store, first + self.rank, size, self.limit_s, cuda, address_towards(host))
         self.exchanges[role] = group
@@ -254,14 +230,10 @@ class HybridWorker:
 
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> CallResult:
-        """Return this part's sums of a batch-scope stage."""
         return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
-        """Call a method of the user's class for a role, with rows in place of a part, and keep the columns that it writes.
-
-        A rank without rows is left out, unless the role's ranks compute collectively.
-        """
+        """Call a method of the user's class for a role, with rows in place of a part, and keep the columns that it writes."""
         call = partial(self.executor.own_method(stage), **stage.settings)
         self.executor.residency.before(stage)
         if not (arguments and isinstance(arguments[0], Part)):
@@ -286,7 +258,6 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
-        """Move the weights of one role of the pool towards those of another."""
         self.executor.copy_weights(stage)
 
     @register(protocol="ONE_TO_ALL")
@@ -313,10 +284,7 @@ class HybridWorker:
             self.rows.save(path / f"{self.rank:05}", self._rows_of(part, None))
 
     def fetch(self, wanted: Sequence[tuple[int, Numbers, tuple[str, ...]]]) -> list[list[Numbers]]:
-        """Return, for each key, payload columns, or without names all columns, of some rows (n,) that the call with this key has kept.
-
-        They are encoded as arrays, which Ray copies only once.
-        """
+        """Return payload columns, or without names all, of some rows (n,) kept under each key: as arrays, which Ray copies only once."""
         return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*one))] for one in wanted]
 
     def _write(
@@ -343,10 +311,7 @@ class HybridWorker:
         return CallResult(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
-        """Return the rows of a part with their index columns and the payload to read; None reads all, index columns included.
-
-        Raises TimeoutError naming the late workers.
-        """
+        """Return a part's rows with index columns and the payload to read; None reads all. Raises TimeoutError naming the late workers."""
         if not len(part):
             return Rows({})
         came = {(answer.worker, answer.key): answer for answer in self.call.answers}
@@ -396,6 +361,7 @@ class HybridWorker:
         return [Rows.cat(parts) for parts in found]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
-        kept = self.kept[key].only(columns) if columns else self.kept[key]
+        kept = self.kept[key]
+        kept = kept.only([name for name in columns if name in kept]) if columns else kept
         everything = len(rows) == len(kept) and bool((rows == np.arange(len(rows))).all())
         return kept if everything else kept.take(torch.tensor(rows))

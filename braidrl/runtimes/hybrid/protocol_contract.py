@@ -6,7 +6,7 @@ check_protocol(IN_TURN)
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
 
@@ -36,21 +36,14 @@ MESHES = (
 """Meshes of one process to some dozen, with every axis divided, also with generation groups."""
 
 
-def check_protocol(
-    protocol: TransferProtocol, meshes: Iterable[Mesh] = MESHES, counts: Sequence[int] = range(20)
-) -> None:
-    """Check that workers which return their rows return all rows once and in order, on any mesh.
+def check_protocol(protocol: TransferProtocol) -> None:
+    """Check that workers which return their rows return all rows once and in order, for up to 19 rows on any mesh.
 
-    Args:
-        protocol: A protocol whose methods take rows and further arguments; it may give a row to several workers.
-        meshes: Meshes to check.
-        counts: Numbers of rows to check.
-
-    Raises:
-        AssertionError: The violated rule, with the numbers of rows and workers.
+    The protocol's methods take rows and further arguments; it may give a row to several workers. Raises AssertionError with the violated
+    rule, and the numbers of rows and workers.
     """
     other = object()
-    for mesh, count in itertools.product(meshes, counts):
+    for mesh, count in itertools.product(MESHES, range(20)):
         rows, case = Numbered(range(count)), f"{protocol.name} of {count} rows on {mesh.size} workers"
         calls = protocol.distribute(mesh, rows, other)
         assert len(calls) == mesh.size, f"{case}: distribute has {len(calls)} entries; write one for each worker"

@@ -54,11 +54,7 @@ class DivisibleTable(RowTable, Protocol):
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """A name for messages, and two functions of the mesh.
-
-    `distribute(mesh, *arguments)` returns the arguments of each rank. `collect(mesh, calls, results)` joins the results of the called
-    ranks, in order of ranks.
-    """
+    """A name, and two functions of the mesh: the arguments of each rank, and the joined results of the called ranks, in their order."""
 
     name: str
     distribute: Callable[..., RankCalls]
@@ -80,15 +76,11 @@ class Registration:
 def register(
     *, protocol: str | TransferProtocol, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
 ) -> Callable[[F], F]:
-    """Return a decorator that registers a worker's method for calls by the driver.
+    """Return a decorator that registers a worker's method for calls by the driver. Raises UserError for an unknown protocol.
 
-    Args:
-        protocol: The name of a protocol in `PROTOCOLS`, `module:name` or `file.py:name` of your own, or the protocol itself.
-        reads: Columns that the method needs, as for a stage; no other payload is fetched.
-        writes: Columns that it returns as a mapping and that stay with the worker; without any, its result goes to the driver.
-
-    Raises:
-        UserError: No protocol has this name.
+    `protocol` is a name in `PROTOCOLS`, `module:name` or `file.py:name`, or the protocol itself. `reads` are the columns that the method
+    needs, as for a stage, and `writes` those that it returns as a mapping and that stay with the worker; without any, its result goes to
+    the driver.
     """
     registration = Registration(PROTOCOLS.find(protocol) if isinstance(protocol, str) else protocol, reads, writes)
 

@@ -110,10 +110,7 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
 
 
 def deployment(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Deployment:
-    """Return a role's configured deployment; `decoding_ranks` of the run decode together with a sharded model.
-
-    Raises UserError if the layout does not fit the devices or the model.
-    """
+    """Return a role's configured deployment; `decoding_ranks` decode together. Raises UserError if its layout does not fit."""
     role, rollout, placed = use.role, config.rollout, undeployed(use, config, flow)
     layout = placed.layout
     if engine_processes(config):
@@ -190,10 +187,7 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
 
 
 def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Return, under `trainer.resident_gib`, the peak bytes of a device, and the assets that must leave it for others.
-
-    Raises UserError for a stage that alone needs more.
-    """
+    """Return, under `trainer.resident_gib`, a device's peak bytes and the assets that leave it. Raises as `residency_plan`."""
     gib = config.trainer.resident_gib
     if gib is None:
         return None, []
@@ -207,10 +201,7 @@ def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple
 def taking_turns(
     flow: Flow, resident: Mapping[str, dict[str, int]], generating: Collection[str], budget: int
 ) -> ResidencyPlan:
-    """Plan the moves of roles that share a device under a budget, given their resident bytes by part and which of them generate.
-
-    Raises UserError for a stage that alone needs more.
-    """
+    """Plan the moves of roles that share a device under a budget, from their resident bytes by part. Raises as `residency_plan`."""
     sizes = {asset: size for role, parts in resident.items() for asset, size in assets(role, parts).items()}
     shared = frozenset(role for role in generating if ENGINE not in resident[role])
     copied = frozenset(role for role, parts in resident.items() if INFERENCE in parts)

@@ -38,10 +38,7 @@ AssetPart = Literal["weights", "optimizer", "engine", "inference"]
 
 
 class Asset(NamedTuple):
-    """A part of a role in device memory: `optimizer` includes gradients, `engine` its cache and its own weights.
-
-    `inference` is the copy of a trained role's weights in its inference layout, if that differs.
-    """
+    """A part of a role in device memory; `optimizer` includes gradients, `inference` is a copy in an inference layout of its own."""
 
     role: str
     part: AssetPart
@@ -155,8 +152,9 @@ class Held:
 
 
 class Residency:
-    """The residency of one process's roles. Without `trainer.resident_gib` everything stays loaded, except that weights which a role
-    trains and generates with in the same memory take turns.
+    """The residency of one process's roles.
+
+    Without `trainer.resident_gib` all stays loaded, but weights that a role trains and generates with in the same memory take turns.
     """
 
     def __init__(self, config: Config, flow: Flow, moves: WeightMoves) -> None:
@@ -179,8 +177,8 @@ class Residency:
         """Register a new role with its inference copy, and offload it to make room for the next one."""
         if engine is not None:
             self.engines[worker.role] = engine
-        if engine is not None and engine.memory is not None and engine.memory.weights is not None:
-            self.phases[worker.role] = engine.memory.weights
+        if engine is not None and engine.phases is not None:
+            self.phases[worker.role] = engine.phases
         if self.budget is None:
             return
         assert isinstance(worker, ShardedBackend), f"check_backends lets {worker.role} have no other here"

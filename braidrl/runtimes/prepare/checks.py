@@ -16,13 +16,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
 from braidrl.engines.embedded.sharded_decoding import check_heads
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import (
-    engine_processes,
-    generation_layout,
-    hosts_vllm,
-    pools_ranks,
-    training_sampling,
-)
+from braidrl.engines.factory import engine_processes, generation_layout, hosts_vllm, pools_ranks, training_sampling
 from braidrl.engines.http.dialects import DIALECTS, vllm_log_prob_modes
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
@@ -31,7 +25,7 @@ from braidrl.rewards.pool import check_requirements
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
-from braidrl.sandbox.walls import POLICIES, walls_missing
+from braidrl.sandbox.walls import walls_missing
 from braidrl.training.acceptance import AXES, FILES, HALF, check_accepted
 from braidrl.training.backends import BACKENDS, supported
 from braidrl.training.decoders.proof import proven_plan
@@ -192,9 +186,7 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
 
 
 def check_engine(config: Config) -> None:
-    """Raise UserError for an unknown engine, servers that are named but not used or used but not named, and draws that vLLM cannot make
-    as `rollout.reproducible` and the sampling say.
-    """
+    """Raise UserError for an unknown engine, and for servers or draws that contradict other settings."""
     rollout = config.rollout
     engine, servers = rollout.engine, rollout.servers
     # Another interpreter may have packages that this one lacks.
@@ -248,7 +240,7 @@ def without_effect(config: Config) -> list[str]:
     }
     lines = [f"{key} has no effect under runtime={runtime}" for key, is_ignored in ignored.items() if is_ignored]
     for key, sandbox, name in own_code(config):
-        if sandbox.sandbox != "none" and (reason := walls_missing(POLICIES[sandbox.sandbox])):
+        if sandbox.sandbox != "none" and (reason := walls_missing(sandbox.sandbox == "bubblewrap")):
             lines.append(
                 f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no walls here ({reason}): "
                 "its code could signal or read this run's processes and write its files"

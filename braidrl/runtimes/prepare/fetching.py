@@ -16,7 +16,7 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
     """Return the configuration with local folders in place of hub names, downloaded if missing. Raises UserError if that fails.
 
     A folder belongs to one commit, so a run resumes with the same files whatever the name points to later. Unless `whole`, neither
-    weights nor data are downloaded, and data keep their names. A flow that trains on given responses has its own number of samples.
+    weights nor data are downloaded, and data keep their names.
     """
     config = with_own_samples(config)
     roles = {
@@ -75,8 +75,7 @@ def is_hub_name(name: Path) -> bool:
 def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
     """Return the cache folder of a repository, `ORG/NAME` or `ORG/NAME@revision`; missing files are downloaded.
 
-    Of a model only weights, configuration and tokenizer are downloaded, of a data set all files; `key` names it in messages. Raises
-    UserError if the repository does not exist or denies access, or the hub is unreachable and the cache incomplete.
+    Of a model only weights, configuration and tokenizer are downloaded. Raises UserError, which names `key`, if that fails.
     """
     found = NAME.fullmatch(str(name))
     assert found is not None, name

@@ -34,7 +34,6 @@ from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
-from braidrl.runtimes.row_store import RowStore
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer, read_model_config
 from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings_of
@@ -95,30 +94,22 @@ class Prepared:
         texts = self.texts.kept if self.texts else None
         return {"train": [source.kept for source in self.sources], "eval": evaluation, "texts": texts}
 
-    def store(self) -> RowStore:
-        """Return the row store of the run."""
-        return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
-
-
-def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
-    """Return the verifiers of a run, or None without `verify` stages.
-
-    Their processes start at the first check. Evaluation sets are numbered after the sources.
-    """
-    if not any(stage.type == "verify" for stage in stages):
-        return None
-    sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
-    own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
-    names = {i: source.label for i, source in enumerate(sources)}
-    ends = end_ids_of(config.model.expanduser(), tokenizer)
-    return RuleRewards(config.reward, own, tokenizer, names, ends)
+    def rewards(self) -> RuleRewards | None:
+        """Return the run's verifiers, whose processes start at the first check; None without `verify` stages."""
+        if not any(stage.type == "verify" for stage in self.stages):
+            return None
+        config = self.config
+        # Evaluation sets are numbered after the sources.
+        sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
+        own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
+        names = {i: source.label for i, source in enumerate(sources)}
+        return RuleRewards(
+            config.reward, own, self.tokenizer, names, end_ids_of(config.model.expanduser(), self.tokenizer)
+        )
 
 
 def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepared]) -> Prepared:
-    """Call `read` on the first rank, then on all others with its table folders, which those on its machine map.
-
-    Raises a UserError of the first rank in all of them.
-    """
+    """Call `read` on the first rank, then on all others with its table folders, or raise its UserError in all of them."""
     if not world.first:
         kept = world.share("data", None)
         if "refused" in kept:
@@ -133,12 +124,9 @@ def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepare
     return prepared
 
 
-def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
-    """Raise UserError for the first obstacle to a run; without `train` only evaluation data is read.
-
-    `kept` holds the table folders that another process has made of `train`, `eval` and `texts`.
-    """
-    return with_data(without_data(config, train, check), kept, check)
+def prepare(config: Config, train: bool = True, check: Check = call) -> Prepared:
+    """Raise UserError for the first obstacle to a run; without `train` only evaluation data is read."""
+    return with_data(without_data(config, train, check), check=check)
 
 
 def without_data(config: Config, train: bool = True, check: Check = call) -> Prepared:
@@ -168,10 +156,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
 
 
 def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
-    """Return a run with its data; if it only evaluates, held-out sets alone are read.
-
-    `kept` holds the table folders that another process has made. Raises UserError for data that the run cannot use.
-    """
+    """Return a run with its data, in the table folders `kept` by another process. Raises UserError for data that it cannot use."""
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
     own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
     given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
@@ -269,19 +254,18 @@ def set_up_torch(config: Config) -> None:
 def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
     """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
     for source, own in zip(sources, settings, strict=True):
-        verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
-        needy = None
-        for verifier in reversed(verifiers):
-            if "answer" in verifier.reads:
-                default = inspect.signature(verifier.function).parameters["answer"].default
-                needy = verifier if default is inspect.Parameter.empty else needy
         line, fields = source.facts.unanswered, source.facts.unanswered_fields
-        if needy is not None and line is not None:
-            hint = suggest(own.answer_field, fields) if fields else "There is no other field."
-            raise UserError(
-                f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
-                f"{needy.label!r} compares with. {hint} Set answer_field of this source."
-            )
+        if line is None:
+            continue
+        for named in config.reward.verify if own.verify is None else own.verify:
+            verifier = resolve(named.name, named.params)
+            answer = inspect.signature(verifier.function).parameters.get("answer")
+            if "answer" in verifier.reads and answer is not None and answer.default is inspect.Parameter.empty:
+                hint = suggest(own.answer_field, fields) if fields else "There is no other field."
+                raise UserError(
+                    f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
+                    f"{verifier.label!r} compares with. {hint} Set answer_field of this source."
+                )
 
 
 def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:

@@ -58,7 +58,6 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
     """Writes one thing after the other; as a context manager it waits at the end."""
 
     def __init__(self, what: str = "the checkpoint") -> None:
-        """Start without work. `what` names the content in time-out messages."""
         self._what = what
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
         self._begun: Future[Any] | None = None
@@ -111,10 +110,7 @@ def check_written(trouble: str) -> None:
 
 @dataclass(frozen=True)
 class RunState:
-    """The run after `step` complete iterations; the same under every runtime.
-
-    Tables in the position are those of the backend, or their files in a checkpoint.
-    """
+    """The run after `step` complete iterations; tables in the position are the backend's, or their files in a checkpoint."""
 
     step: int
     version: int
@@ -232,8 +228,7 @@ def load_checkpoint(folder: Path) -> RunState:
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
     """Return the checkpoint to resume from, with each of its files checked; None before the first.
 
-    If the latest is damaged, `newest_whole` uses the newest complete one; else UserError names the file, that checkpoint and the
-    command to resume from it.
+    If the latest is damaged, `newest_whole` uses the newest complete one; else UserError names the command to do so.
     """
     latest = latest_checkpoint(run)
     trouble = checkpoint_damage(latest) if latest else ""
@@ -288,8 +283,7 @@ def checkpoint_damage(folder: Path) -> str:
 def export_model(run: Path, folder: Path, role: str | None = None) -> str:
     """Copy a trained model out of a checkpoint, or out of a run's latest one, to a new Hugging Face directory; describe it in a line.
 
-    `role` is by default the actor, or the only role. Raises UserError if there is no such model, the checkpoint is damaged, or the
-    folder exists.
+    `role` is by default the actor, or the only role. Raises UserError if that is not possible.
     """
     checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
     if checkpoint is None:

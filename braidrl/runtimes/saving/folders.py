@@ -103,10 +103,7 @@ def absolute(value: Any) -> Any:
 
 
 def unused_folder(config: Config) -> Path:
-    """Make a folder named by the flow and the time; of two runs in one second the later gets a number.
-
-    Raises UserError if that fails.
-    """
+    """Make a folder named by the flow and the time; of two runs in one second the later gets a number. Raises UserError if that fails."""
     name = f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, number = config.output / name, 1
     while True:

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from braidrl.cluster.child import end_at_once, failure_of, function_of
+from braidrl.cluster.child import end_at_once, failure_of
 from braidrl.cluster.devices import choose_device, device_count, devices_each
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
@@ -16,7 +17,6 @@ from braidrl.config import Config, PlacementConfig
 from braidrl.engines.factory import generation_layout, own_engines
 from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.flow import Flow, Kind
-from braidrl.flow.selecting import GroupSelector
 from braidrl.runtimes.prepare.checks import check_divided_engines, check_layouts
 from braidrl.runtimes.prepare.run_flow import build_flow
 
@@ -33,14 +33,13 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
     if launcher != "torchrun":
         check_ranks(config, build_flow(config), config.workers)
-        cluster, engines, devices = config.cluster, own_engines(config), generation_layout(config).ranks
+        cluster, pool = config.cluster, pool_of_ranks(config, config.workers)
         starter = RayLauncher(cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
-        pool = Pool(("rank",), config.workers, engines=engines, engine_devices=devices)
         return run_ranks(entry, task, pool, cluster.wait_limit_s, starter, cluster.silence_s)
     # This process is a rank already.
     world = joined_world(config)
     try:
-        result = world.share("the end of the run", function_of(entry)(world, task))
+        result = world.share("the end of the run", resolve_name(entry)(world, task))
     except (UserError, KeyboardInterrupt):
         raise
     except LostPeers as error:
@@ -80,8 +79,6 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
     """Raise UserError if roles or devices do not fit `size` ranks."""
     if config.placement != PlacementConfig():
         raise UserError("runtime=distributed has all roles on every rank; write placement=colocate, or runtime=hybrid")
-    # Checked before the ranks start: whether surplus may be kept.
-    GroupSelector(config.trainer.prompts_per_step, 1, config.trainer.surplus, config.trainer.max_staleness)
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
     check_divided_engines(config, flow.stages)
     check_layouts(config, flow, flow.roles, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
@@ -89,5 +86,9 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
     available = None if launcher_of(config) == "ray" else device_count(config.device)
     if available is not None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        pool = Pool(("rank",), local, engines=own_engines(config), engine_devices=generation_layout(config).ranks)
-        devices_each([pool], available, "this machine")
+        devices_each([pool_of_ranks(config, local)], available, "this machine")
+
+
+def pool_of_ranks(config: Config, size: int) -> Pool:
+    """Return ranks, with the engine processes that each starts."""
+    return Pool(("rank",), size, engines=own_engines(config), engine_devices=generation_layout(config).ranks)

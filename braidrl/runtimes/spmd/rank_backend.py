@@ -17,11 +17,9 @@ from pathlib import Path
 import torch
 
 from braidrl.cluster.world import World
-from braidrl.config import Config
-from braidrl.data.loader import PromptLoader
 from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
-from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
@@ -40,14 +38,12 @@ class RankBackend:
     """The backend of a process that holds every role. All ranks receive the same calls in the same order; eager has one."""
 
     def __init__(
-        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
-        world: World, interrupts: Interrupts, trace: TraceWriter | None, any_stage: bool = False,
+        self, executor: StageExecutor, store: RowStore, world: World, interrupts: Interrupts, trace: TraceWriter | None,
+        any_stage: bool = False,
     ) -> None:  # fmt: skip
-        """Store the parts. Without a loader the backend only evaluates.
-
-        With `any_stage` stages come in any order and need not be in the flow: columns that it does not read any more are kept.
-        """
-        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        """Store the parts. With `any_stage` stages need not be in the flow, and columns that it does not read any more are kept."""
+        self.config, self.flow, self.executor, self.store = executor.config, executor.flow, executor, store
+        self.loader = store.loader
         self.world, self.interrupts, self.trace = world, interrupts, trace
         self.any_stage = any_stage
         self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
@@ -79,10 +75,7 @@ class RankBackend:
             self.trace.close()
 
     def read(self, origin: Origin) -> Shard:
-        """Make this rank's share of the rows.
-
-        At the start the first rank tokenizes every prompt; later each rank tokenizes only its own.
-        """
+        """Make this rank's share of the rows; of admitted prompts each rank tokenizes only its own."""
         rank, size, rows = self.world.rank, self.world.size, Rows({})
         self.world.at("admission" if isinstance(origin, Admission) else f"reading {type(origin).__name__}")
         if isinstance(origin, Admission):
@@ -98,15 +91,12 @@ class RankBackend:
                 rows = self.store.make(Admission(tuple(place))).take(made)
         else:
             rows = self.store.make(origin, rank, size)
-            sizes = [about["rows"] for about, _ in self.exchange.all_gather("numbers of rows", {"rows": len(rows)})]
-            owner = torch.arange(size).repeat_interleave(torch.tensor(sizes))
+            sizes = torch.tensor(self.world.gather("numbers of rows", len(rows)))
+            owner = torch.arange(size).repeat_interleave(sizes)
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
-        """Run a stage where its rows are; inference is balanced first.
-
-        Ranks that generate a `segment` exchange its results, and each aborts its rows that are no longer needed.
-        """
+        """Run a stage where its rows are; inference is balanced first. In a `segment` ranks exchange results, and end rows early."""
         self.exchange.iteration = iteration
         self.world.at(f"step {iteration}, {stage.name}")
         stop = None
@@ -190,9 +180,8 @@ class RankBackend:
         """Write this rank's rows to a file; the first rank joins the files, so that no rank ever holds all rows."""
         self.world.at(f"writing {path.name}")
         # A rank without rows knows no payload columns, so the others send their names.
-        about = {"known": list(table.payload), "later": list(final.payload)}
-        said = [about for about, _ in self.exchange.all_gather("names of columns", about)]
-        added = {name for about in said for name in about["later"] if all(name not in o["known"] for o in said)}
+        said = self.world.gather("names of columns", (list(table.payload), list(final.payload)))
+        added = {name for _, later in said for name in later} - {name for known, _ in said for name in known}
         later = replace(final, payload=final.payload.only(sorted(added & set(final.payload))))
         if added:
             later = self.exchange.move(path.name, later, table.owner)
@@ -200,8 +189,8 @@ class RankBackend:
         part = part_path(path, self.world.rank)
         if len(rows):
             self.store.record(part, rows, replace(later, owner=table.owner).rows)
-        wrote = self.exchange.all_gather("written rows", {"wrote": len(rows)})
-        parts = [part_path(path, rank) for rank, (about, _) in enumerate(wrote) if about["wrote"]]
+        wrote = self.world.gather("written rows", len(rows))
+        parts = [part_path(path, rank) for rank, count in enumerate(wrote) if count]
         if self.world.first and parts:
             join_parts(path, parts)
 

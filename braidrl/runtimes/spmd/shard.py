@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from braidrl.cluster.world import World
-from braidrl.data.codec import decode, encode, unpack_rows
-from braidrl.data.messages import join, pack_message, split, unpack_message
+from braidrl.data.codec import encode, pack_rows, unpack_rows
+from braidrl.data.messages import join
 from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
@@ -54,7 +53,6 @@ class Shard:
 
     @property
     def mine(self) -> Tensor:
-        """Return the positions of this rank's rows."""
         return (self.owner == self.rank).nonzero().flatten()
 
     @property
@@ -97,10 +95,7 @@ class ShardExchange:
         self.iteration = self.version = self.moved_rows = 0
 
     def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
-        """Return the table with each row's payload, or its columns `needed`, on rank `owner` (B,).
-
-        In place if nothing moves; else one message of encoded rows for each pair of ranks. The rows keep the order of the table.
-        """
+        """Return the table with each row's payload, or its columns `needed`, on rank `owner` (B,), by one message per pair of ranks."""
         rank, source, rows = self.world.rank, table.owner, table.payload
         if torch.equal(owner, source):
             return table
@@ -120,36 +115,22 @@ class ShardExchange:
         return replace(table, owner=owner, payload=moved)
 
     def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
-        """All-gather the columns that each rank computed for its rows, and their metric sums; payload stays where it is.
-
-        Raises KeyboardInterrupt on every rank if one was asked to stop.
-        """
+        """All-gather each rank's new columns and metric sums. Raises KeyboardInterrupt on every rank if one was asked to stop."""
         new = Rows(columns)
-        about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
+        message = own.pairs(), self.interrupts.asked, pack_rows(new.index)
         with traced(self.waits, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
-            parts = self.all_gather("index columns", about, new.index)
-        self.interrupts.agree(any(about["interrupted"] for about, _ in parts))
-        for about, _ in parts:
-            sums.merge(Sums(about["sums"]))
+            parts = self.world.gather("index columns", message)
+        self.interrupts.agree(any(asked for _, asked, _ in parts))
+        sums.merge(*(Sums(counted) for counted, *_ in parts))
         order = torch.cat([(table.owner == rank).nonzero().flatten() for rank in range(self.world.size)]).argsort()
-        everywhere = Rows.cat([rows for _, rows in parts])
+        everywhere = Rows.cat([unpack_rows(index) for *_, index in parts])
         return table.with_columns(everywhere.take(order) if len(everywhere) else Rows({}), new.payload)
 
     def add_up(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All-reduce sums, in the order of ranks; a rank without rows has none."""
-        parts = self.all_gather("sums over the batch", {}, Rows({name: total[None] for name, total in own.items()}))
-        found = [rows for _, rows in parts if len(rows)]
-        return {name: torch.stack([rows[name][0] for rows in found]).sum(0) for name in found[0]} if found else {}
-
-    def all_gather(
-        self, purpose: str, about: Mapping[str, Any], index: Rows | None = None
-    ) -> list[tuple[dict[str, Any], Rows]]:
-        """Return a small message, and rows of index columns, of every rank."""
-        index, found = Rows({}) if index is None else index, []
-        for message in self.world.gather(purpose, join([pack_message(about), *encode(index)])):
-            words, *frames = split(message)
-            found.append((unpack_message(words), decode(frames)))
-        return found
+        parts = self.world.gather("sums over the batch", {n: t[None] for n, t in own.items()}, dict[str, Tensor])
+        found = [totals for totals in parts if totals]
+        return {name: torch.stack([totals[name][0] for totals in found]).sum(0) for name in found[0]} if found else {}
 
     @contextmanager
     def working(self, stage: Stage, rows: Rows) -> Iterator[Span]:
@@ -167,8 +148,7 @@ class ShardExchange:
 def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
     """Return each row's rank (B,): `owner` if it is balanced enough, else the result of the partition function.
 
-    With `groups`, one number per row, rows of a group stay together. A new part goes, the fullest first, to the rank that already
-    has most of it.
+    Rows of one of `groups` stay together. A new part goes, the fullest first, to the rank that already has most of it.
     """
     parts = balanced_partition(costs, ranks, groups=groups)
     owners = owner.tolist()

@@ -24,7 +24,7 @@ from braidrl.queue.tasks import Tasks
 from braidrl.queue.transport import Answer, Holder, QueueController
 from braidrl.runtimes.streaming.groups import ROWS, Activity
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
-from braidrl.runtimes.streaming.weights import Copy, Place, Versions, free
+from braidrl.runtimes.streaming.weights import Copy, Versions, WeightLocation, free
 from braidrl.weights.versions import UNKNOWN, LoadingSchedule
 
 OF_LEADERS = {"stepped", "given", "weights", "ordered"}
@@ -47,15 +47,10 @@ class ControlPlane(QueueController):
         self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = (),
         loading: LoadingSchedule | None = None, episodes: int | None = None,
     ) -> None:  # fmt: skip
-        """Start with one stream.
+        """Start with the training flow's stream.
 
-        Args:
-            stream: The training flow's.
-            data: Reads and writes payload in this process.
-            lease_s: Seconds without a heartbeat after which a worker's rows go to another.
-            exported: Trained roles that also generate; their weights must arrive before engines load a version.
-            loading: The weight-update policy; by default `end`.
-            episodes: Limit of episodes in environments at a time, over all engines.
+        The weights of `exported` roles, which train and generate, must arrive before engines load a version. `episodes` limits
+        the episodes in environments at a time, over all engines.
         """
         super().__init__(lease_s)
         self.data, self.episodes = data, episodes
@@ -68,7 +63,7 @@ class ControlPlane(QueueController):
         self.weights, self.activity = Versions(exported), Activity()
         self.copies: dict[str, Copy] = {}
         """The source weights of a due train stage's update without a loss."""
-        self.forgotten: list[Place] = []
+        self.forgotten: list[WeightLocation] = []
         """Outdated weights that may be read until every engine has loaded others."""
         self.outdated: list[int] = []
         """Versions that trainers may free with their next step."""
@@ -440,7 +435,7 @@ class ControlPlane(QueueController):
         workers = ((name, holder.group) for name, holder in self.holders.items() if holder.group != ROWS)
         self.activity.note(self.clock(), [(group, self.rows_held(name) > 0) for name, group in workers])
 
-    def _free(self, places: Collection[Place]) -> None:
+    def _free(self, places: Collection[WeightLocation]) -> None:
         """Free weights: local files now, and copies on trainers with their next step."""
         free(places)
         self.outdated += [place["number"] for place in places]

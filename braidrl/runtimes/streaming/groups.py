@@ -61,12 +61,7 @@ class Activity:
     _workers: list[tuple[str, bool]] = field(default_factory=list)
 
     def note(self, now: float, workers: Iterable[tuple[str, bool]]) -> None:
-        """Record which workers have rows from now on.
-
-        Args:
-            now: Seconds on any clock.
-            workers: The group of each worker, and True if it has rows.
-        """
+        """Record, at a time in seconds, the group of each worker, and True if it has rows from now on."""
         passed = 0.0 if self._noted is None else now - self._noted
         for worker in self._workers:
             self.seconds[worker] = self.seconds.get(worker, 0.0) + passed
@@ -88,7 +83,7 @@ class Activity:
 
 def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
     """Return the groups' processes as pools; generating ones start the engine processes of `rollout`."""
-    pools = [Pool((g.name,), g.processes, True, generating=(g.name,) if g.kind == "generate" else ()) for g in groups]
+    pools = [Pool((g.name,), g.processes, generating=(str(g.role),) if g.kind == "generate" else ()) for g in groups]
     return list(with_engines(pools, config))
 
 

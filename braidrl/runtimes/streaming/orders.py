@@ -39,15 +39,10 @@ class StreamingBackend:
         self, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[str | None], None],
         admit: Callable[[], object], resources: ExitStack,
     ) -> None:  # fmt: skip
-        """Use a queue and workers that have been started.
+        """Use a queue and workers that have been started; `close` ends `resources`.
 
-        Args:
-            evaluation: The flow of evaluations.
-            control: The queue's control plane.
-            processes: The workers.
-            wait: Waits for a change of the queue, with a short limit; raises the error of a worker, of all groups or of one.
-            admit: Called while batches that may start on an older version must be generated to their ends.
-            resources: Ended by `close`.
+        `wait` waits for a change of the queue, with a short limit, and raises the error of a worker, of all groups or of one. `admit`
+        is called while batches that may start on an older version must be generated to their ends.
         """
         self.evaluation, self.control, self.processes = evaluation, control, processes
         self.stream, self._wait, self.admit, self.resources = control.training, wait, admit, resources

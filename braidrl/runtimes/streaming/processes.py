@@ -14,26 +14,26 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from braidrl.cluster.devices import choose_device
-from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
+from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
-from braidrl.cluster.process_groups import connect_store, join_group, open_store
+from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.watchdog import mute_after
-from braidrl.cluster.world import World
+from braidrl.cluster.world import World, world_at
 from braidrl.config import Config, parse_config
 from braidrl.engines.engine import NodePart
 from braidrl.engines.factory import follow_engines
 from braidrl.engines.spanning import OneOf, SpanningEngine
 from braidrl.errors import LostProcess, WorkerError
 from braidrl.observe.trace import WorkerTrace
-from braidrl.queue.client import Client, data_plane
+from braidrl.queue.client import Client, DataPlane
 from braidrl.queue.owner import StorageNode, remove_run
 from braidrl.queue.storage import Place
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
-from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
+from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
@@ -79,15 +79,8 @@ class Processes:
     ) -> None:  # fmt: skip
         """Store the parts; start nothing yet.
 
-        Args:
-            config: The run's configuration.
-            folder: The run's folder, for files of workers.
-            control: Answers the workers.
-            launcher: Starts them.
-            queue: Address at which they are answered.
-            node: This node's memory.
-            secret: Needed to connect to the queue and between nodes.
-            kept: The examples that passed the length limit, for the process that makes rows of them.
+        Workers reach the control plane at the address `queue`, and each other's nodes, by the secret. `kept` are the examples that
+        passed the length limit, for the process that makes rows of them.
         """
         self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
         self.queue, self.secret, self.kept = queue, secret, kept
@@ -214,32 +207,28 @@ def work(arguments: Mapping[str, Any]) -> None:
     config, group = parse_config(arguments["config"]), Group(**arguments["group"])
     set_up_torch(config)
     place, wait_limit_s = Place(*arguments["place"]), config.cluster.wait_limit_s
-    data = data_plane(place, arguments["holder"], wait_limit_s, arguments["secret"])
+    data = DataPlane(place, arguments["holder"], wait_limit_s, arguments["secret"])
     if group.kind == "rows":
         with closing(Client(arguments["queue"], arguments["holder"], data)) as client:
             serve_rows(client, config, arguments["kept"], config.streaming.wait_s)
         return
-    flow = build_flow(config)
-    evaluation = evaluation_flow(config, flow)
-    tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
+    flow, progress = build_flow(config), LeaseProgress()
+    prepared = Prepared(config, flow, evaluation_flow(config, flow), load_tokenizer(config.model))
     generating = [str(group.role)] if group.kind == "generate" else []
     ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
     if generating:
         ranks: DataParallel = one_of(group, arguments, ip)
         if arguments["rank"] > 0:
             with Runner() as runner:
-                run_cancelled_by_interrupts(runner, follow_engines(str(group.role), ranks, config))
+                runner.run(follow_engines(str(group.role), ranks, config))
             return
     else:
         world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
         ranks = DataParallel(world.group, world)
-    consumers = {**Consumers(flow).by_name, **Consumers(evaluation).by_name}
+    consumers = {**Consumers(flow).by_name, **Consumers(prepared.evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
-    executor = StageExecutor(
-        config, flow, [str(group.role)] if group.kind == "model" else [], tokenizer,
-        rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if checks else None,
-        progress, generating, ranks, group.trained,
-    )  # fmt: skip
+    held = [str(group.role)] if group.kind == "model" else []
+    executor = StageExecutor(prepared, held, progress, generating, ranks, group.trained, checks)
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
     leader = arguments["leader"], arguments["queue"]
     context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, place.run, ip)
@@ -267,7 +256,7 @@ def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
         return OneOf(rank=number, size=workers)
     started = f"{arguments['secret']}/{group.name}.{number}.{arguments['starts']}"
     host, port = arguments["meeting"]
-    store = dist.PrefixStore(started, connect_store(host, port, RANKS_LIMIT_S))
+    store = connect_store(host, port, RANKS_LIMIT_S, started)
     spanning = SpanningEngine(store, NodePart(arguments["rank"], group.nodes, ip))
     return OneOf(rank=number, size=workers, spanning=spanning)
 
@@ -278,9 +267,8 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
         return World()
     host, port = arguments["meeting"]
     begun = f"{arguments['secret']}/{group.name}.{arguments['starts']}"
-    store = dist.PrefixStore(begun, connect_store(host, port, RANKS_LIMIT_S))
-    everyone = join_group(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
-    return World(arguments["rank"], group.ranks, everyone, dist.PrefixStore("places", store))
+    store = connect_store(host, port, RANKS_LIMIT_S, begun)
+    return world_at(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
 
 
 def orphaned(arguments: Mapping[str, Any]) -> None:

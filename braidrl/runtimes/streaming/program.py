@@ -52,17 +52,7 @@ class StreamingProgram:
     """Drives iterations by admission and permits; the available rows decide which stage runs when."""
 
     def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress) -> None:
-        """Start the queue and all workers.
-
-        Args:
-            prepared: The checked configuration, with flow, data and models.
-            loader: The training prompts.
-            folder: The run's folder, for files of workers.
-            progress: Shows the progress of an iteration.
-
-        Raises:
-            UserError: Streaming is not supported; nothing has started.
-        """
+        """Start the queue and all workers. Raises UserError, before anything starts, if the run cannot stream."""
         config, flow = prepared.config, prepared.flow
         check_streaming(config, flow)
         self.loader, self.progress = loader, progress

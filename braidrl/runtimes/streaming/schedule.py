@@ -81,11 +81,8 @@ class StreamSchedule(TrainersProgress):
     ) -> None:  # fmt: skip
         """Resume after `done` iterations.
 
-        Args:
-            done: Number of iterations.
-            sampling: The selection's state.
-            surplus: Rows that wait for the next batch, with the oldest version among their tokens.
-            unfinished: Rows of pending groups, generated or suspended, likewise; None without tokens.
+        `surplus` are the rows that wait for the next batch, with the oldest version among their tokens; `unfinished` the rows of
+        pending groups, generated or suspended, likewise, with None for rows without tokens.
         """
         self.published = self.opened = done
         self.sampling = sampling
@@ -235,16 +232,10 @@ class StreamSchedule(TrainersProgress):
     def take(
         self, name: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None, ranks: int = 1
     ) -> Lease | None:  # fmt: skip
-        """Lease ready rows, or return None.
+        """Lease up to `most` ready rows to a worker of a consumer, or return None; whole batches for a consumer of these.
 
-        Args:
-            name: The consumer that takes them.
-            holder: The worker that takes them.
-            now: Time in seconds, on any clock.
-            seconds: Duration of the lease without renewal.
-            most: Limit of rows; without effect for a consumer that takes whole batches.
-            engine_version: Version of a possibly stale engine: it gets no rows that would be too stale for training.
-            ranks: Processes that share the rows.
+        An engine that holds `engine_version` gets no rows that would be too stale for training. Other arguments are as for
+        `Tasks.take`.
         """
         consumer = self.consumers.by_name[name]
         if most <= 0 or not consumer.takes_rows:
@@ -330,13 +321,9 @@ class StreamSchedule(TrainersProgress):
         self, name: str, rows: Sequence[Uid], reasons: Mapping[int, str] | None = None,
         scores: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:  # fmt: skip
-        """Record a verdict stage's result on the rows of some groups.
+        """Record a verdict stage's result on the rows of some complete groups.
 
-        Args:
-            name: The stage.
-            rows: Complete groups.
-            reasons: Of a select stage, the reasons of the groups that it drops.
-            scores: The lowest and highest scores of these.
+        A select stage drops groups for `reasons`; `scores` are their lowest and highest scores.
         """
         dropped = reasons or {}
         self.tasks.write(name, [row for row in rows if row[1] not in dropped] if dropped else rows)

@@ -55,12 +55,8 @@ class Stream:
     ) -> None:  # fmt: skip
         """Begin without rows.
 
-        Args:
-            flow: The stages.
-            sizes: Sizes of batches and updates.
-            during: Training iteration under which an evaluation's work is shown.
-            samplers: Samplers of stages that do not take the oldest rows first.
-            held: Reference counts of the blocks of all streams of a run.
+        An evaluation's work is shown under the training iteration `during`. `samplers` are those of stages that do not take the
+        oldest rows first; `held` counts references to the blocks of all streams of a run.
         """
         self.during = during
         self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes, samplers), Table(held)
@@ -97,12 +93,8 @@ class Stream:
             self.table.add(rows.part(DRAWN, drawn))
 
     def resume(self, done: int, state: Mapping[str, Any], tables: Sequence[StoredRows]) -> None:
-        """Resume after `done` iterations.
-
-        Args:
-            done: Number of iterations.
-            state: State of the selection.
-            tables: Rows of a checkpoint: of groups that wait for the next batch, and of pending ones.
+        """Resume after `done` iterations with a checkpoint's selection state, and its rows: of groups that wait for the next batch, and
+        of pending ones.
         """
         sampling = GroupSelector.restored(state)
         surplus, unfinished = list[StoredRows](), list[StoredRows]()
@@ -178,14 +170,9 @@ class Stream:
     def take(
         self, name: str, request: Mapping[str, Any], now: float, seconds: float, version: int | None
     ) -> Answer | None:
-        """Lease rows as a worker requested, or return None.
+        """Lease rows of a consumer as a worker requested (`holder`, `most` rows, `ranks` that share them), or return None.
 
-        Args:
-            name: The consumer that takes them.
-            request: `holder`, `most` rows, `ranks` that share them.
-            now: Time in seconds, on the controller's clock.
-            seconds: Duration of the lease without renewal.
-            version: Version that the engine holds.
+        `version` is the one that the worker's engine holds; other arguments are as for `Tasks.take`.
         """
         schedule = self.schedule
         lease = schedule.take(name, request["holder"], now, seconds, request["most"], version, request["ranks"])

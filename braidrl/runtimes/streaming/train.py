@@ -15,7 +15,6 @@ from torch import Tensor
 
 from braidrl.cluster.world import World
 from braidrl.data.codec import pack_rows, unpack_rows
-from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import IDENTITY, Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
@@ -52,17 +51,7 @@ class Trainer:
         self, consumer: Consumer, executor: StageExecutor, trace: WorkerTrace, data: DataPlane, world: World, most: int,
         advanced: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Begin without a batch.
-
-        Args:
-            consumer: The role's consumer of rows.
-            executor: Runs its stages.
-            trace: Records their time.
-            data: Reads and writes payload.
-            world: The ranks.
-            most: Limit of the rows that pass through the model at a time, over all ranks.
-            advanced: Called as rows pass.
-        """
+        """Begin without a batch. At most `most` rows pass through the model at a time, over all ranks; `advanced` is called as they do."""
         self.consumer, self.executor, self.trace, self.data = consumer, executor, trace, data
         self.world, self.most, self.advanced = world, most, advanced
         self._forget()
@@ -189,8 +178,8 @@ class Trainer:
             columns: dict[str, Any] = {}
             if stage.scope is Scope.GROUP and self.world.size > 1:
                 # Groups lie on several ranks: each rank computes the index columns of all.
-                parts = self.world.gather("index columns", pack_rows(rows.index) if piece.own else b"")
-                index = Rows.cat([unpack_rows(bytes(part)) for part in parts if len(part)]).ordered()
+                parts = self.world.gather("index columns", pack_rows(rows.index) if piece.own else None)
+                index = Rows.cat([unpack_rows(part) for part in parts if part]).ordered()
                 standing = {uid: place for place, uid in enumerate(index.uids())}
                 whole = Rows(self.executor.run(stage, index, span.sums))
                 if piece.own:
@@ -210,9 +199,9 @@ class Trainer:
         piece.rows = rows.with_columns(columns) if columns else rows
         if counted := [name for name in stage.writes if name in COUNTED]:
             # The counts of an update are over the rows of all ranks.
-            packed = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.own else b""
+            packed = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.own else None
             gathered = self.world.gather("counted columns", packed)
-            everywhere = Rows.cat([unpack_rows(bytes(part)) for part in gathered if len(part)])
+            everywhere = Rows.cat([unpack_rows(part) for part in gathered if part])
             position = {uid: number for number, uid in enumerate(everywhere.uids())}
             everywhere = everywhere.take([position[uid] for uid in piece.index.uids()])
             piece.index = piece.index.with_columns(dict(everywhere.items()))
@@ -222,10 +211,10 @@ class Trainer:
         """Return the sums over all ranks."""
         if self.world.size == 1:
             return totals
-        parts = self.world.gather("sums", pack_message({name: total.tolist() for name, total in totals.items()}))
+        parts = self.world.gather("sums", {name: total.tolist() for name, total in totals.items()})
         found: dict[str, Tensor] = {}
         for part in parts:
-            for name, value in unpack_message(bytes(part)).items():
+            for name, value in part.items():
                 total = torch.tensor(value, dtype=torch.float64)
                 found[name] = found[name] + total if name in found else total
         return found
@@ -268,8 +257,7 @@ class Trainer:
         """Gather the loss sums of all ranks, and add all metric sums to the span."""
         if self.world.size == 1:
             return [losses]
-        parts = self.world.gather("loss sums", pack_message([losses, span.sums.pairs()]))
-        found = [unpack_message(bytes(part)) for part in parts]
+        found = self.world.gather("loss sums", (losses, span.sums.pairs()))
         span.sums = Sums().merge(*(Sums(pairs) for _, pairs in found))
         return [own for own, _ in found]
 

@@ -24,22 +24,22 @@ from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter
 from braidrl.weights.shards import Parts, snapshot
 
-Place = dict[str, Any]
+WeightLocation = dict[str, Any]
 """The location of a version as plain data: `path`, `machines` that see it (empty: all do), `offer`, its `number` at the ranks, and
 `bytes`.
 """
-Weights = tuple[str, int, Place]
+Weights = tuple[str, int, WeightLocation]
 """A role, its version, and the location."""
 
 
-def source_of(place: Place) -> WeightFile | OfferedWeights:
+def source_of(place: WeightLocation) -> WeightFile | OfferedWeights:
     """Return the weight source for an engine of this process."""
     if place["path"] and (not place["machines"] or machine() in place["machines"]):
         return WeightFile(place["path"])
     return OfferedWeights(**place["offer"])
 
 
-def free(places: Collection[Place]) -> None:
+def free(places: Collection[WeightLocation]) -> None:
     """Remove files of versions that no engine loads any more; on other machines the ranks that wrote them remove them."""
     for place in places:
         if place["path"]:
@@ -61,13 +61,8 @@ class VersionWriter:
     def __init__(self, role: str, parts: Parts, world: World, config: Config, run: str, ip: str = LOOPBACK) -> None:
         """Plan the publication; publish nothing yet.
 
-        Args:
-            role: The role.
-            parts: Returns this rank's shards of the model.
-            world: The ranks.
-            config: The run's configuration.
-            run: Name of the run's files.
-            ip: This machine's address, for engines on others.
+        `parts` returns this rank's shards of the model, `run` is the name of the run's files, and `ip` this machine's address for
+        engines on others.
         """
         self.role, self.parts, self.world, self.run = role, parts, world, run
         # A separate group, because a thread uses it beside other collectives.
@@ -84,7 +79,7 @@ class VersionWriter:
             self.offer = WeightOffer(Ranks(), ip, limit_s, torch.device("cpu"))
         self._files: dict[int, WeightFile] = {}
 
-    def begin(self) -> Callable[[], Place]:
+    def begin(self) -> Callable[[], WeightLocation]:
         """Return a call that publishes the current weights; a thread may make it while they are read, but not changed.
 
         Collective merging is done before this returns.
@@ -95,8 +90,8 @@ class VersionWriter:
             parts = snapshot(parts)
         beside = beside_computing(next((part.tensor.device for part in parts.values()), torch.device("cpu")))
 
-        def publish() -> Place:
-            place: Place = {"path": "", "machines": [], "offer": None, "number": number, "bytes": self.bytes}
+        def publish() -> WeightLocation:
+            place: WeightLocation = {"path": "", "machines": [], "offer": None, "number": number, "bytes": self.bytes}
             with beside:
                 if self.writer is None:
                     kept = snapshot(parts)
@@ -140,7 +135,7 @@ class Versions:
     """The versions of some roles that may still be loaded; version 0, the model's own, has no location."""
 
     def __init__(self, roles: Collection[str]) -> None:
-        self.known: dict[str, dict[int, Place]] = {role: {} for role in roles}
+        self.known: dict[str, dict[int, WeightLocation]] = {role: {} for role in roles}
 
     @property
     def newest(self) -> int:
@@ -161,16 +156,16 @@ class Versions:
                 chosen.append((role, version, known[version]))
         return chosen
 
-    def outdated(self, wanted: Collection[int]) -> list[Place]:
+    def outdated(self, wanted: Collection[int]) -> list[WeightLocation]:
         """Forget versions older than those needed for one of the `wanted` versions; return their locations."""
-        freed: list[Place] = []
+        freed: list[WeightLocation] = []
         for known in self.known.values():
             needed = {newest_of(known, version) for version in wanted}
             for version in [version for version in known if version < max(needed) and version not in needed]:
                 freed.append(known.pop(version))
         return freed
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[WeightLocation]:
         """Return the locations of all kept versions."""
         return (place for versions in self.known.values() for place in versions.values())
 
@@ -180,9 +175,9 @@ class Copy:
     """Source weights for an update without a loss (EMA or copy): the worker that was asked for them, and their location once given."""
 
     giver: str
-    place: Place | None = None
+    place: WeightLocation | None = None
 
 
-def newest_of(known: Collection[int] | Mapping[int, Place], limit: int) -> int:
+def newest_of(known: Collection[int] | Mapping[int, WeightLocation], limit: int) -> int:
     """Return the newest version up to a limit; 0, the model's own, if there is none."""
     return max((version for version in known if version <= limit), default=0)

@@ -31,7 +31,7 @@ from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.setup import with_data, without_data
-from braidrl.runtimes.row_store import origin_of
+from braidrl.runtimes.row_store import RowStore, origin_of
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.groups import Group
@@ -164,15 +164,14 @@ class StageLoop:
             elif work.kind == "give":
                 # Another role's update asks for the weights.
                 location = self._versions().begin()()
-                self.world.gather("weights are there", b"")
+                self.world.gather("weights are there", None)
                 if self.client is not None:
                     self.client.ask("given", stage=work.message["stage"], place=location)
             elif work.kind == "order":
                 self._obey(work.message)
             elif work.kind == "written":
                 # All ranks: the result of the write.
-                written = self.world.gather("what is written", self.writing.trouble().encode())
-                trouble = next(filter(None, (bytes(part).decode() for part in written)), "")
+                trouble = next(filter(None, self.world.gather("what is written", self.writing.trouble())), "")
                 if self.client is not None:
                     self.client.ask("ordered", order=self.asked, result={"trouble": trouble})
                 self.asked = None
@@ -188,10 +187,7 @@ class StageLoop:
                 work.read(balanced_partition(lengths, self.world.size)[self.world.rank])
         except Evicted:
             is_whole = False
-        if self.world.size > 1:
-            flags = self.world.gather("the ranks that have their rows", bytes([is_whole]))
-            is_whole = all(flag[0] for flag in flags)
-        if not is_whole:
+        if not all(self.world.gather("the ranks that have their rows", is_whole)):
             # Selection has dropped some of the rows meanwhile: the others are leased again.
             if self.client is not None:
                 self.client.ask("give_back", leases=[work.lease])
@@ -221,11 +217,9 @@ class StageLoop:
 
     def _gathered(self, part: StoredRows | None, rows: Any) -> list[tuple[StoredRows, Any]]:
         """Return the locations of all ranks' columns, with their rows as for `Client.done`, for the leader to report."""
-        frames, own = list[Frame](), b""
-        if part is not None:
-            message = part.message(frames)
-            own = pack_message([message, [bytes(frame) for frame in frames], rows])
-        found = [unpack_message(bytes(packed)) for packed in self.world.gather("columns", own) if len(packed)]
+        frames = list[Frame]()
+        own = None if part is None else (part.message(frames), [bytes(frame) for frame in frames], rows)
+        found = filter(None, self.world.gather("columns", own))
         return [(StoredRows.received(message, frames), rows) for message, frames, rows in found]
 
     def _optim_step(self, work: WorkItem) -> None:
@@ -309,7 +303,7 @@ class StageLoop:
 
 def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
     """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main process."""
-    store = with_data(without_data(config), kept).store()
+    store = RowStore(with_data(without_data(config), kept))
     while (work := client.take([], 0, wait_s)).kind != "stop":
         order = work.message
         if work.kind == "order" and order["do"] == "make":

@@ -29,6 +29,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AttentionInterface
 
+from braidrl.data.packing import rows_by_group
 from braidrl.native.kernels import attend_short
 
 ATTENTION = "braid"
@@ -97,7 +98,6 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
 
 @cache
 def parameters_of(forward: Forward) -> frozenset[str]:
-    """Return the names of a function's parameters."""
     return frozenset(signature(forward).parameters)
 
 
@@ -217,10 +217,7 @@ class PackedSequences(AttentionContext):
         """Arrange the sequences as the batches of `mix`, in the order in which their lengths first occur."""
         if multiple in self._arranged:
             return self._arranged[multiple]
-        groups: dict[int, list[int]] = {}
-        for number, length in enumerate(self.lengths):
-            groups.setdefault(-(-length // multiple), []).append(number)
-        numbers, device = list(groups.values()), self.offsets.device
+        numbers, device = rows_by_group([-(-length // multiple) for length in self.lengths]), self.offsets.device
         shapes = [(len(group), max(self.lengths[n] for n in group)) for group in numbers]
         starts = [0, *accumulate(self.lengths)]
         places, tokens = torch.empty(starts[-1], dtype=torch.int64), list[Tensor]()
@@ -316,14 +313,15 @@ class EqualRows(AttentionContext):
         return attend_equal(states[0], states[1], states[2], scores, self.keep_scores).unflatten(0, self.shape)
 
 
-def attend_equal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep_scores: bool = False) -> Tensor:
-    """Attend within S sequences of L tokens, (S, L, heads, D) each; returns (S * L, H, E).
+def attend_equal(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep_scores: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    """Attend within S sequences of L tokens, (S, L, heads, D) each, causally or under another mask; returns (S * L, H, E).
 
     `keep_scores` lets a CPU keep the scores of short sequences for the backward pass: faster, but not bitwise equal for every S.
     """
     (sequences, length, heads, _), groups = query.shape, key.shape[2]
-    mask = None
-    if (scores.window is not None and scores.window < length) or (scores.chunk is not None and scores.chunk < length):
+    if mask is None and min(scores.window or length, scores.chunk or length) < length:
         positions = torch.arange(length, device=query.device)
         mask = scores.visible(positions[:, None], positions[None, :])
     kept = keep_scores and query.device.type == "cpu" and length <= SHORT

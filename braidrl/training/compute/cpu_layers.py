@@ -62,7 +62,6 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
-    """Compute an RMS norm's forward, (..., W)."""
     dtype, weight = hidden_states.dtype, module.weight
     if not in_memory(hidden_states, weight) or dtype not in DTYPES or dtype != weight.dtype:
         return module.plain_forward(hidden_states)
@@ -70,7 +69,6 @@ def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor:
-    """Compute a gated MLP's forward, (..., W)."""
     weight = module.gate_proj.weight
     if not in_memory(x, weight) or x.dtype not in DTYPES or x.dtype != weight.dtype:
         return module.plain_forward(x)

@@ -32,7 +32,6 @@ class LayerKernels(NamedTuple):
     """The kernels of norms, gated activations and attention layers."""
 
     device: str
-    """The device type that they run on."""
     norm: Callable[[Tensor, Tensor, float], Tensor]
     """RMS norm of (..., W), weight (W,) and epsilon."""
     gate: Callable[[Tensor, Tensor], Tensor]
@@ -54,10 +53,7 @@ def layer_kernels() -> LayerKernels | None:
     return kernels_by(kind)
 
 
-NOTICES = {
-    "liger": "liger-kernel",
-    "compiled": "torch.compile; `pip install liger-kernel` spares compiling them",
-}
+NOTICES = {"liger": "liger-kernel", "compiled": "torch.compile; `pip install liger-kernel` spares compiling them"}
 
 
 def kernels_by(kind: str) -> LayerKernels:

@@ -74,7 +74,6 @@ class SlotCache:
             self.layers[number] = keys, values
 
     def release(self) -> None:
-        """Free the memory and the contents."""
         self.capacity = 0
         self.layers.clear()
         self.states.clear()
@@ -208,7 +207,6 @@ class PrefillSequences(AttentionContext):
         return found
 
     def prefixes(self, count: int) -> list[Prefix]:
-        """Return the prefixes of the first `count` sequences."""
         lengths = list(self.sequences.lengths)
         parts = [(keys.split(lengths, 1), values.split(lengths, 1)) for keys, values in self._keys_values]
         return [
@@ -236,7 +234,6 @@ class MixerCache(Cache):
             self.layer.has_previous_state[0] = True
 
     def states(self) -> dict[str, Tensor]:
-        """Return the existing states by name."""
         layer = self.layer
         found = {"convolution": layer.conv_states[0], "recurrent": layer.recurrent_states[0], "linear": self._linear}
         return {name: state for name, state in found.items() if state is not None}
@@ -249,7 +246,6 @@ class MixerCache(Cache):
         return self._linear
 
     def set_linear_cache(self, _: int, state: Tensor) -> None:
-        """Set the state of MiniMax' lightning attention."""
         self._linear = state
 
 

@@ -39,7 +39,6 @@ class Cohorts:
         self._model, self._cohorts = model, list[Cohort]()
 
     def clear(self) -> None:
-        """Drop every row."""
         self._cohorts.clear()
 
     def begin(self, prompts: Mapping[int, Tensor]) -> None:
@@ -69,7 +68,6 @@ class Cohorts:
         return found
 
     def end(self, slots: Iterable[int]) -> None:
-        """Drop finished rows."""
         gone = set(slots)
         for cohort in self._cohorts:
             kept = [place for place, slot in enumerate(cohort.slots) if slot not in gone]
@@ -81,7 +79,6 @@ class Cohorts:
         self._cohorts = [cohort for cohort in self._cohorts if cohort.slots]
 
     def move(self, source: int, target: int) -> None:
-        """Move a row to another slot."""
         for cohort in self._cohorts:
             cohort.slots = [target if slot == source else slot for slot in cohort.slots]
 

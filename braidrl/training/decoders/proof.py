@@ -220,10 +220,7 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
 
 @torch.no_grad()
 def leaking_modules(twin: Twin, model: Any) -> list[str]:
-    """Return the class of the first module whose output differs between packed and single rows although its inputs agree.
-
-    The classes of its parent modules follow, up to the decoder's layer.
-    """
+    """Return the class of the first module that mixes packed rows (its output differs, its inputs agree), then those of its parents."""
     set_training(model, False)
     packed, alone = _calls(model, [twin.rows]), _calls(model, [[row] for row in twin.rows])
     for (name, given, theirs), (other, also, ours) in zip(alone, packed, strict=False):
@@ -281,10 +278,7 @@ def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
 
 @torch.no_grad()
 def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Return the greatest difference of the log-probs of responses, decoded one token per step, and its bound.
-
-    Rows decode from slots, between which they also move, or by rows with the model's own cache.
-    """
+    """Return the greatest difference of log-probs decoded token by token, from slots between which rows move, or by rows; and its bound."""
     model, rows = twin.model(plan), twin.rows
     cohorts, cache = Cohorts(model), SlotCache(SLOTS, torch.float32, twin.device)
     if plan.by_rows:

@@ -120,8 +120,6 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
 
 
 class _Sizes(NamedTuple):
-    """The widths of a model before and after shrinking."""
-
     original: int
     small: int
     heads: int
@@ -143,7 +141,6 @@ class _Sizes(NamedTuple):
         return _Sizes(width, max(many * head_width, 32), many, few, head_width, base)
 
     def small_value(self, name: str, value: int) -> int:
-        """Return the small value of a setting that is a whole number."""
         is_kept = KEPT.search(name)
         if "vocab" in name and not is_kept:
             return VOCABULARY if name == "vocab_size" else min(value, VOCABULARY)

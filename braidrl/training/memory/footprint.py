@@ -103,7 +103,6 @@ class Shape:
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        """Return the sizes in its configuration."""
         return ModelSizes.of(self.config)
 
 
@@ -150,7 +149,6 @@ def idle_parameters(model: PreTrainedModel) -> int:
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
-    """Build a model on the meta device."""
     auto: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     own = deepcopy(config)
     if scalar_head:

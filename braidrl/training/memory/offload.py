@@ -34,7 +34,6 @@ class OffloadableTensors:
 
     @property
     def away_bytes(self) -> int:
-        """Return the number of offloaded bytes."""
         return sum(size for _, size, _ in self._away.values())
 
     def offload(self) -> None:
@@ -63,7 +62,6 @@ class OffloadableTensors:
             empty(storage)
 
     def onload(self) -> None:
-        """Restore everything that is offloaded."""
         while self._away:
             key, (storage, size, kept) = next(iter(self._away.items()))
             if isinstance(kept, Tensor):

@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.cluster.devices import choose_device
 from braidrl.cluster.process_groups import background_group
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
@@ -34,6 +33,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.metrics import Sums
+from braidrl.training import lora
 from braidrl.training.backends import BACKENDS, Advance, BackendSpec, ShardedBackend, TrainingBackend
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
@@ -41,21 +41,10 @@ from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_eno
 from braidrl.training.decoders.body import PACKED, checkpoint_activations, plan_of_model, run_body, set_training
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.loading import load_decoder, load_scorer
-from braidrl.training.lora import (
-    ADAPTER,
-    PREFIX,
-    FourBitLinear,
-    adapters_of,
-    add_adapters,
-    is_adapter,
-    merged,
-    peft_config,
-    plain_names,
-)
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.optimizer import MASTER_BYTES, MasterOptimizer, all_finite
-from braidrl.training.parallel.layouts import DataParallel, apply_layout
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import HIDDEN
 from braidrl.training.role_settings import merges_adapters, settings_of
 from braidrl.training.roles import checkpoint
@@ -79,51 +68,51 @@ class MicroBatch:
 
 
 class RoleWorker(ShardedBackend):
-    """A rank's part of one role: a decoder, or with `is_scalar` a critic or reward model; without `train` it is frozen."""
+    """The built-in backend, on torch: a rank's part of a role, which is a decoder or a scalar critic or reward model, trained or frozen."""
 
-    def __init__(
-        self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, is_copy: bool = False,
-        is_scalar: bool = False,
-    ) -> None:  # fmt: skip
-        """Load the model; with `is_copy` it is frozen and receives its weights from a trained one."""
-        self.role, self.config, self.train, self.is_copy, self.is_scalar = role, config, train, is_copy, is_scalar
+    def __init__(self, spec: BackendSpec) -> None:
+        self.role, self.config = spec.role, spec.config
+        self.path, self.dtype, self.device = spec.path, spec.dtype, spec.device
+        self.train, self.is_copy, self.is_scalar = spec.train, spec.is_copy, spec.is_scalar
         self.weight_updates, self._nonfinite = 0, list[str]()
-        self.device = choose_device(config.device)
         keep_freed_memory()
-        own = settings_of(role, config)
-        self.path, self.dtype, self.max_tokens = own.model, own.dtype, own.max_tokens
-        self.ranks = apply_layout(own.layout, ranks or DataParallel(), self.device)
-        self.lora = own.lora if train else None
+        self.ranks, own = spec.join(), settings_of(spec.role, spec.config)
+        self.max_tokens, self.lora = own.max_tokens, own.lora if spec.train else None
         # A sharded model is read part by part, except with adapters, which are initialised on the full model.
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
         self.base_shapes = shapes_of(self.model)
         if self.lora:
-            add_adapters(self.model, self.lora, config.seed)
+            lora.add_adapters(self.model, self.lora, self.config.seed)
             for module in list(self.model.modules()) if self.lora.base_dtype else ():
                 if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
-                    module.base_layer = FourBitLinear(base)
+                    module.base_layer = lora.FourBitLinear(base)
         self.shapes = shapes_of(self.model)
-        if config.trainer.compile:
+        if self.config.trainer.compile:
             FAST_LAYERS[self.device.type](self.model)
-        files = ModelFiles(self.path.expanduser(), self.model)
+        files = ModelFiles(self.path, self.model)
         # All pipeline ranks but the last pass hidden states on.
         predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
         self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
         # Only after sharding: the full model may be too large for one device.
         self.model.to(self.device).eval()
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(train and (not self.lora or is_adapter(name)))
+            parameter.requires_grad_(self.train and (not self.lora or lora.is_adapter(name)))
         self.optimizer: MasterOptimizer | None = None
-        offloadable = {"weights": OffloadableTensors(self._local_parameters)}
+
+        def local_parameters() -> list[Tensor]:
+            self.ranks.reshard(self.model)
+            return list(self.model.parameters())
+
+        offloadable = {"weights": OffloadableTensors(local_parameters)}
         self.side_files: dict[str, bytes] | None = None
         """A checkpoint's files beside its weights, by name, written now so that no checkpoint fails on one."""
         self.background: dist.ProcessGroup | None = None
         """The process group for writing a checkpoint during training."""
-        if train:
+        if self.train:
             names, parameters = zip(*self.model.named_parameters(), strict=True)
             places = {name: number for number, name in enumerate(self.shapes)}
             numbers = [places[name] for name in names]
-            self.optimizer = MasterOptimizer(parameters, config.trainer, own.learning_rate, self.ranks, numbers)
+            self.optimizer = MasterOptimizer(parameters, self.config.trainer, spec.learning_rate, self.ranks, numbers)
             offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
             if not self.lora:  # adapted layers have other names
                 self.optimizer.read_masters(names, files)
@@ -132,10 +121,6 @@ class RoleWorker(ShardedBackend):
             if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
                 self.side_files = checkpoint.side_files(self.model, self.path)
         self.offloadable = offloadable
-
-    def _local_parameters(self) -> list[Tensor]:
-        self.ranks.reshard(self.model)
-        return list(self.model.parameters())
 
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
@@ -170,25 +155,19 @@ class RoleWorker(ShardedBackend):
         return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in wanted.items()}
 
     def shares_prompts(self, rows: Rows) -> bool:
-        """Return whether shared prompts of these rows are computed once."""
         return self.config.trainer.share_prompts and plan_of_model(self.model) == PACKED and saves_enough(rows)
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """Pack this rank's rows into micro-batches of at most `max_tokens` tokens, and add empty ones up to the number that all ranks run.
-
-        With `whole_groups`, the rows of a group stay together.
-        """
+        """Pack rows into micro-batches of at most `max_tokens`, with `whole_groups` by group, plus empty ones up to all ranks' number."""
         # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was planned for.
         plan, shares = list[list[int]](), self.shares_prompts(rows)
         if shares and not whole_groups:
             plan = plan_shared(rows, self.max_tokens)
         elif len(rows):
             groups = rows["group"].tolist() if whole_groups else None
-            (plan,) = plan_micro_batches(
-                rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
-            )
+            plan = plan_micro_batches(rows["tokens"].lengths.tolist(), self.max_tokens, rows.uids(), groups)
         found = []
-        for numbers in filter(None, plan):
+        for numbers in plan:
             part = rows.take(numbers)
             found.append(MicroBatch(numbers, part, pack(part, self.device, shares)))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
@@ -267,11 +246,11 @@ class RoleWorker(ShardedBackend):
         tensor at a time. Ranks without `wanted` get an empty dict.
         """
         self.ranks.reshard(self.model)
-        named = plain_names(self.model, self.model.state_dict(keep_vars=True))
+        named = lora.plain_names(self.model, self.model.state_dict(keep_vars=True))
         # Whether the module's parameters are the role's full weights.
         is_full = self.lora is None and not self.ranks.is_sharded
         found: dict[str, Tensor] = {}
-        for names, tensor in self.ranks.full_tensors(named, merged):
+        for names, tensor in self.ranks.full_tensors(named, lora.merged):
             if wanted:
                 found |= dict.fromkeys(names, tensor if is_full else tensor.cpu())
         return found
@@ -283,8 +262,8 @@ class RoleWorker(ShardedBackend):
         """Return the local shards by name, adapters merged on demand; with `adapters_alone`, only trained parameters by peft's names."""
         self.ranks.reshard(self.model)
         if adapters_alone:
-            return weight_parts(adapters_of(dict(self.model.named_parameters())))
-        return weight_parts(plain_names(self.model, self.model.state_dict(keep_vars=True)))
+            return weight_parts(lora.adapters_of(dict(self.model.named_parameters())))
+        return weight_parts(lora.plain_names(self.model, self.model.state_dict(keep_vars=True)))
 
     def bytes_of(self, part: str) -> int:
         if part == "weights":
@@ -298,20 +277,16 @@ class RoleWorker(ShardedBackend):
     def saving_tasks(self, folder: Path, write: bool = True, copy: bool = False) -> list[checkpoint.Write]:
         """Return the calls that write model, tokenizer and optimizer into a new folder, in order.
 
-        Every rank of a sharded model calls this; otherwise one rank of the role does.
-
-        Args:
-            folder: The directory to make.
-            write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
-            copy: Copy the tensors to host memory first, so that a thread can write while training continues.
-
-        Raises:
-            UserError: A tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
+        Every rank of a sharded model calls this; otherwise one rank of the role does. Rank 0 writes what all ranks have in full, as
+        transformers writes nothing on others. `copy` copies the tensors to host memory first, so that a thread can write while training
+        continues. Raises UserError if a tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
         """
         kept = checkpoint.copied if copy else dict[str, Tensor]
         weights, adapters = self.full_state_dict(wanted=write), dict[str, Tensor]()
         if self.lora:
-            for names, tensor in self.ranks.full_tensors(adapters_of(dict(self.model.named_parameters())), full_tensor):
+            for names, tensor in self.ranks.full_tensors(
+                lora.adapters_of(dict(self.model.named_parameters())), full_tensor
+            ):
                 adapters |= dict.fromkeys(names, tensor)
         state = self.optimizer.state() if self.optimizer else {}
         tensors = {**weights, **adapters, **state}
@@ -339,12 +314,11 @@ class RoleWorker(ShardedBackend):
         return parts
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
-        """Write the model's Hugging Face directory, and the adapters beside it."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.lora:
-            place = folder / ADAPTER
+            place = folder / lora.ADAPTER
             place.mkdir(exist_ok=True)
-            peft_config(self.lora, self.path, PREFIX + HEAD in adapters).save_pretrained(place)
+            lora.peft_config(self.lora, self.path, lora.PREFIX + HEAD in adapters).save_pretrained(place)
             checkpoint.write_tensors(adapters, place / ADAPTER_WEIGHTS)
         checkpoint.save_weights(self.model, folder, weights)
         if self.side_files is None:
@@ -356,7 +330,7 @@ class RoleWorker(ShardedBackend):
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         self.ranks.reshard(self.model)
-        if (folder / ADAPTER).is_dir() != bool(self.lora):
+        if (folder / lora.ADAPTER).is_dir() != bool(self.lora):
             how, now = ("without", "remove it") if self.lora else ("with", "set it as it was")
             raise UserError(
                 f"{folder} was trained {how} trainer.lora or roles.{self.role}.lora; {now} to go on from there"
@@ -365,8 +339,8 @@ class RoleWorker(ShardedBackend):
         saved: Mapping[str, Tensor]
         kept, shapes = dict(self.model.named_parameters()), self.shapes
         if self.lora:
-            kept, shapes = adapters_of(kept), adapters_of(shapes)
-            saved = load_file(folder / ADAPTER / ADAPTER_WEIGHTS)
+            kept, shapes = lora.adapters_of(kept), lora.adapters_of(shapes)
+            saved = load_file(folder / lora.ADAPTER / ADAPTER_WEIGHTS)
         elif not self.ranks.is_sharded:
             saved = dict(self.load_model(folder).named_parameters())
         else:
@@ -390,7 +364,7 @@ class RoleWorker(ShardedBackend):
             if self.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
                 names = {name: name for name, _ in self.model.named_parameters()}
                 masters: Mapping[str, Tensor] = saved if self.lora else ModelFiles(folder, self.model)
-                names |= {own: name for name, own in adapters_of(names).items()} if self.lora else {}
+                names |= {own: name for name, own in lora.adapters_of(names).items()} if self.lora else {}
                 self.optimizer.read_masters(list(names.values()), masters)
         self.weight_updates += 1
         self._nonfinite.clear()
@@ -407,21 +381,11 @@ class RoleWorker(ShardedBackend):
 def make_worker(
     role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
 ) -> TrainingBackend:
-    """Create the role's backend, with a scalar head for values or scores, and with an optimizer if the flow trains it.
-
-    Without `training` it is a frozen copy that receives its weights.
-    """
-    trained = role in flow.trained_roles
-    spec = BackendSpec(
-        role, config, training and trained, role in flow.scalar_roles, trained and not training, ranks or DataParallel()
-    )
+    """Create a role's backend, with an optimizer if the flow trains it; without `training` a frozen copy that receives its weights."""
+    trained, is_scalar = role in flow.trained_roles, role in flow.scalar_roles
+    spec = BackendSpec(role, config, training and trained, ranks or DataParallel(), trained and not training, is_scalar)
     worker: TrainingBackend = BACKENDS.make(settings_of(role, config).backend, spec)
     return worker
-
-
-def torch_backend(spec: BackendSpec) -> RoleWorker:
-    """Create the built-in backend."""
-    return RoleWorker(spec.role, spec.config, spec.train, spec.ranks, spec.is_copy, spec.is_scalar)
 
 
 def torch_worker(worker: TrainingBackend) -> RoleWorker:

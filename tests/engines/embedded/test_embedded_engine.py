@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from braidrl.cluster.world import Ranks
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import PREFILL_TOKENS, EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
+from braidrl.weights.in_place import InPlacePublisher
+from braidrl.weights.shards import weight_parts
+from braidrl.weights.transfer import LayoutCopy
 from tests.engines.tiny import CONFIGS, END, make_model, make_requests, make_tokenizer, training_log_probs
 
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=24)
@@ -234,11 +238,12 @@ def test_the_trainers_module_is_used_directly_and_left_unchanged() -> None:
 
 def test_an_engine_of_another_dtype_follows_the_trained_weights_at_publication() -> None:
     model = make_model("qwen2-tied")
-    engine = EmbeddedEngine(model, make_tokenizer(), 16, 64, dtype=torch.float64)
+    engine = EmbeddedEngine(deepcopy(model).double(), make_tokenizer(), 16, 64)
+    copy = LayoutCopy(lambda: weight_parts(model), engine.parts, Ranks())
     request = make_requests(1, 1, SAMPLED, shortest=6)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1.1)
-    engine.publish(1)
+    InPlacePublisher(engine, copy).publish(1)
     expected = EmbeddedEngine(deepcopy(model).double(), make_tokenizer(), 16, 64)
     (mine,), (theirs,) = engine.generate(request), expected.generate(request)
     assert mine.log_probs.dtype == torch.float64

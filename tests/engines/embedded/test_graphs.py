@@ -98,7 +98,7 @@ def test_steps_are_recorded_once_for_several_generations_and_see_new_weights() -
         recorded.append((len(graphs.graphs), {read: id(graph) for read, graph in graphs.graphs.items()}))
         for changed in (engine, plain):
             with torch.no_grad():
-                for parameter in changed._weights.model.parameters():
+                for parameter in changed.model.parameters():
                     parameter.mul_(1.01)
             changed.publish(version)
     # The first generation makes the cache, layer by layer.

@@ -26,13 +26,13 @@ from braidrl.engines.engine_contract import (
     requests,
     weights_that_lack_a_tensor_are_refused,
 )
-from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect, ReplyPart, ServerNeeds
+from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect, ServerNeeds
 from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
-from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.engines.requests import EngineRow, Request, Response, SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.weights.file import stored_in_folder, stored_in_memory
+from braidrl.weights.file import stored_weights
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.http.servers import STOCK, SglangSpeaker, VllmServer, in_a_thread
 from tests.engines.served import (
@@ -76,8 +76,7 @@ class Asked:
             url = self.runner.run(self.speaker.start())
         spec = replace(SPEC, dialect=dialect)
         if sending:
-            needs = replace(SPEC.needs, receives=True)
-            spec = replace(spec, store=stored_in_memory, needs=needs)
+            spec = replace(spec, needs=replace(SPEC.needs, receives=True))
         self.engine = HttpEngine(url, spec)
         self.runner.run(self.engine.start())
 
@@ -382,13 +381,13 @@ def test_a_server_has_the_shape_that_the_run_gives_an_engine(dialect: Dialect) -
 
 def test_a_stock_vllm_server_is_asked_to_draw_as_the_run_samples() -> None:
     request = Request((0, 1, 2), torch.tensor([5, 6]), SamplingParams(0.7, 0.9, 20, 8))
-    part = ReplyPart("row", request, (END,), 3, "first", reproducible=False)
-    _, body = VLLM.generate(part)
+    row = EngineRow(request, 8, (END,), name="row")
+    _, body = VLLM.generate(row, 3, "first", False)
     assert (body["temperature"], body["top_p"], body["top_k"]) == (0.7, 0.9, 20)
     assert "vllm_xargs" not in body and "seed" not in body
     greedy = replace(request, sampling=replace(request.sampling, greedy=True))
-    assert VLLM.generate(replace(part, request=greedy))[1]["temperature"] == 0.0
-    _, body = VLLM.generate(replace(part, reproducible=True))
+    assert VLLM.generate(replace(row, request=greedy), 3, "first", False)[1]["temperature"] == 0.0
+    _, body = VLLM.generate(row, 3, "first", True)
     assert (body["temperature"], body["top_p"], body["top_k"]) == (1.0, 1.0, 0) and "braid" in body["vllm_xargs"]
 
 
@@ -404,7 +403,7 @@ def test_a_stock_vllm_server_has_the_trainers_log_probs_after_each_update(tmp_pa
 
 
 def test_weights_in_a_folder_hold_every_name_and_are_gone_when_closed(tmp_path: Path) -> None:
-    stored = stored_in_folder(ModelWeights(MODEL).tensors(), tmp_path)
+    stored = stored_weights(ModelWeights(MODEL).tensors(), repeat=True, within=tmp_path)
     given = dict(stored.tensors())
     assert given.keys() == stored.shapes().keys() == MODEL.state_dict().keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())

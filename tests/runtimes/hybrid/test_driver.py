@@ -56,7 +56,7 @@ def test_payload_cannot_be_decoded_where_the_driver_runs(workshop: Workshop, war
         table = backend.read(Admission(range(2)))
         (output,) = table.outputs
         actor = backend.home.actors[0]
-        (packed,) = ray.get(actor.fetch.remote([(output.futures[0].answer.key, np.arange(2), ("prompt",))]))
+        (packed,) = ray.get(actor.fetch.remote([(output.key, np.arange(2), ("prompt",))]))
         with pytest.raises(PayloadForbidden, match="'prompt' is payload"):
             decode([memoryview(frame) for frame in packed])
     assert len(decode([memoryview(frame) for frame in packed])["prompt"]) == 2

@@ -9,7 +9,7 @@ from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes, UpdatesInProgress
 from braidrl.flow.selecting import begun_too_many
-from braidrl.queue.table import Lease, LeaseLost
+from braidrl.queue.table import Lease
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule
 
@@ -44,9 +44,9 @@ def work(schedule: StreamSchedule, name: str, most: int = 99, version: int = 0) 
     return finish(schedule, lease, version) if lease else []
 
 
-def finish(schedule: StreamSchedule, lease: Lease, version: int = 0, now: float = 0.0) -> list[Uid]:
-    """Complete a lease; raises LeaseLost if it is lost."""
-    rows = schedule.tasks.complete(lease.number, now)
+def finish(schedule: StreamSchedule, lease: Lease, version: int = 0) -> list[Uid]:
+    """Complete a lease; return the rows that it still held."""
+    rows = schedule.tasks.complete(lease)
     schedule.done(lease.task, rows, dict.fromkeys(rows, version))
     return rows
 
@@ -192,14 +192,13 @@ def test_batch_closes_before_surplus_and_its_rows_leave_their_leases() -> None:
     admit(schedule, 2)
     lease = schedule.take("actor.generate", "slow", 0.0, 9.0, 4)
     assert lease is not None and lease.rows == ((0, 2, 0), (0, 2, 1), (0, 3, 0), (0, 3, 1))
-    rows = schedule.tasks.complete(lease.number, 0.0, [0, 1])
+    rows = schedule.tasks.complete(lease, [0, 1])
     schedule.done("actor.generate", rows, dict.fromkeys(rows, 0))
     judge(schedule, {2: None})
     outcome = schedule.close()
     assert outcome is not None and outcome.groups == (1, 2) and outcome.dropped == {"all_wrong": 1, "surplus": 1}
     assert schedule.dropped == {lease: [(0, 3, 0), (0, 3, 1)]}
-    with pytest.raises(LeaseLost):
-        schedule.tasks.complete(lease.number, 1.0, [2, 3])
+    assert schedule.tasks.complete(lease, [2, 3]) == []
 
 
 def test_rows_of_dead_or_hanging_worker_are_leased_again() -> None:
@@ -212,8 +211,7 @@ def test_rows_of_dead_or_hanging_worker_are_leased_again() -> None:
     schedule.tasks.give_up(schedule.tasks.leases.of("dies"))
     schedule.tasks.give_up(schedule.tasks.leases.expired(2.0))
     assert work(schedule, "actor.generate") == uids
-    with pytest.raises(LeaseLost):
-        finish(schedule, silent, now=2.0)
+    assert finish(schedule, silent) == []
 
 
 def test_engines_may_load_together_only_between_two_batches() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from braidrl.runtimes.streaming.weights import Place, Versions
+from braidrl.runtimes.streaming.weights import Versions, WeightLocation
 
 
-def place(name: str, path: str = "file") -> Place:
+def place(name: str, path: str = "file") -> WeightLocation:
     return {"name": name, "path": path}
 
 

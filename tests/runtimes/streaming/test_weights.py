@@ -19,8 +19,8 @@ from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, parse_config
 from braidrl.queue.owner import Owner, remove_run
 from braidrl.runtimes.streaming.weights import (
-    Place,
     VersionWriter,
+    WeightLocation,
     free,
     remove_weights,
     source_of,
@@ -67,9 +67,9 @@ def writer(trainer: PreTrainedModel, owner: Owner, **rollout: object) -> Version
     return VersionWriter("actor", lambda: weight_parts(trainer), World(), config(**rollout), owner.run)
 
 
-def load(engine: PreTrainedModel, place: Place) -> None:
+def load(engine: PreTrainedModel, place: WeightLocation) -> None:
     # As plain data, which is what passes through the control plane.
-    EngineWeights(engine, None).refresh(source_of(json.loads(json.dumps(place))))
+    EngineWeights(engine).refresh(source_of(json.loads(json.dumps(place))))
 
 
 @pytest.mark.parametrize("way", ["file", "collective"])

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
+from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.log_probs import linear_log_probs
 from braidrl.training.compute.packed import Packed, families_of, pack, plan_shared, saves_enough
 from braidrl.training.roles.worker import RoleWorker
@@ -110,7 +111,7 @@ def test_no_micro_batch_is_over_the_limit_if_some_groups_save_little(tmp_path: P
     rows = rows_of([(50, [2] * 6), (10, [40, 40])])
     config = make_config(tmp_path, "grpo", trainer__share_prompts=True, trainer__max_tokens_per_device=95)
     write_decoder(tmp_path / "model")
-    worker = RoleWorker("actor", config, train=False)
+    worker = RoleWorker(BackendSpec("actor", config, train=False))
     assert max(len(batch.packed.input_ids) for batch in worker.micro_batches(rows)) <= 95
 
 

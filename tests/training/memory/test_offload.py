@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from braidrl.errors import UserError
+from braidrl.training.backends import BackendSpec
 from braidrl.training.memory import offload
 from braidrl.training.memory.offload import OffloadableTensors, storages
 from braidrl.training.roles.worker import RoleWorker
@@ -87,7 +88,7 @@ def test_full_disk_raises_one_line_error_and_loses_no_data(monkeypatch: pytest.M
 def test_offloaded_worker_trains_identically_to_one_that_never_moved(tiny_models: dict[str, Path], dtype: str) -> None:
     config = config_of(str(tiny_models["qwen2"]), dtype=dtype)
     everything = torch.arange(len(make_rows()))
-    moved, stayed = (RoleWorker("actor", config, train=True) for _ in range(2))
+    moved, stayed = (RoleWorker(BackendSpec("actor", config, train=True)) for _ in range(2))
     for iteration in (1, 2, 3):
         expected, found = one_step(stayed, everything, iteration), one_step(moved, everything, iteration)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -23,6 +23,7 @@ from braidrl.data.rows import Rows
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
+from braidrl.training.backends import BackendSpec
 from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.objective import Objective, denominators, with_group_tokens
 from braidrl.training.parallel.layouts import DataParallel
@@ -100,7 +101,7 @@ def one_step(worker: RoleWorker, mine: torch.Tensor, iteration: int = 1, prompt:
 @cache
 def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -> Found:
     """Return the results of the last of several steps of one process on all rows."""
-    worker = RoleWorker("actor", config_of(model, dtype=dtype), train=True)
+    worker = RoleWorker(BackendSpec("actor", config_of(model, dtype=dtype), train=True))
     for iteration in range(1, steps + 1):
         found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt)
     return found
@@ -145,7 +146,9 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
     for name, (model, layout, dtype) in task["cases"].items():
         world.at(name)
         mine = own_rows(make_rows(), world)
-        worker = RoleWorker("actor", config_of(model, layout, dtype), True, DataParallel(world.group, world))
+        worker = RoleWorker(
+            BackendSpec("actor", config_of(model, layout, dtype), True, DataParallel(world.group, world))
+        )
         differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(
             worker, world.size
         )
@@ -174,7 +177,9 @@ def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt
     """Return differences from a single process with shared prompts of this many tokens."""
     config, mine = config_of(model, layout), own_rows(make_rows(), world)
     trainer = config.trainer.model_copy(update={"share_prompts": True})
-    worker = RoleWorker("actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world))
+    worker = RoleWorker(
+        BackendSpec("actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world))
+    )
     assert worker.shares_prompts(make_rows(prompt))
     return differences(one_step(worker, mine, prompt=prompt), alone(model, prompt=prompt), mine)
 
@@ -191,7 +196,7 @@ def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str
         config = config_of(model, layout)
         trainer = config.trainer.model_copy(update={"activation_checkpointing": checkpointing})
         worker = RoleWorker(
-            "actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world)
+            BackendSpec("actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world))
         )
         worker.model.train()
         real = kept_bytes(worker.model, tokens)
@@ -203,7 +208,7 @@ def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str
 def copied_weights(world: World, model: str, other: str, layouts: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Move a role's weights towards those of a role with another sharding; return deviations from the expected values."""
     first, second = (
-        RoleWorker("reference", config_of(path, layout), False, DataParallel(world.group, world))
+        RoleWorker(BackendSpec("reference", config_of(path, layout), False, DataParallel(world.group, world)))
         for path, layout in zip((model, other), layouts, strict=True)
     )
     own, others = first.full_state_dict(), second.full_state_dict()
@@ -230,12 +235,14 @@ class Largest(TorchDispatchMode):
 def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool) -> dict[str, list[str]]:
     """Reshard after a step from the first layout to each other one and to files of all ranks; return what differs or is too large."""
     config = adapted_config(model, layouts[0]) if lora else config_of(model, layouts[0])
-    worker = RoleWorker("actor", config, True, DataParallel(world.group, world))
+    worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
     found, wanted = {}, one_step(worker, own_rows(make_rows(), world))
     wanted = {name.removeprefix("weight "): tensor for name, tensor in wanted.items() if name.startswith("weight ")}
     limit = 8192  # Less than a matrix of a layer.
     for layout in layouts[1:]:
-        other = RoleWorker("actor", config_of(model, layout), False, DataParallel(world.group, world), is_copy=True)
+        other = RoleWorker(
+            BackendSpec("actor", config_of(model, layout), False, DataParallel(world.group, world), is_copy=True)
+        )
         copy = copy_within(worker, other.weights, other.ranks.is_sharded, limit)
         with Largest() as largest:
             copy.refresh()
@@ -341,7 +348,7 @@ def keep_contract(world: World, config: Config, folder: Path) -> None:
     """Run every check of a training backend; a failure ends the ranks."""
     rows = make_rows()
     subject = BackendUnderTest(
-        lambda: RoleWorker("actor", config, True, DataParallel(world.group, world)), Objective.of("actor", OBJECTIVE),
+        lambda: RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world))), Objective.of("actor", OBJECTIVE),
         rows.take(own_rows(rows, world)), {"tokens": denominators(rows)["tokens"]}, folder,
         lambda: world.gather("exported", b""), world.first,
     )  # fmt: skip
@@ -353,17 +360,19 @@ def keep_contract(world: World, config: Config, folder: Path) -> None:
 def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:
     """Save after a step in the first layout, resume in each layout, and export each in float32."""
     found, mine = {}, own_rows(make_rows(), world)
-    first = RoleWorker("actor", config_of(model, layouts[0]), True, DataParallel(world.group, world))
+    first = RoleWorker(BackendSpec("actor", config_of(model, layouts[0]), True, DataParallel(world.group, world)))
     one_step(first, mine)
     first.export(Path(folder, "saved"), world.first)
     for number, layout in enumerate(layouts):
         world.gather("saved", b"")
-        worker = RoleWorker("actor", config_of(model, layout), True, DataParallel(world.group, world))
+        worker = RoleWorker(BackendSpec("actor", config_of(model, layout), True, DataParallel(world.group, world)))
         worker.load(Path(folder, "saved"))
         found[f"loaded under {layout} from {layouts[0]}"] = differences(
             one_step(worker, mine, 2), alone(model, steps=2), mine
         ) + not_divided(worker, world.size)
-        single = RoleWorker("actor", config_of(model, layout, "float32"), True, DataParallel(world.group, world))
+        single = RoleWorker(
+            BackendSpec("actor", config_of(model, layout, "float32"), True, DataParallel(world.group, world))
+        )
         single.export(Path(folder, f"export-{number}"), world.first)
     return found
 
@@ -376,13 +385,13 @@ def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         world.at(str(layout))
         config = adapted_config(task["model"], layout)
         mine, folder = own_rows(make_rows(), world), Path(task["folder"], f"saved-{number}")
-        worker = RoleWorker("actor", config, True, DataParallel(world.group, world))
+        worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
         differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
         worker.export(folder, world.first)
         world.gather("saved", b"")
         # The state saved by this layout, by the previous one, and by one process.
         for saved in (folder, Path(task["folder"], f"saved-{number - 1}" if number else "alone")):
-            again = RoleWorker("actor", config, True, DataParallel(world.group, world))
+            again = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
             again.load(saved)
             differing += differences(one_step(again, mine, 2), alone_adapted(task["model"], 2), mine)
         found[str(layout)] = of_all_ranks(world, differing)
@@ -397,7 +406,7 @@ def adapted_config(model: str, layout: dict[str, Any] | None = None) -> Config:
 
 @cache
 def alone_adapted(model: str, steps: int) -> Found:
-    worker = RoleWorker("actor", adapted_config(model), train=True)
+    worker = RoleWorker(BackendSpec("actor", adapted_config(model), train=True))
     for iteration in range(1, steps + 1):
         found = one_step(worker, torch.arange(len(make_rows())), iteration)
     return found

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import UserError
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
+from braidrl.training.backends import BackendSpec
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import RoleWorker
 from tests.tiny import MODELS, TOKENIZER
@@ -96,7 +97,7 @@ def test_four_ranks_agree_and_resume_checkpoints_of_other_layouts(models: dict[s
 
     source = load_file(Path(model, "model.safetensors"))
     for name, tried in SAVED.items():
-        worker = RoleWorker("actor", config_of(model), train=True)
+        worker = RoleWorker(BackendSpec("actor", config_of(model), train=True))
         worker.load(tmp_path / name / "saved")
         assert differences(one_step(worker, everything, 2), alone(model, steps=2), everything) == []
         for number in range(len(tried)):
@@ -144,7 +145,7 @@ def test_weights_go_from_every_layout_to_every_other(models: dict[str, str], lor
 
 
 def refused_as_another_model(model: str, saved: Path) -> None:
-    other = RoleWorker("actor", config_of(model), train=True)
+    other = RoleWorker(BackendSpec("actor", config_of(model), train=True))
     before = [p.detach().clone() for p in other.model.parameters()]
     with pytest.raises(UserError, match="holds another model") as caught:
         other.load(saved)
@@ -170,7 +171,7 @@ def test_one_process_keeps_the_contract_of_training_backends(
     config, rows = config_of(models["llama"]), make_rows()
     check(
         BackendUnderTest(
-            lambda: RoleWorker("actor", config, train=True), Objective.of("actor", OBJECTIVE), rows,
+            lambda: RoleWorker(BackendSpec("actor", config, train=True)), Objective.of("actor", OBJECTIVE), rows,
             {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
         )
     )  # fmt: skip

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.data.rows import Rows
+from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.packed import FILLER, Packed, pack, saves_enough
 from braidrl.training.loading import load_scorer
 from braidrl.training.parallel.pipeline import RUN, local_layers, runs, split_layers
@@ -24,14 +25,17 @@ CPU = torch.device("cpu")
 
 
 def stage_of(model: Path, stage: int, stages: int = 2) -> RoleWorker:
-    worker = RoleWorker("actor", config_of(str(model)), train=False)
+    worker = RoleWorker(BackendSpec("actor", config_of(str(model)), train=False))
     split_layers(worker.model, stage, stages)
     return worker
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_pipeline_stages_in_sequence_equal_the_full_model(name: str, tiny_models: dict[str, Path]) -> None:
-    whole, packed = RoleWorker("actor", config_of(str(tiny_models[name])), train=False), pack(make_rows(), CPU)
+    whole, packed = (
+        RoleWorker(BackendSpec("actor", config_of(str(tiny_models[name])), train=False)),
+        pack(make_rows(), CPU),
+    )
     first, last = stage_of(tiny_models[name], 0), stage_of(tiny_models[name], 1)
     with torch.no_grad():
         hidden = first.hidden_states(packed)[None]
@@ -41,7 +45,7 @@ def test_pipeline_stages_in_sequence_equal_the_full_model(name: str, tiny_models
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_stages_have_equal_layers_and_the_names_of_the_whole_model(name: str, tiny_models: dict[str, Path]) -> None:
-    whole = shapes_of(RoleWorker("actor", config_of(str(tiny_models[name])), train=False).model)
+    whole = shapes_of(RoleWorker(BackendSpec("actor", config_of(str(tiny_models[name])), train=False)).model)
     parts = [shapes_of(stage_of(tiny_models[name], stage).model) for stage in (0, 1)]
     assert parts[0] | parts[1] == whole
     # Both have the weight that embedding and output layer share.
@@ -65,7 +69,7 @@ def test_padding_tokens_do_not_change_the_rows(shared: bool, tiny_models: dict[s
     rows = rows.with_columns({"tokens": rows["tokens"].with_values(rows["tokens"].values % len(TOKENIZER))})
     assert saves_enough(rows) == shared
     packed: Packed = pack(rows, CPU, share_prompts=shared)
-    worker = RoleWorker("actor", config_of(str(tiny_models["qwen2"])), train=False)
+    worker = RoleWorker(BackendSpec("actor", config_of(str(tiny_models["qwen2"])), train=False))
     wanted = worker.predict(packed)["log_probs"]
     for more in (0, 1, 2 * FILLER + 3):
         filled = packed.padded(len(packed.input_ids) + more)

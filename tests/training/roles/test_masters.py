@@ -10,6 +10,7 @@ import torch
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
+from braidrl.training.backends import BackendSpec
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.roles.checkpoint import divided_state
 from braidrl.training.roles.worker import RoleWorker
@@ -36,11 +37,14 @@ def distances(worker: RoleWorker) -> list[float]:
 
 def of_layouts(world: World, task: dict[str, Any]) -> list[list[float]]:
     configs = [config_of(task["model"], dtype="bfloat16", layout=layout) for layout in LAYOUTS]
-    return [distances(RoleWorker("actor", config, True, DataParallel(world.group, world))) for config in configs]
+    return [
+        distances(RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world))))
+        for config in configs
+    ]
 
 
 def test_masters_of_a_whole_model_are_the_files_weights(tiny_models: dict[str, Path]) -> None:
-    worker = RoleWorker("actor", config_of(str(tiny_models["qwen3"]), dtype="bfloat16"), True)
+    worker = RoleWorker(BackendSpec("actor", config_of(str(tiny_models["qwen3"]), dtype="bfloat16"), True))
     off, rounded = distances(worker)
     assert off == 0 and rounded > 1e-5
     assert all(p.dtype == torch.bfloat16 for p in worker.model.parameters())
@@ -57,7 +61,9 @@ def test_masters_keep_their_precision_if_a_run_resumes_in_another_dtype(
 ) -> None:
     # As with dtype=auto, if a run begins on a CPU and goes on on CUDA, or the other way round.
     model = str(tiny_models["qwen3"])
-    before, after = (RoleWorker("actor", config_of(model, dtype=dtype), True) for dtype in (saved, resumed))
+    before, after = (
+        RoleWorker(BackendSpec("actor", config_of(model, dtype=dtype), True)) for dtype in (saved, resumed)
+    )
     assert before.optimizer is not None and after.optimizer is not None
     with torch.no_grad():
         for master in before.optimizer.masters:

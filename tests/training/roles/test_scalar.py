@@ -16,6 +16,7 @@ from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
+from braidrl.training.backends import BackendSpec
 from braidrl.training.loading import load_scorer
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import RoleWorker
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_worker(folder: Path, model: str, train: bool = False, **changes: Any) -> RoleWorker:
     changes = {"dtype": "float64", "roles": {"reward": {"model": str(folder / model)}}} | changes
-    return RoleWorker("reward", make_config(folder, "reward_model", **changes), train, is_scalar=True)
+    return RoleWorker(BackendSpec("reward", make_config(folder, "reward_model", **changes), train, is_scalar=True))
 
 
 def make_rows(sequences: list[list[list[int]]], prompts: int = 2) -> Rows:
@@ -159,7 +160,7 @@ def test_pairs_share_micro_batches_and_gradients_do_not_depend_on_them(folder: P
 def test_groups_are_never_split_and_an_oversized_one_is_named() -> None:
     groups = [3, 1, 3, 2, 1, 2]
     for size in (20, 25, 60):
-        (plan,) = plan_micro_batches([10, 9, 8, 7, 6, 5], 1, size, groups=groups)
+        plan = plan_micro_batches([10, 9, 8, 7, 6, 5], size, groups=groups)
         assert sorted(row for batch in plan for row in batch) == list(range(6))
         for batch in plan:
             taken = [groups[row] for row in batch]
@@ -167,7 +168,7 @@ def test_groups_are_never_split_and_an_oversized_one_is_named() -> None:
     with pytest.raises(
         UserError, match=r"group 3, which must stay whole, has 18 tokens and trainer.max_tokens_per_device=17"
     ):
-        plan_micro_batches([10, 9, 8, 7, 6, 5], 1, 17, groups=groups)
+        plan_micro_batches([10, 9, 8, 7, 6, 5], 17, groups=groups)
 
 
 def test_a_frozen_role_without_a_trained_head_is_refused(folder: Path) -> None:
