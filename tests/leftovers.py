@@ -59,5 +59,6 @@ def family(process: int | None = None) -> list[int]:
 def is_rays(process: psutil.Process) -> bool:
     """Return whether a process belongs to a Ray cluster."""
     with suppress(psutil.NoSuchProcess):
-        return any("/ray/" in word for word in process.cmdline())
+        # A fresh fork server has its `sys.path`, with folders of Ray, in the program after `-c`.
+        return any(word.startswith("/") and "/ray/" in word for word in process.cmdline())
     return False
