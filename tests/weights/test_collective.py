@@ -282,13 +282,14 @@ def test_all_ranks_of_a_model_receive_their_slices_of_an_offered_version() -> No
 
 
 MACHINES = """
-trap "ip netns del braid-0; ip netns del braid-1" EXIT
-ip netns add braid-0 && ip netns add braid-1 && ip link add e0 netns braid-0 type veth peer name e1 netns braid-1 || exit 77
+net=braid-$$
+trap "ip netns del $net-0; ip netns del $net-1" EXIT
+ip netns add $net-0 && ip netns add $net-1 && ip link add e0 netns $net-0 type veth peer name e1 netns $net-1 || exit 77
 for n in 0 1; do
-    ip -n braid-$n address add 10.77.0.$((n + 1))/24 dev e$n && ip -n braid-$n link set lo up && ip -n braid-$n link set e$n up || exit 77
+    ip -n $net-$n address add 10.77.0.$((n + 1))/24 dev e$n && ip -n $net-$n link set lo up && ip -n $net-$n link set e$n up || exit 77
 done
-ip netns exec braid-1 $PYTHON -m tests.weights.on_machines 1 > /dev/null &
-ip netns exec braid-0 $PYTHON -m tests.weights.on_machines 0
+ip netns exec $net-1 $PYTHON -m tests.weights.on_machines 1 > /dev/null &
+ip netns exec $net-0 $PYTHON -m tests.weights.on_machines 0
 """
 
 
