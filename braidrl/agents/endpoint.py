@@ -88,10 +88,7 @@ class TurnStream:
             self.drawn.set()
 
     def add_piece(self) -> bool:
-        """Add the next piece of the text: whole characters, and nothing that may belong to a stop text.
-
-        Returns False if there is none yet.
-        """
+        """Add the next piece of the text: whole characters that belong to no stop text. Return False if there is none yet."""
         self.drawn.clear()
         # Decoded with earlier tokens, since a decoder may treat the first token of a text differently.
         before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
@@ -195,6 +192,10 @@ class Endpoint:
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
             served = f"only POST {PATH} and GET models under a session's URL"
             return failed(404, f"{request.method} {request.path} is not served here: {served}")
+        except UserError as error:
+            return failed(400, str(error))
+        except (EngineError, ConnectionError) as error:
+            return failed(503, str(error))
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         session = self._sessions[http.match_info["name"]]
@@ -221,38 +222,28 @@ class Endpoint:
             if not limit.expired():
                 raise
             return failed(408, f"the request's body did not arrive within {BODY_S:g} s")
-        except ConnectionError as error:
-            return failed(503, str(error))
         finally:
             session.requests -= 1
             self._held_bytes -= len(raw)
 
     async def _answer(self, http: web.Request, session: EndpointSession, raw: bytes) -> web.StreamResponse:
         try:
-            try:
-                body = parse_json(raw, finite=False)
-            except ValueError as error:
-                raise UserError(f"the body is not JSON: {error}") from error
-            asked = read(body if isinstance(body, dict) else {})
-            # A possible tool call is sent when it is complete.
-            stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
-            turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
-            if asked.stream:
-                return await streamed(http, asked, turn, stream or TurnStream(self.template.text, ()))
-            return web.json_response(whole(asked, await turn))
-        except UserError as error:
-            return failed(400, str(error))
-        except EngineError as error:
-            return failed(503, str(error))
+            body = parse_json(raw, finite=False)
+        except ValueError as error:
+            raise UserError(f"the body is not JSON: {error}") from error
+        asked = read(body if isinstance(body, dict) else {})
+        stream = TurnStream(self.template.text, asked.stops)
+        turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
+        if asked.stream:
+            return await streamed(http, asked, turn, stream)
+        return web.json_response(whole(asked, await turn))
 
     async def _models(self, http: web.Request) -> web.Response:
         name = http.match_info.get("model", MODEL)
         one = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _turn(
-        self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None, is_long: bool
-    ) -> TurnReply:
+    async def _turn(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream, is_long: bool) -> TurnReply:
         """Generate a row's next turn, one at a time, and remember the conversation up to it."""
         trajectory = session.trajectory
         async with session.lock:
@@ -274,13 +265,12 @@ class Endpoint:
                 ) from error
             stops = (*self.sampling.stop, *asked.stops)
             sampling = replace(self.sampling, max_tokens=asked.limit or self.sampling.max_tokens, stop=stops)
-            name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
-            if stream is not None:
-                stream.name = name
+            name = stream.name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
+            # A possible tool call is sent when it is complete.
+            on_token = stream.add_token if asked.stream and not asked.tools else None
             # The row is unchanged if this fails: the client may repeat its request.
             tokens = await trajectory.sample_turn(
-                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage,
-                opens=opens, on_token=stream.add_token if stream else None,
+                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage, opens=opens, on_token=on_token
             )  # fmt: skip
             text = self.template.text(tokens, asked.tools)
             # The reply lacks the stop text that ended it, whose tokens are trained on all the same.

@@ -27,7 +27,7 @@ NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def endpoint_key(settings: EnvironmentConfig) -> str | None:
-    """Return the key of a run's endpoint; None without one.
+    """Return the key of a run's endpoint, None without one.
 
     Raises UserError for a variable that is not set, and for an address that other machines reach without a key.
     """

@@ -30,7 +30,6 @@ class TurnRequest:
     """One request for a turn."""
 
     messages: list[ChatMessage]
-    """The conversation."""
     tools: Sequence[Mapping[str, Any]] = ()
     limit: int | None = None
     stops: tuple[str, ...] = ()
@@ -47,7 +46,6 @@ class TurnReply:
     name: str
     """The turn's name, from the row and the turn."""
     message: ChatMessage
-    """The assistant's message."""
     reason: str
     """stop, length or tool_calls."""
     prompt: int

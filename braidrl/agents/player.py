@@ -91,10 +91,7 @@ class Player(ABC):
 
 @dataclass
 class AgentPlayer(Player):
-    """A player that runs one agent per row against an open endpoint. Here `limits.timeout_s` limits the whole trajectory.
-
-    async def agent(base_url, example) -> float: ...            `environment: agent:module:function`
-    """
+    """A player that runs an `async def agent(base_url, example) -> float` per row; `limits.timeout_s` limits the whole trajectory."""
 
     endpoint: "Endpoint"
     agent: Callable[..., Any]

@@ -174,25 +174,18 @@ def trajectory_columns(trajectories: Sequence[Trajectory], limits: Limits) -> di
 
 
 def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
-    """Return the columns `tokens` to `version` of a generate stage with single responses, in the order of `rows`.
-
-    Raises ValueError if `rows` and `finished` do not have the same uids.
-    """
-    by_uid = {response.uid: response for response in finished}
-    uids = rows.uids()
-    if len(by_uid) != len(finished) or set(by_uid) != set(uids) or len(uids) != len(finished):
+    """Return the columns `tokens` to `version` of single responses, in the order of `rows`. Raises ValueError if their uids differ."""
+    by_uid, uids = {response.uid: response for response in finished}, rows.uids()
+    if sorted(response.uid for response in finished) != sorted(uids):
         raise ValueError(f"{len(finished)} responses for {len(uids)} rows, which are not the same")
-    ordered = [by_uid[uid] for uid in uids]
-    prompts: Ragged = rows["prompt"]
+    ordered, prompts = [by_uid[uid] for uid in uids], rows["prompt"]
     log_probs = [response.log_probs for response in ordered]
-    drawn = torch.tensor([response.tokens.numel() for response in ordered], dtype=torch.int64)
-    pieces = [ids for pair in zip(prompts.unbind(), (r.tokens for r in ordered), strict=True) for ids in pair]
-    tokens = Ragged.from_lengths(torch.cat(pieces), prompts.lengths + drawn) if ordered else prompts
-    stretches = torch.stack([prompts.lengths, drawn], dim=1).flatten()
-    actions = torch.tensor([False, True]).repeat(len(ordered)).repeat_interleave(stretches)
+    both = zip(prompts.unbind(), ordered, strict=True)
+    tokens = Ragged.from_rows([torch.cat([prompt, response.tokens]) for prompt, response in both], torch.int64)
+    places = torch.arange(len(tokens.values)) - tokens.spread(tokens.offsets[:-1])
     return generated_columns(
         tokens,
-        tokens.with_values(actions),
+        tokens.with_values(places >= tokens.spread(prompts.lengths)),
         Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
         Ragged.from_rows(log_probs, log_probs[0].dtype if log_probs else torch.float32),
         [response.versions for response in ordered],

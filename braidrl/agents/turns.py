@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from braidrl.data.templates import PromptTemplate
 
 Context = str | list[ChatMessage]
-"""Text, or chat messages."""
-First = Callable[[list[ChatMessage], Tools], list[int]]
-"""Returns the ids of a prompt, with the assistant's turn opened."""
-Follow = Callable[[list[int], list[int], list[ChatMessage], Tools], list[int] | None]
-"""Returns the ids after a prompt and a sampled turn up to the next turn, given the messages between; None if it cannot."""
 WITHOUT_READER = ("default", "inkling")
 """Renderers that do not know a family's format, or do not continue conversations."""
 
@@ -53,10 +48,7 @@ class TurnTemplate:
         return self.template.encode(context if isinstance(context, str) else [*map(normal_message, context)], tools)
 
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
-        """Return the token ids between a sampled turn, given its last token, and the beginning of the next turn.
-
-        Raises UserError if the chat template refuses the messages.
-        """
+        """Return the token ids from a turn's last token to the next turn. Raises UserError if the chat template refuses the messages."""
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [*map(normal_message, said)]
         if not self.template.is_chat:
             return self.template.encode_texts(["\n\n".join(message["content"] for message in messages)])[0]
@@ -122,14 +114,14 @@ def warn_of_unread_tools() -> None:
     logging.getLogger(__name__).warning(f"{UNREAD_TOOLS}: name them in the system prompt, or set another template")
 
 
-def exact_over_turns(template: "PromptTemplate", first: First, follow: Follow) -> bool:
-    """Return True if prompts, and what follows each turn of some conversations, have the ids of the chat template's rendering."""
+def exact_over_turns(template: "PromptTemplate", reader: Any) -> bool:
+    """Return True if a renderer gives prompts, and what follows each turn of some conversations, the ids of the chat template."""
     closing = template.tokenizer.decode([template.end_id])
     for messages, tools in TRIALS:
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         opening = messages[: turns[0]] if turns else messages
-        ids = template.encode(opening, tools)
-        if first(opening, tools) != ids:
+        ids, named = template.encode(opening, tools), list(tools) or None
+        if list(reader.render_ids(opening, tools=named, add_generation_prompt=True)) != ids:
             return False
         for turn, following in zip(turns, [*turns, len(messages)][1:], strict=True):
             # A mark stands for each turn, since templates may render earlier turns otherwise.
@@ -137,9 +129,10 @@ def exact_over_turns(template: "PromptTemplate", first: First, follow: Follow) -
             rendered = template.apply([*messages[:turn], marked, *messages[turn + 1 : following]], tools, opens=True)
             calls, _, between = rendered.partition(MARK)[2].partition(closing)
             sampled, expected = template.encode_texts([f"{messages[turn]['content']}{calls}{closing}", between])
-            if follow(ids, sampled, messages[turn + 1 : following], tools) != expected:
-                return False
+            found = reader.bridge_to_next_turn(ids, sampled, messages[turn + 1 : following], tools=named)
             ids = [*ids, *sampled, *expected]
+            if found is None or list(found.token_ids) != ids:
+                return False
     return True
 
 
@@ -165,17 +158,7 @@ def _proven(tokenizer: Any, arguments: str) -> Any | None:
         try:
             config = kinds.validate_python({"name": name, "thinking_retention": "all"})
             reader = create_renderer(tokenizer, merge_chat_template_kwargs(config, template.arguments))
-
-            def first(messages: list[ChatMessage], tools: Tools, reader: Any = reader) -> list[int]:
-                return list(reader.render_ids(messages, tools=list(tools) or None, add_generation_prompt=True))
-
-            def follow(
-                prompt: list[int], sampled: list[int], said: list[ChatMessage], tools: Tools, reader: Any = reader
-            ) -> list[int] | None:
-                found = reader.bridge_to_next_turn(prompt, sampled, said, tools=list(tools) or None)
-                return None if found is None else list(found.token_ids)[len(prompt) + len(sampled) :]
-
-            if exact_over_turns(template, first, follow):
+            if exact_over_turns(template, reader):
                 return reader
         except Exception:  # of any kind: this family's tokens or arguments are not the tokenizer's
             continue

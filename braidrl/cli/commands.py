@@ -66,8 +66,12 @@ app.add_typer(checkpoint, name="checkpoint")
 @app.command()
 def train(
     settings: Settings = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume a run; key=value changes keys that may change.")] = None,
-    newest_whole: Annotated[bool, typer.Option("--newest-whole", help="Skip damaged checkpoints.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Resume this run; key=value changes keys that may change.")
+    ] = None,
+    newest_whole: Annotated[
+        bool, typer.Option("--newest-whole", help="Resume from the newest undamaged checkpoint.")
+    ] = False,
     replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
     rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the memory needed, and exit.")] = False,
@@ -206,7 +210,7 @@ def plan(
     settings: Settings = None,
     devices: Annotated[str, typer.Option(help="NODESxDEVICESxKIND, as 8x8xH100-80GB; a .yaml file; or cpu.")] = "cpu",
     lengths: Annotated[str | None, typer.Option(help="Response lengths: a run, TOKENS, or MEDIAN:LONGEST.")] = None,
-    seconds: Annotated[list[str] | None, typer.Option(help="STAGE=SECONDS, for one without a cost model.")] = None,
+    seconds: Annotated[list[str] | None, typer.Option(help="STAGE=SECONDS, if it has no cost model.")] = None,
     rates: Annotated[Path | None, typer.Option(help="A file of rates, as written by --calibrate.")] = None,
     max_staleness: Annotated[int | None, typer.Option(help="Consider streaming with staleness up to this.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds to search; the best plan so far counts.")] = None,

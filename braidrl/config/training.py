@@ -22,7 +22,7 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers with an adapter, by the last part of their name; by default all in the decoder's layers."""
     base_dtype: Literal["nf4"] | None = None
-    """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes), for engines in the same process too; default: the model's."""
+    """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes), also for engines in the same process; by default as the model."""
 
 
 class TrainerConfig(Section):
@@ -69,11 +69,11 @@ class TrainerConfig(Section):
     """On a CPU: compiled C kernels for norms and gated activations (compiled once, in about a second); torch's if there is no C compiler.
     On CUDA: Triton kernels for these, rotary embeddings and log-probs, from liger-kernel if installed, else from torch.compile."""
     layout: ParallelLayout = ParallelLayout()
-    """Parallel layout of each role on the devices of `runtime: distributed`, or of its pool under `hybrid`; by default replicas."""
+    """Layout of each role on the devices of `runtime: distributed`, or of its pool under `hybrid`; by default each holds a replica."""
     inference_layout: ParallelLayout | None = None
     """Layout of trained roles for log-probs, values and scores, with a second copy of their weights; by default the training layout."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters in place of each trained role's weights, at ten times the learning rate; `{}` takes the defaults."""
+    """Train low-rank adapters in place of each trained role's weights; `{}` takes the defaults. They need about ten times the rate."""
     resident_gib: float | None = Field(None, gt=0, le=1 << 20)
     """Offloading: GiB of its device for weights, optimizers, gradients and KV caches of all roles of a process together. Parts that a
     stage does not need wait in pinned host memory, or on a CPU in a file in TMPDIR. By default nothing is offloaded."""

@@ -59,7 +59,6 @@ class Load:
     slots: int
     """Rows that it can decode at once."""
     running: int
-    """Rows that are being decoded."""
     waiting: int
     """Rows without a slot."""
 
@@ -160,8 +159,7 @@ class ServedEngine(Engine, Protocol):
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Use the weights of `source` from the next row on; with None the engine's own tensors already have this version.
 
-        Raises ValueError if the source lacks a tensor, and RuntimeError while rows are in flight; `ResumingEngine` preempts them, and
-        resumes them with the new weights.
+        Raises ValueError if the source lacks a tensor, and RuntimeError while rows are in flight, which a `ResumingEngine` preempts.
         """
 
     async def sleep(self) -> None:

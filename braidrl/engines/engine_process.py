@@ -63,7 +63,6 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
     uid: Uid | None = None
     version: int = 0
     path: str | None = None
-    """The file of the weights."""
     notice: TransferNotice | None = None
     """The transfer of the weights over a process group with the trainer; with neither the weights stay."""
 
@@ -115,7 +114,6 @@ class EngineProcess:
         """The engine over several nodes that this process schedules."""
         self.max_sequence_tokens = spec.max_sequence_tokens
         self.pid: int | None = None
-        """The id of the process that was started last."""
         self._python = str(python or sys.executable)
         self._process: LocalProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -124,7 +122,6 @@ class EngineProcess:
         self._answers: dict[int, tuple[asyncio.Future[Any], Callable[[int, int], None] | None]] = {}
         """By the id of a call its answer, and the callback for a row's tokens."""
         self._rows: set[Uid] = set()
-        """The rows in flight."""
         self._held: OfferedWeights | None = None
         """The weights that the process holds, if it received them over a process group."""
         self._recovering = asyncio.Lock()

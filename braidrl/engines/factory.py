@@ -133,14 +133,18 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         # A user's own engine in this process.
         return InPlacePublisher(engine, source=worker)
     if is_collective(config):
-        rollout, limit_s = config.rollout, config.cluster.wait_limit_s
-        # This machine's address, as servers or engines on this machine reach it.
-        addresses = [address_towards(urlsplit(url).hostname or LOOPBACK) for url in rollout.servers.urls]
-        address = next((address for address in addresses if address != LOOPBACK), LOOPBACK)
-        offer = WeightOffer(ranks, address, limit_s, worker.device, transport_of(config))
+        limit_s, transport = config.cluster.wait_limit_s, transport_of(config)
+        offer = WeightOffer(ranks, offering_address(config), limit_s, worker.device, transport)
         state = lambda: (worker.weight_updates, worker.offloadable["weights"].away_bytes)  # noqa: E731
         return CollectivePublisher(offer, parts, engine, state)
     return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
+
+
+def offering_address(config: Config) -> str:
+    """Return this machine's address, as servers, ranks on other machines, or only engines on this one reach it."""
+    peers = [*(urlsplit(url).hostname for url in config.rollout.servers.urls), os.environ.get("MASTER_ADDR")]
+    addresses = [address_towards(peer) for peer in peers if peer]
+    return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
 
 
 def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig | None:

@@ -102,10 +102,7 @@ class Response:
 
 
 def remaining_request(request: Request, ended: Response) -> Request | None:
-    """Return the request for the rest of an aborted row, which continues its random numbers; None when nothing is left to draw.
-
-    Raises ValueError for a response of another row.
-    """
+    """Return the request for an aborted row's remaining tokens, None without any. Raises ValueError for a response of another row."""
     if ended.uid != request.uid:
         raise ValueError(f"row {request.uid} cannot continue the response of row {ended.uid}")
     left = request.sampling.max_tokens - len(ended.tokens)
@@ -149,9 +146,7 @@ class EngineRow:
     begun: int = 0
     """The engine's step in which it got its slot."""
     version: int = 0
-    """The version of the weights that draw it."""
     stop_text_found: bool = False
-    """True once the text holds one of the stop texts."""
 
     def record_token(self, token: int) -> bool:
         """Record the next drawn token, and call `Request.on_token`; return True if the token ends the row."""

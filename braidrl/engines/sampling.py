@@ -50,15 +50,9 @@ def batch_sampling(asked: Sequence[SamplingParams], device: torch.device | str) 
 
 
 def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token for each of B rows.
+    """Draw a token (B,) int64 for each of B rows; return it with its log-prob (B,) in nats at the row's temperature, before any cut.
 
-    Args:
-        logits: (B, V), overwritten where they are float32 or float64.
-        sampling: The rows' settings.
-        uniforms: (B,) float64 in [0, 1), one random number per row.
-
-    Returns:
-        The tokens (B,) int64, and their log-probs (B,) in nats at the rows' temperatures, before any cut.
+    `logits` (B, V) are overwritten where they are float32 or float64; `uniforms` (B,) float64 in [0, 1) are one random number per row.
     """
     scaled = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     if sampling.temperature is not None:

@@ -61,12 +61,10 @@ class SteppingEngine(ABC):
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self.max_sequence_tokens = max_sequence_tokens
-        """The maximum length of prompt and response together, in tokens."""
         self.vocabulary: int | None = None
         """Size of the model's embedding, if smaller than the tokenizer's vocabulary."""
         self._under_way: set[Uid] = set()
         self._waiting: deque[EngineRow] = deque()
-        """Rows without a slot."""
 
     @property
     def is_collective(self) -> bool:
@@ -138,13 +136,9 @@ class SteppingEngine(ABC):
     ) -> list[Response]:
         """Return all responses, in the order of `requests`; with a `group` each rank brings requests of its own.
 
-        Args:
-            requests: One per row.
-            on_finished: Called with each response that ends by itself.
-            rows_to_end: Called after each step, or every few milliseconds; returns rows to end with their tokens so far, and may include
-                rows that have ended. They end in the same step on all ranks.
-
-        Raises UserError for a prompt that leaves no room for a response, and RuntimeError while rows are in flight.
+        `on_finished` is called with each response that ends by itself, `rows_to_end` after each step or every few milliseconds: it returns
+        rows that end with their tokens so far, in the same step on all ranks, and may include rows that have ended. Raises UserError for a
+        prompt that leaves no room for a response, and RuntimeError while rows are in flight.
         """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")

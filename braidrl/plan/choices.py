@@ -110,15 +110,13 @@ class Choices:
         if key not in self._sets:
             options = [self.of_role(role, group, devices, part) for role in roles]
             quickest: SetChoice | None = None
+            limit, most = math.inf, MOST_TRIED
             for tried, (busy, picked) in enumerate(in_order(options)):
-                if tried >= MOST_TRIED or (
-                    quickest is not None and (busy >= quickest.busy or tried >= MOST_TRIED // 10)
-                ):
+                if busy >= limit or tried >= most:
                     break
-                limit = quickest.busy - busy if quickest else math.inf
-                found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit)
-                if found is not None and (quickest is None or found.busy < quickest.busy):
-                    quickest = found
+                found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit - busy)
+                if found is not None and found.busy < limit:
+                    quickest, limit, most = found, found.busy, MOST_TRIED // 10
             self._sets[key] = quickest
         return self._sets[key]
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from braidrl.errors import UserError
 from braidrl.weights.boxes import Box
@@ -94,30 +93,26 @@ class ParameterReader:
                 setattr(part, own, loaded)
 
 
-NAMES = (
-    "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)  # fmt: skip
-KNOWN: dict[tuple[str, str], object] = {
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in NAMES},
-}
+KNOWN = {
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
 
 
 class IndexUnpickler(pickle.Unpickler):
     """Unpickles descriptions of tensors only; raises UnpicklingError for any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = KNOWN.get((module, name))
-        if found is None and module == "torch":
-            found = getattr(torch, name, None)
-            found = found if isinstance(found, torch.dtype) or found is torch.Size else None
-        if found is None and module.startswith("pathlib") and name in ("Path", "PosixPath"):
-            found = PurePosixPath
-        if found is None:
-            raise pickle.UnpicklingError(f"the index names {module}.{name}, which does not describe a tensor")
-        return found
+        if name in KNOWN.get(module, ()):
+            return super().find_class(module, name)
+        if module.startswith("pathlib") and name in ("Path", "PosixPath"):
+            return PurePosixPath
+        raise pickle.UnpicklingError(f"the index names {module}.{name}, which does not describe a tensor")
 
 
 class TensorReader(dcp.FileSystemReader):
@@ -128,6 +123,6 @@ class TensorReader(dcp.FileSystemReader):
             found = IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError("the index does not describe tensors")
-        found.storage_meta = found.storage_meta or metadata.StorageMeta()
+        found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
@@ -65,7 +65,6 @@ class Senders:
     cuda: bool
     """True if the bytes are exchanged between CUDA devices."""
     transport: str
-    """The name of the transport (see `TRANSPORTS`)."""
 
     def store(self) -> dist.Store:
         """Connect to the store through which receivers ask. Raises TransferError if it is gone."""
@@ -80,7 +79,6 @@ class TransferNotice(Senders):
     """The data that a worker needs to receive a version."""
 
     number: int
-    """The number of the request."""
     receivers: int
     changes: bool
     """True if the receivers hold a version of the same run, after which changed values suffice."""
@@ -106,10 +104,7 @@ class WeightOffer:
     def __init__(
         self, ranks: Ranks, host: str, limit_s: float, device: torch.device, transport: str = "collective"
     ) -> None:
-        """Open the store through which receivers ask, at this machine's address `host`, and start the sending thread.
-
-        A transfer may take `limit_s` seconds. `device` is that of the parts; CUDA selects NCCL.
-        """
+        """Open the store at this machine's address `host`, and start the sending thread; `limit_s` is for a transfer. CUDA selects NCCL."""
         self.device = current_device(device.type == "cuda")
         self.ranks, self.sent_bytes = ranks, 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
@@ -120,12 +115,10 @@ class WeightOffer:
         self._last_request, self._unread = 0, set[int]()
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
-        address = (host, self._store.port, secrets.token_hex(8)) if self._store else None
-        (host, port, secret), *_ = ranks.all_gather("address of the weights", address)
-        self.senders = Senders(
-            host=host, port=port, secret=secret, senders=ranks.size, limit_s=limit_s, cuda=device.type == "cuda",
-            transport=transport,
-        )  # fmt: skip
+        address = {"host": host, "port": self._store.port, "secret": secrets.token_hex(8)} if self._store else None
+        first, *_ = ranks.all_gather("address of the weights", address)
+        cuda = device.type == "cuda"
+        self.senders = Senders(**first, senders=ranks.size, limit_s=limit_s, cuda=cuda, transport=transport)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         # A thread still inside a store or process group at interpreter exit aborts the process.
@@ -237,8 +230,7 @@ class OfferedWeights(Senders):
 
         With `held`, the version that the workers hold, changed values alone are sent if the senders still have that version too.
         """
-        known = held.version if held is not None and held.secret == self.secret else None
-        store = self.store()
+        known, store = held.version if held is not None and held.secret == self.secret else None, self.store()
         number = store.add("asked", 1)
         put_message(store, f"request/{number}", WeightRequest(self.version, receivers, known))
         try:
@@ -265,13 +257,9 @@ class OfferedWeights(Senders):
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
         """Receive into the parts of a model, which all of its `ranks` do at the same time. Raises as `Incoming.receive`."""
         ranks, device = ranks or Ranks(), next(part.tensor.device for part in parts.values())
-        with ExitStack() as stack:
-            asked = stack.enter_context(self.asked(ranks.size)) if ranks.rank == 0 else None
-            notice = ranks.all_gather("weights on offer", asked, TransferNotice | None)[0]
+        with self.asked(ranks.size) if ranks.rank == 0 else nullcontext() as asked:
+            notice, *_ = ranks.all_gather("weights on offer", asked, TransferNotice | None)
             Incoming(notice, ranks.rank, device).receive(parts)
-
-    def close(self) -> None:
-        """Do nothing: the senders decide how long they keep the version."""
 
 
 def current_device(cuda: bool) -> torch.device:

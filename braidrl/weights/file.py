@@ -38,10 +38,7 @@ WORD = 8
 
 
 class WeightFile:
-    """One version in a safetensors file, valid until it is closed.
-
-    The file's metadata maps other names of tied tensors to the stored name.
-    """
+    """One version in a safetensors file, valid until it is closed; its metadata maps other names of tied tensors to the stored name."""
 
     def __init__(self, path: Path | str, close: Callable[[], object] = lambda: None) -> None:
         """Read the file at `path`; `close` frees it if this process created it."""
@@ -69,10 +66,7 @@ class WeightFile:
         return {name: tensor.shape for name, tensor in self.tensors()}
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
-        """Write this version into the parts of a model, whose `ranks` need not wait for each other.
-
-        Raises ValueError, before any change, if they are another model's.
-        """
+        """Write this version into a model's parts, each rank alone. Raises ValueError, before any change, if they are another model's."""
         given = dict(self.tensors())
         check_parts({name: tensor.shape for name, tensor in given.items()}, parts)
         for name, part in parts.items():
@@ -96,12 +90,8 @@ class WeightWriter:
     ) -> None:  # fmt: skip
         """Plan the file; all ranks call this, and `write`, at the same time.
 
-        Args:
-            parts: This rank's parts; may be empty.
-            ranks: The ranks that write together.
-            repeat: Write a folder for servers, with tied tensors under every name. Else write shared memory.
-            within: The parent of these folders.
-            adapter: The text of `adapter_config.json`: the parts are adapters, written to a folder in shared memory in peft's format.
+        With `repeat` it is for servers: in a folder below `within`, with tied tensors under every name. Else it is in shared memory, with
+        `adapter`, the text of `adapter_config.json`, in a folder there in peft's format: the parts are adapters.
         """
         self.ranks, self.adapter = ranks, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()

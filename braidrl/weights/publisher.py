@@ -77,10 +77,7 @@ class WeightTransport(Protocol):
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        """Connect the processes. `ranks.all_gather(purpose, value)` exchanges addresses; `ranks.group` is a gloo group.
-
-        `device` is that of the bytes.
-        """
+        """Connect the processes, by `ranks.all_gather(purpose, value)` or the gloo group `ranks.group`; `device` is that of the bytes."""
 
     def exchange(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> None:
         """Send each process its bytes, and receive from each; all processes call this at the same time.

@@ -78,10 +78,7 @@ class ShardIndex:
         return dict(sorted(found.items(), key=lambda one: [int(n) for n in one[0].split(".") if n.isdecimal()]))
 
     def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
-        """Return the tensors in groups that are sharded alike, in this index and in `wanted`.
-
-        Raises ValueError if a wanted tensor is on no rank in this shape.
-        """
+        """Return groups of tensors that are sharded alike, here and in `wanted`. Raises ValueError if a wanted one is on no rank."""
         blocks: dict[tuple[tuple[int, ...], bytes], tuple[list[tuple[int, Box]], list[tuple[int, Box]]]] = {}
         for side, index in enumerate((self, wanted)):
             for rank, own in enumerate(index.ranks if index else ()):
@@ -219,10 +216,7 @@ class RankPlan:
             yield from (piece._replace(peer=relay, onward=()) for piece in moves.pieces(number, rounds))
 
     def rounds_needed(self, limit_bytes: int) -> int:
-        """Return the number of rounds that keep what a rank sends, receives, passes on and is passed within `limit_bytes` each.
-
-        Raises ValueError if the limit is less than one element per stream.
-        """
+        """Return the rounds that keep each direction of a rank within `limit_bytes`. Raises ValueError below one element per stream."""
         needed, item = 0, self.sends.item_bytes
         relayed = [*self.relayed.values()]
         for every, passes_on in (([self.sends], 0), ([self.receives], 0), ([self.receives], 1), (relayed, 0)):
@@ -248,10 +242,8 @@ def plan_moves(
     An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the others there.
     The tensors of all `groups` have elements of one size. Raises ValueError if a wanted element is on no rank.
     """
-    stays: dict[int, list[Box]] = {}
-    sends: list[MovedBlock] = []
-    receives: list[MovedBlock] = []
-    relayed: dict[int, list[MovedBlock]] = {}
+    stays, relayed = dict[int, list[Box]](), dict[int, list[MovedBlock]]()
+    sends, receives = list[MovedBlock](), list[MovedBlock]()
     for number, group in enumerate(groups):
         held, wanted = ([box for owner, box in some if owner == rank] for some in (group.held, group.wanted))
         if kept := [piece for box in held for other in wanted if (piece := box.overlap(other))]:
@@ -311,9 +303,8 @@ class Cells:
     def box(self, cell: int) -> Box:
         """Return the block of a cell."""
         at = np.unravel_index(cell, self.counts) if self.counts else ()
-        starts = tuple(edges[i] for edges, i in zip(self.edges, at, strict=True))
-        sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
-        return Box(starts, sizes)
+        ends = [edges[i : i + 2] for edges, i in zip(self.edges, at, strict=True)]
+        return Box(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
 
     def moves_of(self, rank: int, number: int) -> Iterator[tuple[int, int, MovedBlock]]:
         """Yield giver, receiver and block of the moves from a rank, to it, and to relays that pass a cell on to it.
@@ -355,10 +346,7 @@ class Cells:
 
 
 def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, Box]]:
-    """Divide the elements of a group's tensors among `ranks`, which write one file together.
-
-    A block is divided equally among the ranks that hold it, or among all if none does.
-    """
+    """Divide each block of a group's tensors equally among the `ranks` that hold it, or among all if none does; they write one file."""
     place_of = {rank: place for place, rank in enumerate(ranks)}
     held = [(place_of[rank], box) for rank, box in group.held if rank in place_of]
     cells = Cells(replace(group, held=held, wanted=()), [None] * len(ranks))

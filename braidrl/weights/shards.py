@@ -67,8 +67,7 @@ def by_tensor(named: Mapping[str, NamedTensor]) -> list[tuple[list[str], NamedTe
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return the tensors' storages on this rank, each once."""
-    found = {(s := local_shard(tensor).untyped_storage())._cdata: s for tensor in tensors}
-    return list(found.values())
+    return list({(s := local_shard(tensor).untyped_storage())._cdata: s for tensor in tensors}.values())
 
 
 def empty(storage: UntypedStorage) -> None:
@@ -170,10 +169,7 @@ Parts = Callable[[], Mapping[str, WeightPart]]
 def weight_parts(
     model: nn.Module | Mapping[str, Tensor | AdaptedTensor], slices: Slices | None = None
 ) -> dict[str, WeightPart]:
-    """Return this rank's parts of a module, or of tensors by all of their names, by each tensor's first name.
-
-    `slices` are the shapes and blocks of a sharded model of plain tensors.
-    """
+    """Return this rank's parts of a module, or of tensors by all of their names; `slices` describe a model of sharded plain tensors."""
     named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     parts = {}
     for names, tensor in by_tensor(named):

@@ -257,10 +257,7 @@ class LayoutCopy:
     """A copy from one model's parts to another's, on any ranks; all ranks that hold some of either call it at the same time."""
 
     def __init__(self, source: Parts, target: Parts, ranks: Ranks, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Plan the transfer between `ranks`, of which each may have parts of both models, of one or of none.
-
-        A rank sends, and receives, at most `limit_bytes` in one round. Raises ValueError if the target is another model.
-        """
+        """Plan the transfer between ranks with parts of either model. Raises ValueError if the target is another model."""
         self.source, self.target = source, target
         known = gather_shard_index(source(), ranks, machine())
         self.transfer = WeightTransfer(known, known.groups(gather_shard_index(target(), ranks)), ranks, limit_bytes)

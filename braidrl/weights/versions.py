@@ -99,11 +99,10 @@ class LoadingSchedule:
         held = self.engines.get(name)
         if self.way != "delayed" or held is None or held.version != self.target:
             return None
-        following = self.target + 1
-        if newest < following or held.receiving >= following:
+        if newest <= self.target or held.receiving > self.target:
             return None
-        held.receiving = following
-        return following
+        held.receiving = self.target + 1
+        return held.receiving
 
     def load(self, name: str, rows: int) -> LoadOrder | None:
         """Return the version that an engine with `rows` rows must load now, and record that it loads; None if it continues."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -10,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from braidrl.agents.tool_calls import ToolCall, parse_tool_calls
 from braidrl.agents.turns import TurnTemplate, exact_over_turns, proven_reader
+from braidrl.data.chat import ChatMessage
 from braidrl.data.templates import PromptTemplate
 from tests.agents.chat import STYLES, make_chat_tokenizer
 
@@ -63,24 +66,27 @@ def qwen3() -> PreTrainedTokenizerFast:
     return made
 
 
-def own_way(template: PromptTemplate) -> bool:
-    turns = TurnTemplate(template)
-    return exact_over_turns(
-        template, turns.first, lambda prompt, sampled, said, tools: turns.following(said, sampled[-1], tools)
-    )
+class OwnWay(TurnTemplate):
+    """Braid's own rendering, called as the library's."""
+
+    def render_ids(self, messages: list[ChatMessage], *, tools: Any, add_generation_prompt: bool) -> list[int]:
+        return self.first(messages, tools or ())
+
+    def bridge_to_next_turn(self, prompt: list[int], sampled: list[int], said: list[ChatMessage], *, tools: Any) -> Any:
+        return SimpleNamespace(token_ids=[*prompt, *sampled, *self.following(said, sampled[-1], tools or ())])
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}])
 def test_library_and_own_way_are_exact_over_turns(qwen3: PreTrainedTokenizerFast, arguments: dict[str, bool]) -> None:
     template = PromptTemplate(qwen3, arguments=arguments)
-    assert own_way(template)
+    assert exact_over_turns(template, OwnWay(template))
     assert type(proven_reader(template)).__name__ == "Qwen3Renderer"
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_template_that_no_renderer_writes_is_read_by_own_formats(style: str) -> None:
     template = PromptTemplate(make_chat_tokenizer(style))
-    assert own_way(template)
+    assert exact_over_turns(template, OwnWay(template))
     assert proven_reader(template) is None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from braidrl.weights import collective, transfer
 from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, OfferedWeights, TransferError, WeightOffer
 from braidrl.weights.shards import WeightPart, full_parts
+from tests.tiny import ROOT
 from tests.weights import shared_stream
 
 CPU = torch.device("cpu")
@@ -220,7 +223,7 @@ def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer
     # More than the sockets have room for, so that the sender has to wait for a worker that does not read.
     source = kept(offer, 1, {str(number): torch.zeros(1 << 22) for number in range(8)})
     with source.asked(1) as notice:
-        worker = multiprocessing.get_context("spawn").Process(target=die_after_one, args=(notice,))
+        worker = multiprocessing.get_context("forkserver").Process(target=die_after_one, args=(notice,))
         worker.start()
         worker.join(300)
     assert worker.exitcode == -signal.SIGKILL
@@ -236,7 +239,7 @@ def die_after_one(notice: dict[str, Any]) -> None:
 
 def test_senders_that_die_during_a_transfer_are_an_error_of_the_transfer() -> None:
     """The store dies with the first sender, so that the reason for the failure cannot be read there."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     sender = context.Process(target=offer_large_tensors, args=(theirs,))
     sender.start()
@@ -276,3 +279,24 @@ def test_two_engines_of_a_node_share_one_stream_from_another_node() -> None:
 
 def test_all_ranks_of_a_model_receive_their_slices_of_an_offered_version() -> None:
     assert run_ranks("tests.weights.shared_stream:put_into_slices", {}, 2, 60.0) == []
+
+
+MACHINES = """
+trap "ip netns del braid-0; ip netns del braid-1" EXIT
+ip netns add braid-0 && ip netns add braid-1 && ip link add e0 netns braid-0 type veth peer name e1 netns braid-1 || exit 77
+for n in 0 1; do
+    ip -n braid-$n address add 10.77.0.$((n + 1))/24 dev e$n && ip -n braid-$n link set lo up && ip -n braid-$n link set e$n up || exit 77
+done
+ip netns exec braid-1 $PYTHON -m tests.weights.on_machines 1 > /dev/null &
+ip netns exec braid-0 $PYTHON -m tests.weights.on_machines 0
+"""
+
+
+def test_ranks_of_two_machines_send_their_parts() -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", MACHINES], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    if done.returncode == 77:
+        pytest.skip(f"networks of its own need root and iproute2: {done.stderr}")
+    assert done.stdout == f"{torch.arange(8.0).tolist()}\n", done.stderr

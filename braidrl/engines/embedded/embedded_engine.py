@@ -200,10 +200,9 @@ class EmbeddedEngine(SteppingEngine):
         seed: int = 0, shrink: bool | None = None, compile: bool = True, slices: Slices | None = None,
         pipeline: dist.ProcessGroup | None = None, group: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
-        """Make the engine. With `slices` the model is one rank's shard, and all ranks execute the same calls in the same order.
+        """Make the engine, with `slices` of one rank's shard of a model: all ranks execute the same calls in the same order.
 
-        With `pipeline`, the group of ranks with other layers, it has some of the layers, and the last rank draws. With `group` each
-        rank brings requests of its own.
+        With `pipeline`, the ranks with other layers, the last of them draws. With `group` each rank brings requests of its own.
         """
         super().__init__(
             tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed

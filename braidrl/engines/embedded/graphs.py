@@ -76,10 +76,7 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs that share one memory pool, since only one runs at a time.
-
-    When its graphs are dropped, the pool can outlive them in a tensor that Python has not freed yet; no graph may be recorded into it then.
-    """
+    """Recorder of CUDA graphs that share one memory pool. Its pool can outlive them; no graph may be recorded into it then."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()

@@ -90,10 +90,7 @@ class Kernels:
     def draw(
         self, logits: Tensor, temperatures: Tensor | None, greedy: Tensor | None, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Draw tokens (B,) at the rows' temperatures from logits (B, V), and return them with their log-probs (B,) float32.
-
-        `uniforms` (B,) float64 are the random numbers; rows with `greedy` (B,) take the likeliest token.
-        """
+        """Draw tokens (B,) from logits (B, V) by `uniforms` (B,) float64, or the likeliest; return them with log-probs (B,) float32."""
         rows, vocabulary = logits.shape
         temperatures = torch.ones(rows, dtype=torch.float64) if temperatures is None else temperatures
         greedy = torch.zeros(rows, dtype=torch.bool) if greedy is None else greedy
@@ -176,10 +173,7 @@ class NativeDecoder:
             )  # fmt: skip
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written.
-
-        A pipeline rank other than the last returns the hidden states that it sent.
-        """
+        """Return logits (B, V) for the tokens (B,) of the first B slots; before a pipeline's last rank, the hidden states sent."""
         body: Any = self._model.base_model
         kernels, epsilon = self.kernels, self._epsilon
         residual = body.embed_tokens(tokens[:, None])[:, 0].float()

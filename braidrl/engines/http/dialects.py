@@ -26,9 +26,8 @@ class ServerNeeds:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The settings that draw the tokens to train on."""
     tensor: int = 1
-    """Tensor-parallel ranks; 1 leaves them to the server."""
+    """Tensor-parallel ranks; 1 leaves them to the server, as for `pipeline`."""
     pipeline: int = 1
-    """Pipeline-parallel ranks; 1 leaves them to the server."""
     receives: bool = False
     """Weights are sent over the network, not stored in a folder."""
 

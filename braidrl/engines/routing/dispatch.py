@@ -55,9 +55,7 @@ class Dispatcher:
     def __init__(self, slots: Sequence[int]) -> None:
         self.engines = [EngineState(count) for count in slots]
         self.jobs: dict[Uid, Job] = {}
-        """All rows in flight."""
         self.waiting: OrderedDict[Uid, Job] = OrderedDict()
-        """The rows without an engine."""
         self._prefixes: OrderedDict[Prefix, dict[int, int]] = OrderedDict()
         self._seen: Counter[str] = Counter()
 
@@ -74,10 +72,7 @@ class Dispatcher:
         self.jobs[uid] = self.waiting[uid] = Job(uid, prompt_tokens)
 
     def assign(self) -> list[tuple[Uid, int]]:
-        """Assign waiting rows to engines with room, and return (row, engine) pairs.
-
-        A row goes to the least loaded engine, or to one with its prefix that is only slightly more loaded.
-        """
+        """Assign waiting rows to the least loaded engines, or to slightly more loaded ones with their prefix; return (row, engine)."""
         assigned = []
         expected = self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else FIRST_GUESS
         while self.waiting:
@@ -104,10 +99,7 @@ class Dispatcher:
         return assigned
 
     def done(self, uid: Uid, response_tokens: int | None) -> None:
-        """Remove a row with its number of response tokens, or with None if it was not answered.
-
-        An answered row may also wait for another engine, if its engine failed just afterwards.
-        """
+        """Remove a row, which may wait again if its engine has failed; `response_tokens` is None if it was not answered."""
         engine, job = self.engine_of(uid), self.jobs.pop(uid)
         if engine is None:
             del self.waiting[uid]

@@ -55,11 +55,9 @@ class Router:
         self._places: dict[Uid, asyncio.Future[None]] = {}
         """A future for each row that waits for an engine: done when it has one, or when it is aborted."""
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
-        """The call for each row that an engine has."""
         self._aborted: set[Uid] = set()
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self.failures: dict[int, EngineError] = {}
-        """The error of each dead engine."""
         self._version: int | None = None
         self._source: WeightSource | None = None
         self._stored: WeightFile | None = None
@@ -246,7 +244,6 @@ class ResumingEngine:
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
         self._rows: dict[Uid, tuple[Request, RowEnded]] = {}
-        """Rows that the engine has."""
         self._tasks: dict[Uid, asyncio.Future[Response]] = {}
         """Their requests to an engine outside this process."""
         self._preempted: set[Uid] = set()

@@ -87,10 +87,7 @@ class TakesWeights:
         put_into: Callable[[Mapping[str, WeightPart]], object],
         tensors: Callable[[], Iterator[tuple[str, Tensor]]],
     ) -> None:
-        """Load into the live parameters, or tensor by tensor where vLLM keeps the weights in another form.
-
-        If the former fails, a later version must be loaded whole before a token is drawn.
-        """
+        """Load into the live parameters, else tensor by tensor. After a failure of the former the next version must be loaded whole."""
         config = self.vllm_config.model_config
         if self.live is None:
             try:

@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -345,9 +345,7 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
     """Return what this machine has measured of a configuration, or measure it and keep it."""
     settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
     # A proof also depends on transformers and on all code that trains and decodes.
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    text = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code + proof_device()
+    text = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code_digest() + proof_device()
     key = f"{about}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if key not in KNOWN:
         path = cache_folder() / f"{key}.json"
@@ -360,6 +358,13 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
                 unfinished.write_text(json.dumps(known))
         KNOWN[key] = known
     return KNOWN[key]
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the code that trains and decodes."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def proof_device() -> str:
