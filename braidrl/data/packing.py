@@ -25,7 +25,7 @@ from braidrl.errors import UserError
 def balanced_partition(
     costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Divide items into `parts` of nearly equal cost (and `equal_size`), items of one of `groups` together; return positions, fullest first."""
+    """Divide items into `parts` of nearly equal cost (and `equal_size`), `groups` kept together; return positions, fullest first."""
     if parts == 1:
         return [list(range(len(costs)))]
     divide = _fill_equally if equal_size else _differencing
