@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -110,8 +111,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
     """Import the tests, and have copies of this process run them."""
-    importlib.import_module(PRELOADED)
-    shared_run.import_tests(config)
+    with warnings.catch_warnings(action="ignore"):  # pytest's filters are not set yet.
+        importlib.import_module(PRELOADED)
+        shared_run.import_tests(config)
     shared_run.start_workers(len(specs))
 
 

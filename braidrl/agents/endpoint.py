@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from braidrl.agents.listening import BACKLOG, BoundedConnections
-from braidrl.agents.openai_api import MODEL, TurnReply, TurnRequest, event, events, read, reply, whole
+from braidrl.agents.openai_api import MODEL, TurnReply, TurnRequest, completion, event, events, read, reply
 from braidrl.agents.trajectory import Trajectory
 from braidrl.agents.turns import TurnTemplate
 from braidrl.data.chat import ChatMessage
@@ -236,7 +236,9 @@ class Endpoint:
         turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
         if asked.stream:
             return await streamed(http, asked, turn, stream)
-        return web.json_response(whole(asked, await turn))
+        made = await turn
+        choice = {"message": made.message, "finish_reason": made.reason}
+        return web.json_response(completion(asked, made.name, choice, made))
 
     async def _models(self, http: web.Request) -> web.Response:
         name = http.match_info.get("model", MODEL)

@@ -1,6 +1,6 @@
 """OpenAI's chat completions as pure functions: requests, and answers, whole or as events.
 
-body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──whole──▶ JSON
+body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──completion──▶ JSON
                                 └── text so far ─────events──▶ server-sent events, the rest of them when the turn is over
 """
 
@@ -114,19 +114,14 @@ def completion(
     asked: TurnRequest, name: str, choice: Mapping[str, Any] | None, counted: TurnReply | None = None, chunk: str = ""
 ) -> dict[str, Any]:
     """Return a chat completion, or a `.chunk` of one, with a choice, if any, and the numbers of tokens of `counted`."""
-    choices = [] if choice is None else [{"index": 0, "finish_reason": None, **choice}]
-    about = {"id": name, "object": f"chat.completion{chunk}", "created": int(time.time()), "model": asked.model}
-    made = {**about, "choices": choices}
+    made: dict[str, Any] = {
+        "id": name, "object": f"chat.completion{chunk}", "created": int(time.time()), "model": asked.model,
+        "choices": [] if choice is None else [{"index": 0, "finish_reason": None, **choice}],
+    }  # fmt: skip
     if counted is not None:
         sizes = {"prompt_tokens": counted.prompt, "completion_tokens": counted.sampled}
         made["usage"] = {**sizes, "total_tokens": counted.prompt + counted.sampled}
     return made
-
-
-def whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
-    """Return the answer to a request that is not streamed."""
-    choice = {"message": answered.message, "finish_reason": answered.reason}
-    return completion(asked, answered.name, choice, answered)
 
 
 def events(asked: TurnRequest, name: str, pieces: Sequence[str], answered: TurnReply | None) -> Iterator[str]:

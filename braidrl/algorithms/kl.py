@@ -24,7 +24,7 @@ def ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return π/π_old (N,) of each token, or of its row: the product (`sequence`) or mean (`geometric`); ValueError for others."""
+    """Return π/π_old (N,) of each token, or of its row: the product (`sequence`) or mean (`geometric`). Raises ValueError."""
     rows = Ragged(log_probs - old_log_probs, offsets)
     if level == "token":
         log_ratio = rows.values

@@ -92,10 +92,7 @@ def bradley_terry(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor
 def dpo(
     log_probs: Tensor, ref_log_probs: Tensor, offsets: Tensor, group: Tensor, sample: Tensor, *, beta: float = 0.1
 ) -> tuple[Tensor, Metrics]:
-    """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
-
-    DPO, arXiv 2305.18290, equation 7.
-    """
+    """Return −log σ(β·(Σ log π/π_ref chosen − Σ log π/π_ref rejected)) at each token of both rows. DPO, arXiv 2305.18290, equation 7."""
     rows = Ragged(log_probs - ref_log_probs, offsets)
     loss, metrics = pair_loss(beta * rows.row_sums(), group, sample)
     return rows.spread(loss), {name: rows.spread(value) for name, value in metrics.items()}

@@ -192,10 +192,7 @@ def safe_rlhf(
     advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1,
     state: dict[str, float],
 ) -> Ragged:  # fmt: skip
-    """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
-
-    After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
-    """
+    """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per iteration. arXiv 2310.12773."""
     multiplier = state["multiplier"]
     mixed = advantages.values - multiplier * cost_advantages.values
     return advantages.with_values(mixed / (1 + multiplier))

@@ -116,10 +116,7 @@ class PromptLoader(Admissions):
 def eval_rows(
     source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0, rank: int = 0, size: int = 1
 ) -> Rows:
-    """Return the prompts of a held-out set as rows, `samples` of each of the first `max_prompts`, or the share of one of `size` ranks.
-
-    `number` is the set's, for the rows' `source`; their `group` is the prompt's position in the file.
-    """
+    """Return a held-out set as rows, `samples` of each of `max_prompts` or of a rank's share; source is `number`, group the position."""
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
     share = equal_share(count, rank, size)
     return as_rows([Admitted.of(source, i, number, 0, i) for i in share], samples) if share else Rows({})

@@ -25,11 +25,7 @@ from braidrl.errors import UserError
 def balanced_partition(
     costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Divide items into parts of nearly equal cost; return positions by part, fullest first.
-
-    Some parts may be empty. With `equal_size` the numbers of items (or of groups) differ by at most one. Items of one of `groups` stay
-    together.
-    """
+    """Divide items into `parts` of nearly equal cost (and `equal_size`), `groups` kept together; return positions, fullest first."""
     if parts == 1:
         return [list(range(len(costs)))]
     divide = _fill_equally if equal_size else _differencing

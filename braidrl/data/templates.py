@@ -160,10 +160,7 @@ class PromptTemplate:
         return [ids if ids and ids[-1] in (end, self.tokenizer.eos_token_id) else [*ids, end] for ids in encoded]
 
     def encode_given(self, example: Example, responses: Sequence[Response]) -> list[Given]:
-        """Tokenise the given responses of one example: texts, or the rest of conversations, in which only assistant turns are trained.
-
-        Raises UserError if the chat template renders the start of a conversation differently when it continues.
-        """
+        """Tokenise an example's responses: texts, or messages whose answers are trained. Raises UserError if rendered otherwise."""
         found = []
         for response in responses:
             if isinstance(response, str):

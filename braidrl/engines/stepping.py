@@ -275,8 +275,9 @@ class EngineReplica:
         self.engine.publish(version, source)
 
     async def sleep(self) -> None:
-        self.engine.sleep()
+        check_idle(OWN, self._ended, "sleeps")
         self._awake.clear()
+        self.engine.sleep()
 
     async def wake(self) -> None:
         self.engine.wake()

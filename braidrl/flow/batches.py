@@ -114,7 +114,7 @@ def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
 
 
 def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
-    """Return the largest staleness in a batch, by each row's oldest version. Raises TooStale over the bound or for an unpublished one."""
+    """Return the largest staleness in a batch, by each row's oldest version. Raises TooStale if one is over the bound or unpublished."""
     oldest = 0
     for uid, version in zip(uids, versions, strict=True):
         behind = trained_on(iteration) - version

@@ -105,10 +105,7 @@ class AdvantageNames:
         self, *, threshold: float = 0.0, learning_rate: float = 0.1, multiplier: float = 1.0, id: str | None = None,
         when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
-
-        After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
-        """
+        """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per iteration. arXiv 2310.12773."""
 
     def whiten(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -216,12 +213,7 @@ class DataNames:
     def join_response(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Join prompt ids and response ids as one sequence per row. All response tokens are actions, or only those in `response_mask`.
-
-        Returns:
-            tokens (int64), action_mask (bool) and sequence_lengths (one per row), and per row the number of tokens and of action tokens,
-            (B,) int64.
-        """
+        """Join prompt and response ids as sequences, with masks and lengths; actions are all response tokens, or those of `response_mask`."""
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
 
@@ -270,10 +262,7 @@ class LossNames:
     def dpo(
         self, *, beta: float = 0.1
     ) -> dict[str, Any]:
-        """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
-
-        DPO, arXiv 2305.18290, equation 7.
-        """
+        """Return −log σ(β·(Σ log π/π_ref chosen − Σ log π/π_ref rejected)) at each token of both rows. DPO, arXiv 2305.18290, equation 7."""
 
     def dppo_tv(
         self, *, delta: float = 0.15

@@ -49,10 +49,7 @@ def import_optional(package: str, key: str, extra: str) -> Any:
 
 
 def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
-    """Add adapters to a decoder's linear layers in place; outputs stay equal until the adapters are trained.
-
-    The same seed gives the same adapters in every process. Raises UserError for a target that the model lacks.
-    """
+    """Add adapters to a decoder's layers, the same for a seed; outputs do not change yet. Raises UserError for a target that it lacks."""
     peft = import_optional("peft", "lora", "lora")
     linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
     for target in lora.targets:

@@ -255,11 +255,11 @@ class OfferedWeights(Senders):
             yield from Incoming(notice, 0, current_device(self.cuda)).tensors()
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
-        """Receive into the parts of a model, which all of its `ranks` do at the same time. Raises as `Incoming.receive`."""
+        """Receive into the parts of a model, which all of its `ranks` do at the same time. Raises as `Incoming.put_into`."""
         ranks, device = ranks or Ranks(), next(part.tensor.device for part in parts.values())
         with self.asked(ranks.size) if ranks.rank == 0 else nullcontext() as asked:
             notice, *_ = ranks.all_gather("weights on offer", asked, TransferNotice | None)
-            Incoming(notice, ranks.rank, device).receive(parts)
+            Incoming(notice, ranks.rank, device).put_into(parts)
 
 
 def current_device(cuda: bool) -> torch.device:
@@ -286,7 +286,7 @@ class Incoming:
                     del arriving[name]
                     yield from ((alias, tensor) for alias in known[name].names)
 
-    def receive(
+    def put_into(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
     ) -> TransferVolume:
         """Receive into a worker's own parts; with `shapes`, all tensors of the model by every name, check that all are sent.

@@ -61,9 +61,9 @@ class EngineWeights:
         shapes = {name: tensor.shape for name, tensor in targets.items()}
         if isinstance(source, OfferedWeights):
             with source.asked(1) as notice:
-                Incoming(notice, 0, self.model.device).receive(weight_parts(self.model), shapes)
+                Incoming(notice, 0, self.model.device).put_into(weight_parts(self.model), shapes)
         elif isinstance(source, Incoming):
-            source.receive(weight_parts(self.model), shapes)
+            source.put_into(weight_parts(self.model), shapes)
         elif source is not None:
             given = dict(source.tensors())
             check_shapes({name: tensor.shape for name, tensor in given.items()}, shapes)

@@ -192,7 +192,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
     if way == "collective":
         offer = WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"))
         with closing(offer), offer.keep(1, parts).asked(1) as notice:
-            moved = Incoming(notice, 0, torch.device("cpu")).receive(own).received
+            moved = Incoming(notice, 0, torch.device("cpu")).put_into(own).received
     elif way == "file":
         writer = WeightWriter(parts, Ranks())
         with closing(writer.write(parts)) as file:

@@ -69,7 +69,7 @@ def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str) -> 
                 held = source
         notices = world.share("notices", notices)
         if offer is None:
-            received = Incoming(TransferNotice(**notices[engine]), worker, torch.device("cpu")).receive(own).received
+            received = Incoming(TransferNotice(**notices[engine]), worker, torch.device("cpu")).put_into(own).received
             expected = {n: part_of(n, t, 1, worker, TENSOR, dtype) for n, t in tensors(version).items()}
             found["differs"] += [n for n, part in expected.items() if not torch.equal(own[n].local, part.local)]
             found["received"].append(received)

@@ -72,7 +72,7 @@ def test_two_workers_receive_full_tensors_and_another_its_slices(
         ]
         for thread in threads:
             thread.start()
-        Incoming(notice, 2, CPU).receive(own, SHAPES)
+        Incoming(notice, 2, CPU).put_into(own, SHAPES)
         for thread in threads:
             thread.join(60)
     for tensors in found:
@@ -113,7 +113,7 @@ def test_changed_values_alone_are_sent_to_a_worker_with_the_version_before(
     ):
         before = offer.sent_bytes
         with source.asked(1, held) as notice:
-            Incoming(notice, 0, CPU).receive(own)
+            Incoming(notice, 0, CPU).put_into(own)
         # The worker of another precision holds what the run's values become in it.
         assert torch.equal(own["weight"].local, box.of(tensors["weight"]).float())
         assert torch.equal(own["scale"].local, tensors["scale"]) and torch.equal(own["norm"].local, tensors["norm"])
@@ -122,7 +122,7 @@ def test_changed_values_alone_are_sent_to_a_worker_with_the_version_before(
     offer.forget(1)
     before = offer.sent_bytes
     with sources[2].asked(1, sources[1]) as notice:
-        Incoming(notice, 0, CPU).receive(own)
+        Incoming(notice, 0, CPU).put_into(own)
     assert offer.sent_bytes - before == sent[0], "the senders no longer have the version that the worker holds"
 
 
@@ -156,7 +156,7 @@ def test_another_models_worker_refuses_the_weights_and_keeps_its_own(offer: Weig
         kept(offer).asked(1) as notice,
         pytest.raises(ValueError, match="the weights given are not those of this model"),
     ):
-        Incoming(notice, 0, CPU).receive(own, {"norm": torch.Size([3])})
+        Incoming(notice, 0, CPU).put_into(own, {"norm": torch.Size([3])})
     assert not own["norm"].local.any()
     assert len(dict(kept(offer).tensors())) == len(TENSORS), "the next engine is served"
 
@@ -282,13 +282,14 @@ def test_all_ranks_of_a_model_receive_their_slices_of_an_offered_version() -> No
 
 
 MACHINES = """
-trap "ip netns del braid-0; ip netns del braid-1" EXIT
-ip netns add braid-0 && ip netns add braid-1 && ip link add e0 netns braid-0 type veth peer name e1 netns braid-1 || exit 77
+net=braid-$$
+trap "ip netns del $net-0; ip netns del $net-1" EXIT
+ip netns add $net-0 && ip netns add $net-1 && ip link add e0 netns $net-0 type veth peer name e1 netns $net-1 || exit 77
 for n in 0 1; do
-    ip -n braid-$n address add 10.77.0.$((n + 1))/24 dev e$n && ip -n braid-$n link set lo up && ip -n braid-$n link set e$n up || exit 77
+    ip -n $net-$n address add 10.77.0.$((n + 1))/24 dev e$n && ip -n $net-$n link set lo up && ip -n $net-$n link set e$n up || exit 77
 done
-ip netns exec braid-1 $PYTHON -m tests.weights.on_machines 1 > /dev/null &
-ip netns exec braid-0 $PYTHON -m tests.weights.on_machines 0
+ip netns exec $net-1 $PYTHON -m tests.weights.on_machines 1 > /dev/null &
+ip netns exec $net-0 $PYTHON -m tests.weights.on_machines 0
 """
 
 

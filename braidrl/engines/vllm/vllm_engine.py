@@ -125,7 +125,26 @@ class VllmEngine(SteppingEngine):
             count = rows_to_begin(capacity, cache.block_size, self.recent, self._rows.values(), waiting)
         for _ in range(count):
             self._begin(self._waiting.popleft())
-        return self._done(self._step_of_vllm() if self._rows else [])
+        ended = []
+        for output in self._engine.step() if self._rows else ():
+            row = self._rows.get(output.request_id)
+            # vLLM may still return a token for a row that was ended here.
+            if row is None:
+                continue
+            is_finished, (part,) = output.finished, output.outputs
+            for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
+                row.log_probs.append(log_probs[token].logprob)
+                self.tokens_generated += 1
+                if row.record_token(token):
+                    is_finished = True
+                    break
+            if is_finished:
+                if not output.finished:
+                    self._engine.abort_request([row.name])
+                del self._rows[row.name]
+                self.recent.append(len(row.tokens) / row.limit)
+                ended.append(row.finished())
+        return self._done(ended)
 
     def _begin(self, row: EngineRow) -> None:
         request, row.name = row.request, str(next(self._names))
@@ -144,28 +163,6 @@ class VllmEngine(SteppingEngine):
         )  # fmt: skip
         self._engine.add_request(row.name, prompt, params, lora_request=self._adapter)
         self._rows[row.name] = row
-
-    def _step_of_vllm(self) -> list[Response]:
-        ended = []
-        for output in self._engine.step():
-            row = self._rows.get(output.request_id)
-            # vLLM may still return a token for a row that was ended here.
-            if row is None:
-                continue
-            is_finished, (part,) = output.finished, output.outputs
-            for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
-                row.log_probs.append(log_probs[token].logprob)
-                self.tokens_generated += 1
-                if row.record_token(token):
-                    is_finished = True
-                    break
-            if is_finished:
-                if not output.finished:
-                    self._engine.abort_request([row.name])
-                del self._rows[row.name]
-                self.recent.append(len(row.tokens) / row.limit)
-                ended.append(row.finished())
-        return ended
 
     def abort(self, uid: Uid) -> Response:
         for row in [*self._rows.values(), *self._waiting]:

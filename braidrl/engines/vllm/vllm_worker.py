@@ -65,8 +65,7 @@ class TakesWeights:
 
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they fit the model."""
-        file = WeightFile(path)
-        self.load_version(file.put_into, file.tensors)
+        self.load_version(WeightFile(path))
 
     def receive_weights(self, notice: Mapping[str, Any]) -> str | None:
         """Load weights that the run sends to all workers; `notice` is plain JSON. Return the error, or None.
@@ -75,18 +74,13 @@ class TakesWeights:
         """
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
-        incoming = Incoming(TransferNotice(**notice), worker, self.device)
         try:
-            self.load_version(incoming.receive, incoming.tensors)
+            self.load_version(Incoming(TransferNotice(**notice), worker, self.device))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def load_version(
-        self,
-        put_into: Callable[[Mapping[str, WeightPart]], object],
-        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
-    ) -> None:
+    def load_version(self, source: WeightFile | Incoming) -> None:
         """Load into the live parameters, else tensor by tensor. After a failure of the former the next version must be loaded whole."""
         config = self.vllm_config.model_config
         if self.live is None:
@@ -97,11 +91,11 @@ class TakesWeights:
             except WeightsNotLive:
                 self.live = {}
         if self.live:
-            put_into(self.live)
+            source.put_into(self.live)
             self.model_runner.reset_encoder_cache()
             self.model_runner.reset_mm_cache()
         else:
-            self.load_as_they_come(tensors())
+            self.load_as_they_come(source.tensors())
 
     def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load tensors one by one. Raises RuntimeError from then on if they end in the middle, or if vLLM leaves some as they were.

@@ -12,10 +12,7 @@ from braidrl.flow.stage import Stage
 
 
 class Parameters(BaseModel):
-    """Parameters of a recipe: checked and immutable; unknown keys are refused.
-
-    Unset fields named `max_response_tokens` and `samples_per_prompt` take the value in the run's configuration.
-    """
+    """Parameters of a recipe, checked and immutable; `max_response_tokens` and `samples_per_prompt` are by default those of the run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -56,8 +56,8 @@ def a_stop_text_ends_a_row_within_the_tokens_of_a_step() -> None:
     request = Request((0, 0, 0), torch.tensor([1]), SamplingParams(stop=("stop",), max_tokens=len(tokens)))
     row = row_of(request, tokenizer, (), 64)
     row.name, row.versions = "7", [(0, 0)]
-    engine._rows, engine.recent = {"7": row}, deque()
-    (finished,) = engine._step_of_vllm()
+    engine.slots, engine._rows, engine.recent = 1, {"7": row}, deque()
+    (finished,) = engine.step()
     assert tokenizer.decode(finished.tokens) == "a stop" and finished.finish_reason is FinishReason.STOP
 
 

@@ -123,7 +123,7 @@ def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: Owner, tmp_p
     source = source_of(place)
     assert isinstance(source, OfferedWeights)
     with source.asked(1) as notice:
-        moved = Incoming(notice, 0, torch.device("cpu")).receive(half(lower, False))
+        moved = Incoming(notice, 0, torch.device("cpu")).put_into(half(lower, False))
     for name, part in weight_parts(lower).items():
         kept = upper(part)
         assert torch.equal(kept.of(part.local), kept.of(weight_parts(before)[name].local))
