@@ -190,11 +190,14 @@ def _load_file(path: Path) -> ModuleType:
     # A verifier is looked up for each row: a module loaded here needs no search among thousands of modules.
     if name in sys.modules:
         return sys.modules[name]
-    # A file that is imported already is not executed twice, which would register its functions twice.
-    for loaded in list(sys.modules.values()):
-        file = getattr(loaded, "__dict__", {}).get("__file__")
-        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:
-            return loaded
+    # A file that is imported already is not executed twice, which would register its functions twice. Its module's name is an end of its
+    # path; a look at each of thousands of modules would copy the memory that this process shares with its fork server.
+    parts = (path.parent if path.stem == "__init__" else path.with_suffix("")).parts
+    names = [".".join(parts[first:]) for first in range(len(parts))]
+    for loaded in map(sys.modules.get, ("__main__", "__mp_main__", *names)):
+        file = getattr(loaded, "__file__", None)
+        if isinstance(file, str) and Path(file).resolve() == path:
+            return loaded  # type: ignore[return-value]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

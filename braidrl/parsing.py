@@ -26,6 +26,8 @@ YAML_VALUES = 100_000
 """Maximum number of keys and values of a YAML text with expanded aliases."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""PyYAML's loader and dumper in C where it has them, which take a tenth of the time."""
 
 
 def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True, whole: bool = True) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,19 +31,17 @@ from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster
 
+from tests import shared_run
 from tests.redis_server import redis_server  # noqa: F401 (a fixture for every test)
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
-# Keep shared memory apart from that of other test runs and other users of this machine.
-OWN_MEMORY = Path(tempfile.mkdtemp(prefix="braid-tests-", dir=shared_folder()))
-os.environ["BRAID_SHARED_MEMORY"] = str(OWN_MEMORY)
 torch.set_num_threads(1)
 gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # Same settings as in the command and its processes.
 gc.enable()
 PRELOADED = "tests.preloaded"
 """The module that imports whatever the ranks and workers of tests need."""
-PRINTED = OWN_MEMORY / "printed"
-PRINTED.touch()
+OWN_MEMORY, PRINTED = pytest.StashKey[Path](), pytest.StashKey[Path]()
+"""The folder for this process's shared memory, and the file to which its fork server's copies print."""
 PRINTED_SHOWN = 20_000
 """The most characters of a failed test's processes that are shown."""
 LONG = {"Workshop", "TrainingRun", "run_ranks", "subprocess"}
@@ -61,10 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Copy this process as the fork server of its tests, unless worker processes run the tests. The copies print to a file."""
     if config.getoption("dist", "no") != "no":
         return
+    # Keep shared memory apart from that of other test runs and other users of this machine.
+    memory = config.stash[OWN_MEMORY] = Path(tempfile.mkdtemp(prefix="braid-tests-", dir=shared_folder()))
+    os.environ["BRAID_SHARED_MEMORY"] = str(memory)
+    printed = config.stash[PRINTED] = memory / "printed"
     kept = {stream: os.dup(stream) for stream in (1, 2)}
     captured = sys.stdout, sys.stderr
     try:
-        with PRINTED.open("ab") as file:
+        with printed.open("ab") as file:
             for stream in kept:
                 os.dup2(file.fileno(), stream)
         sys.stdout, sys.stderr = (open(stream, "w", closefd=False, buffering=1) for stream in kept)  # noqa: SIM115
@@ -77,15 +80,16 @@ def pytest_configure(config: pytest.Config) -> None:
     assert copied, "a plugin has started a thread, with which this process cannot be copied"
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove this process's shared memory."""
-    shutil.rmtree(OWN_MEMORY, ignore_errors=True)
+    if OWN_MEMORY in config.stash:
+        shutil.rmtree(config.stash[OWN_MEMORY], ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Begin the file of a test's processes anew."""
-    os.truncate(PRINTED, 0)
+    os.truncate(item.config.stash[PRINTED], 0)
     return (yield)
 
 
@@ -93,7 +97,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show what a failed test's processes have printed."""
     report = yield
-    if report.failed and (printed := PRINTED.read_text(errors="replace")[-PRINTED_SHOWN:]):
+    if report.failed and (printed := item.config.stash[PRINTED].read_text(errors="replace")[-PRINTED_SHOWN:]):
         report.sections.append(("Printed by its processes", printed))
     return report
 
@@ -101,6 +105,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which would otherwise take a tenth of the tests' time."""
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
+    """Import the tests, and have copies of this process run them."""
+    importlib.import_module(PRELOADED)
+    shared_run.import_tests(config)
+    shared_run.start_workers(len(specs))
 
 
 class Scheduling(LoadFileScheduling):
@@ -147,20 +159,26 @@ def workshop(tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path) -> W
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(pytestconfig: pytest.Config) -> Iterator[None]:
     """Start one Ray cluster for all tests, with as many CPUs and devices as they request, whatever this machine has."""
     # Imported here, because the import takes a second that tests without Ray need not spend.
     from braidrl.cluster.ray_cluster import import_ray
     from tests import ray_workers
 
     ray = import_ray()
-    os.environ[ray_workers.SERVER] = str(OWN_MEMORY / "ray_workers")
+    os.environ[ray_workers.SERVER] = str(pytestconfig.stash[OWN_MEMORY] / "ray_workers")
     server = multiprocessing.get_context("forkserver").Process(
         target=ray_workers.serve, args=(os.environ[ray_workers.SERVER], os.getpid()), daemon=True
     )
     server.start()
     with pytest.MonkeyPatch.context() as patched:
-        settings = partial(ray._private.parameter.RayParams, setup_worker_path=ray_workers.__file__)
+        # Two processes of Ray read its logs and its load all the time, for nothing that a test needs.
+        settings = partial(
+            ray._private.parameter.RayParams,
+            setup_worker_path=ray_workers.__file__,
+            include_log_monitor=False,
+            no_monitor=True,
+        )
         patched.setattr(ray._private.parameter, "RayParams", settings)
         ray.init(
             "local",

@@ -7,7 +7,6 @@ handles    workers hold the rows; the driver sends handles, every row moves to a
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +62,7 @@ class EchoWorker(HybridWorker):
         places = [(pool, rank) for pool in pools for rank in range(pool.workers)]
         self.names, self.limit_s = [f"{pool.name} rank {rank}" for pool, rank in places], 60.0
         self.number, (self.pool, self.rank) = number, places[number]
-        self.order = RunOrder({}, True, None, family, ("", 0))
+        self.order = RunOrder({}, True, None, family)
 
     def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
         """Make rows `first` to `end` of the table, and keep them."""
@@ -103,7 +102,7 @@ class Lying:
             group.send(rank, "make_table", (tokens, first, first + share, key)) for rank, first in enumerate(firsts)
         ]
         output = Output(READ)
-        output.begin(key, group, made, [range(first, first + share) for first in firsts], deque())
+        output.begin(key, group, made, [range(first, first + share) for first in firsts])
         output.finish(group.wait(made))
         before = [(rank - 1) % size * share for rank in range(size)]
         # Each rank gets the rows of the rank before it.

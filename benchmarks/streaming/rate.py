@@ -122,6 +122,16 @@ def control_cost(rows: int, lease: int) -> float:
         node.close()
 
 
+def tree_of(commit: str) -> Path:
+    """Return a folder with the package of a commit."""
+    tree = ROOT / "build" / "rate"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True, exist_ok=True)
+    archive = subprocess.run(["git", "archive", commit, "braidrl"], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "x", "-C", str(tree)], input=archive.stdout, check=True)
+    return tree
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", help="a commit to measure beside the working tree")
@@ -132,15 +142,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
-    trees = {"now": ROOT}
-    if arguments.against:
-        trees = {"before": ROOT / "build" / "rate"} | trees
-        shutil.rmtree(trees["before"], ignore_errors=True)
-        trees["before"].mkdir(parents=True, exist_ok=True)
-        archive = subprocess.run(
-            ["git", "archive", arguments.against, "braidrl"], cwd=ROOT, capture_output=True, check=True
-        )
-        subprocess.run(["tar", "x", "-C", str(trees["before"])], input=archive.stdout, check=True)
+    trees = ({"before": tree_of(arguments.against)} if arguments.against else {}) | {"now": ROOT}
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from tests.tiny import SIZES, TOKENIZER, write_jsonl

@@ -80,7 +80,6 @@ class EnvironmentHosts:
 
     settings: EnvironmentConfig
     _hosts: dict[str, CodeHost] = field(default_factory=dict)
-    _talks: set[Talk] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, name: str) -> Callable[..., Any]:
@@ -143,14 +142,9 @@ class EnvironmentHosts:
 
     async def _talk(self, name: str) -> Talk:
         """Return a talk with the copy of a new trajectory."""
-        host = await in_thread(lambda: self._host(name))
-        talk = Talk(host, self._talks.discard)
-        self._talks.add(talk)
-        return talk
+        return Talk(await in_thread(lambda: self._host(name)))
 
     def close(self) -> None:
         """End all processes and trajectories."""
-        for talk in list(self._talks):
-            talk.close()
         for host in self._hosts.values():
             host.close()

@@ -64,10 +64,7 @@ def centered(reward: Tensor, groups: Groups, weights: Tensor | None = None) -> T
 def group_normalized(
     reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-6
 ) -> Tensor:
-    """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
-
-    GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
-    """
+    """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476."""
     groups = Groups(group, statistics_mask)
     difference = centered(reward, groups)
     freedom = (groups.sums(groups.counted.double()) - 1).clamp(min=1)
@@ -122,10 +119,8 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
     A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
     σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
-
-    Raises:
-        ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
+    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError if a group has fewer than k
+    samples. With fewer that count in its statistics, its samples get 0.
     """
     groups = Groups(group, statistics_mask)
     if bool((groups.sizes < k).any()):
@@ -151,10 +146,7 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
 
 @selections.register(scope="group", needs=PAIR)
 def informative_groups(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> dict[int, str]:
-    """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
-
-    Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
-    """
+    """Drop groups that are all right or all wrong: they keep 0 < #correct < G. Dynamic sampling, DAPO, arXiv 2503.14476, equation 11."""
     groups = Groups(group, statistics_mask)
     right, wrong = (groups.sums((groups.counted & rows).long()) for rows in (correct > 0, correct <= 0))
     dropped = dict.fromkeys(groups.numbers[wrong == 0].tolist(), "all correct")

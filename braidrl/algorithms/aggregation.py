@@ -41,11 +41,7 @@ def seq_mean_token_sum(offsets: Tensor) -> Tensor:
 
 @aggregations.register("token-sum-norm", denominator="rows", needs=Needs({"max_tokens": (1, 1 << 40)}))
 def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
-    """Return 1/L_max; the denominator is rows: a constant replaces the lengths. Dr. GRPO, arXiv 2503.20783.
-
-    Args:
-        max_tokens: L_max, the maximum length of a response in tokens.
-    """
+    """Return 1/`max_tokens`; the denominator is rows: the maximum length of a response replaces the lengths. Dr. GRPO, arXiv 2503.20783."""
     return token_mean(offsets) / max_tokens
 
 
@@ -53,9 +49,6 @@ def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
 def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
     """Return 1/(action tokens of the row's group); the denominator is groups: the mean over groups of each group's mean per token.
 
-    ScaleRL, arXiv 2510.13786.
-
-    Args:
-        group_tokens: Action tokens of each row's group in the optimizer step, after masking, (B,).
+    ScaleRL, arXiv 2510.13786. `group_tokens` (B,) are counted over the optimizer step, after masking.
     """
     return per_token(offsets, 1 / group_tokens.clamp(min=1).double())

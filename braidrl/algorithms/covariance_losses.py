@@ -25,10 +25,7 @@ def clip_cov(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, *, low: float = 0.2,
     high: float = 0.2,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
-
-    Clip-Cov, arXiv 2505.22617.
-    """
+    """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`). Clip-Cov, arXiv 2505.22617."""
     r = ratio(log_probs, old_log_probs)
     loss, metrics = clipped_surrogate(r, advantages, low, high, log_probs, old_log_probs)
     return loss * (1 - high_covariance), metrics | {"covariance_fraction": high_covariance}
@@ -58,11 +55,9 @@ def token_pairs(
 
 
 def covariance_sums(
-    rollout_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    advantage: Tensor | None = None,
+    rollout_log_probs: Ragged, old_log_probs: Ragged | None = None, advantage: Tensor | None = None,
     advantages: Ragged | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the sums for the means over the batch."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     return {"tokens": torch.ones_like(log_probs).sum(), "log_probs": log_probs.sum(), "advantages": of_tokens.sum()}
@@ -73,10 +68,7 @@ def covariance(
     rollout_log_probs: Ragged, old_log_probs: Ragged | None = None, advantage: Tensor | None = None,
     advantages: Ragged | None = None, *, totals: dict[str, Tensor],
 ) -> Ragged:  # fmt: skip
-    """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
-
-    arXiv 2505.22617, at the policy that starts the update.
-    """
+    """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the update. arXiv 2505.22617."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     tokens = totals["tokens"].clamp(min=1)
     product = (log_probs - totals["log_probs"] / tokens) * (of_tokens - totals["advantages"] / tokens)

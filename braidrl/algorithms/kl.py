@@ -24,10 +24,7 @@ def ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return π/π_old (N,) of each token, or of its row: at level `sequence` the product of the row's ratios, or their geometric mean.
-
-    Raises ValueError for another level.
-    """
+    """Return π/π_old (N,) of each token, or of its row: the product (`sequence`) or mean (`geometric`). Raises ValueError."""
     rows = Ragged(log_probs - old_log_probs, offsets)
     if level == "token":
         log_ratio = rows.values

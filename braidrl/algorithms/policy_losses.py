@@ -113,11 +113,7 @@ def decoupled(
     """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
     AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
-    policy that sampled the tokens.
-
-    Args:
-        cap: The largest w.
-        over_cap: Treatment of a token with a larger w: `clamp` w, or `mask` the token.
+    policy that sampled the tokens. Where w is above `cap` it is clamped, or the token is masked (`over_cap`).
     """
     w = ratio(old_log_probs, rollout_log_probs)
     over = w > cap
@@ -147,10 +143,7 @@ def ptx(log_probs: Tensor) -> tuple[Tensor, Metrics]:
 
 @losses.register()
 def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """Return −sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
-
-    On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
-    """
+    """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv 2306.13649."""
     gap = (ref_log_probs - log_probs).detach()
     return -gap * log_probs, {"kl_teacher": -gap}
 

@@ -48,10 +48,7 @@ def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:
 
 
 def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
-    """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), the unbiased pass@k. arXiv 2107.03374, equation 1.
-
-    Raises ValueError if a group has fewer than k samples.
-    """
+    """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), unbiased pass@k (arXiv 2107.03374, eq. 1). Raises ValueError if n < k."""
     groups = Groups(group)
     sizes = groups.sizes
     if bool((sizes < k).any()):

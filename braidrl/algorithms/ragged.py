@@ -120,12 +120,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 def join_response(
     prompt: Ragged, response: Ragged, response_mask: Ragged | None = None
 ) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
-    """Join prompt ids and response ids as one sequence per row. All response tokens are actions, or only those in `response_mask`.
-
-    Returns:
-        tokens (int64), action_mask (bool) and sequence_lengths (one per row), and per row the number of tokens and of action tokens,
-        (B,) int64.
-    """
+    """Join prompt and response ids as sequences, with masks and lengths; actions are all response tokens, or those of `response_mask`."""
     length, offsets = prompt.lengths + response.lengths, offsets_of(prompt.lengths + response.lengths)
     tokens = prompt.values.new_empty(len(prompt.values) + len(response.values))
     mask = torch.zeros_like(tokens, dtype=torch.bool)

@@ -52,17 +52,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function with its columns and settings.
-
-    `sums` is for scope `batch` only: `sums(columns, **settings)` returns a dict of numbers or tensors, which the runtime adds up over
-    all rows. The function receives the totals as its keyword `totals`.
-
-    `state` gives the initial values of a small state that the stage owns (a KL coefficient, a multiplier). The function receives it
-    as its keyword `state`; once per iteration `update_state(state, totals, **settings)` returns the next one. Both receive the settings
-    that they name.
-
-    `denominator` is for aggregations: the count over the optimizer step that divides their sums.
-    """
+    """A registered function with its columns and settings; see `Registry.register`."""
 
     name: str
     function: Callable[..., Any]
@@ -103,12 +93,12 @@ class Entry:
                 raise ValueError(f"{self.name}: {name} cannot be {given[name]!r}. {suggest(str(given[name]), names)}")
 
 
-class Registry:
+class Registry(dict[str, Entry]):
     """Functions of one family (`advantage`, `loss`, ...) by name."""
 
     def __init__(self, family: str) -> None:
+        super().__init__()
         self.family = family
-        self.entries: dict[str, Entry] = {}
 
     def register(
         self, name: str | None = None, *, writes: Sequence[str] = (), scope: ScopeName = "row",
@@ -122,10 +112,12 @@ class Registry:
             name: By default the function's own.
             writes: Columns that it returns.
             scope: The rows that it must see at once.
-            sums: For scope `batch`: the function whose results are added up over all rows.
+            sums: For scope `batch`: `sums(columns, **settings)` returns a dict of numbers or tensors, which are added up over all rows; the
+                function receives the totals as its keyword `totals`.
             columns: Columns of parameters whose names differ from the columns': `{"baseline": "greedy.reward"}`.
-            state: Initial values of the state that its stage owns.
-            update_state: Returns the next state, once per iteration.
+            state: Initial values of a small state that its stage owns, such as a KL coefficient; the function receives it as its keyword
+                `state`.
+            update_state: `update_state(state, totals, **settings)` returns the next state, once per iteration.
             needs: Requirements of the function.
             denominator: For an aggregation: the count that divides its sums.
 
@@ -163,24 +155,19 @@ class Registry:
             )  # fmt: skip
             if both := set(entry.state) & set(entry.settings):
                 raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
-            known = self.entries.get(entry.name)
+            known = self.get(entry.name)
             if known and known.function.__module__ != function.__module__:
                 raise ValueError(f"{self.family} {entry.name!r} is registered already, by {known.function.__module__}")
-            self.entries[entry.name] = entry
+            self[entry.name] = entry
             return function
 
         return add
 
-    def __getitem__(self, name: str) -> Entry:
-        if name not in self.entries:
-            raise KeyError(f"no {self.family} is called {name!r}. {suggest(name, self.entries)}")
-        return self.entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
+    def __missing__(self, name: str) -> Entry:
+        raise KeyError(f"no {self.family} is called {name!r}. {suggest(name, self)}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self.entries))
+        return iter(sorted(self.keys()))
 
 
 def is_number(value: object) -> bool:

@@ -43,11 +43,7 @@ def gmpo(
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
-    GMPO, arXiv 2507.20673. A row's A is the mean over its tokens.
-
-    Args:
-        low: Where A < 0 a log-ratio is clipped to at least −low.
-        high: Where A > 0 a log-ratio is clipped to at most high.
+    GMPO, arXiv 2507.20673. A row's A is the mean over its tokens; log-ratios are at most `high` where A > 0, at least −`low` elsewhere.
     """
     rows = Ragged(log_probs - old_log_probs, offsets)
     advantage = rows.with_values(advantages).row_means()
@@ -96,13 +92,7 @@ def bradley_terry(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor
 def dpo(
     log_probs: Tensor, ref_log_probs: Tensor, offsets: Tensor, group: Tensor, sample: Tensor, *, beta: float = 0.1
 ) -> tuple[Tensor, Metrics]:
-    """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
-
-    DPO, arXiv 2305.18290, equation 7.
-
-    Args:
-        beta: β: a larger value keeps π nearer to π_ref.
-    """
+    """Return −log σ(β·(Σ log π/π_ref chosen − Σ log π/π_ref rejected)) at each token of both rows. DPO, arXiv 2305.18290, equation 7."""
     rows = Ragged(log_probs - ref_log_probs, offsets)
     loss, metrics = pair_loss(beta * rows.row_sums(), group, sample)
     return rows.spread(loss), {name: rows.spread(value) for name, value in metrics.items()}

@@ -18,16 +18,9 @@ CUT_OFF = 1
 
 @shapes.register(writes=["reward"], needs=Needs({"max_response_tokens": (1, 1 << 40), "cache": (1, 1 << 40)}))
 def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_tokens: int, cache: int) -> Tensor:
-    """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
+    """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at max, −1 beyond.
 
-    DAPO, arXiv 2503.14476, equation 13.
-
-    Args:
-        max_response_tokens: The max, in action tokens.
-        cache: Action tokens over which the punishment grows.
-
-    Raises:
-        ValueError: Not 0 < cache ≤ max.
+    DAPO, arXiv 2503.14476, equation 13. Raises ValueError unless 0 < cache ≤ max.
     """
     if not 0 < cache <= max_response_tokens:
         raise ValueError(f"cache must lie between 1 and max_response_tokens ({max_response_tokens}), got {cache}")
@@ -71,10 +64,7 @@ def row_kl_penalty(
     reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
     coef: float, estimator: str = "k1",
 ) -> Tensor:  # fmt: skip
-    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
-
-    arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
-    """
+    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv 1909.08593, equation 2."""
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return reward - coef * kl.row_sums().to(reward.dtype)
 
@@ -104,10 +94,7 @@ def kl_sums(
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1
 ) -> dict[str, float]:
-    """Return coef·(1 + gain·e) for the next iteration; e is the relative error of the batch's mean KL, clamped to ±0.2.
-
-    arXiv 1909.08593, section 2.2.
-    """
+    """Return coef·(1 + gain·e), e the relative error of the batch's mean KL, clamped to ±0.2. arXiv 1909.08593, section 2.2."""
     kl = totals["kl"] / max(totals["rows"], 1.0)
     error = max(-0.2, min(0.2, (kl - target) / target))
     return {"coef": state["coef"] * (1 + gain * error)}
@@ -124,11 +111,7 @@ def adaptive_kl_penalty(
     reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
     target: float, gain: float = 0.1, estimator: str = "k1", state: dict[str, float],
 ) -> Ragged:  # fmt: skip
-    """Return `kl_penalty` with a coefficient that is adapted to a target KL. arXiv 1909.08593, section 2.2.
-
-    Args:
-        target: Target of the mean KL, in nats per row.
-    """
+    """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv 1909.08593, section 2.2."""
     return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -state["coef"])
 
 

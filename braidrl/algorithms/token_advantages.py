@@ -42,10 +42,7 @@ def sums_to_go(rows: Ragged, decay: Tensor | float) -> Ragged:
 
 
 def residuals(values: Ragged, reward: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Return δ_t = r_t + γ·V_{t+1} − V_t; V after the row's last action token is 0.
-
-    r are the `token_rewards`, or the row's `reward` (B,) at its last action token.
-    """
+    """Return δ_t = r_t + γ·V_{t+1} − V_t with V = 0 after a row; r are `token_rewards`, or `reward` (B,) at its last action token."""
     v = values.values
     rewards = at_row_end(reward.to(v.dtype), values) if token_rewards is None else token_rewards
     following = torch.cat([v[1:], v.new_zeros(min(len(v), 1))]) * ~is_row_end(values)
@@ -80,11 +77,8 @@ def decoupled_gae(
 ) -> tuple[Ragged, Ragged]:  # fmt: skip
     """Return `gae` with one λ for the advantages and another for the critic's returns.
 
-    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
-
-    Args:
-        lam_critic: λ of the returns.
-        lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
+    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l), in [0, 1], for a row of l
+    action tokens.
     """
     delta = residuals(values, reward, token_rewards, gamma)
     adaptive = (1 - 1 / (alpha * values.lengths.clamp(min=1).double())).clamp(0, 1)
@@ -103,7 +97,6 @@ advantages.register(
 
 
 BatchSums = dict[str, Tensor]
-DISCOUNT = Needs({"gamma": (0, 1)})
 
 
 def moments(tokens: Ragged, statistics_mask: Tensor | None = None) -> BatchSums:
@@ -145,7 +138,7 @@ def return_sums(
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
 
 
-@advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=DISCOUNT)
+@advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=Needs({"gamma": (0, 1)}))
 def reinforce_plus_plus(
     reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
     *, gamma: float = 1.0, epsilon: float = 1e-8, totals: BatchSums,
@@ -164,10 +157,7 @@ def reinforce_plus_plus_baseline(
     advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8,
     totals: BatchSums,
 ) -> Ragged:  # fmt: skip
-    """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
-
-    REINFORCE++, the variant with a baseline, arXiv 2501.03262.
-    """
+    """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens. REINFORCE++ with baseline, arXiv 2501.03262."""
     return whitened(returns_to_go(advantage, action_tokens, None, 1.0), totals, epsilon)
 
 
@@ -202,13 +192,7 @@ def safe_rlhf(
     advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1,
     state: dict[str, float],
 ) -> Ragged:  # fmt: skip
-    """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
-
-    After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
-
-    Args:
-        threshold: The highest allowed mean cost.
-    """
+    """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per iteration. arXiv 2310.12773."""
     multiplier = state["multiplier"]
     mixed = advantages.values - multiplier * cost_advantages.values
     return advantages.with_values(mixed / (1 + multiplier))

@@ -38,15 +38,11 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
     say(f"{model}: {config.model_type}, {plan}")
     for finding in findings:
         say(line(finding))
-    if layouts:
-        with quietly():
-            divided = layout_findings(twin, plan)
-        for finding in divided:
-            say(line(finding))
-    if vllm is not None:
-        with quietly():
-            generated = vllm_finding(config, plan, vllm)
-        say(line(generated))
+    with quietly():
+        more = [*layout_findings(twin, plan)] if layouts else []
+        more += [vllm_finding(config, plan, vllm)] if vllm is not None else []
+    for finding in more:
+        say(line(finding))
     if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):
         check_model(model)
         say(f"ok      {'the headers of its weight files':{WIDTH}}")

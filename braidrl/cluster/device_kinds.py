@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, field_validator
 from braidrl.config.reading import explain
 from braidrl.config.section import Section
 from braidrl.errors import UserError, suggest
-from braidrl.parsing import read_yaml
+from braidrl.parsing import LOADER, read_yaml
 
 GIB = 1 << 30
 FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
@@ -55,7 +55,7 @@ class DeviceKind(Section):
 @cache
 def known_kinds() -> dict[str, DeviceKind]:
     """Return the built-in kinds."""
-    tree = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text())
+    tree = yaml.load(Path(__file__).with_name("kinds.yaml").read_text(), LOADER)
     return {name: DeviceKind.model_validate(value) for name, value in tree.items()}
 
 

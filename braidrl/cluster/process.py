@@ -7,13 +7,12 @@ import os
 import signal
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError
 
@@ -80,9 +79,9 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     inherits: tuple[str, ...] | None = None
     """Variables that it inherits from the parent; None for all."""
-    wrapper: tuple[str, ...] = ()
+    wrapper: Sequence[str] = ()
     """A command that starts the interpreter, whose command line is appended to its own."""
-    descriptors: tuple[int, ...] = ()
+    descriptors: Sequence[int] = ()
     """Open files of the parent that `wrapper` reads."""
     also_calls: str = ""
     """`module:function` that the entry calls; a fork server imports its module too."""
@@ -148,27 +147,23 @@ def default_threads(processes: int) -> int | None:
     return None if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // processes)
 
 
-class Process(ABC):
+class Process(Protocol):
     """A started process, on any machine."""
 
     name: str
 
     @property
-    @abstractmethod
     def pid(self) -> int:
         """Return the process id on its machine."""
 
     @property
-    @abstractmethod
     def alive(self) -> bool:
         """Return True while it works."""
 
     @property
-    @abstractmethod
     def outcome(self) -> Outcome | None:
         """Return its last message; None while it works, or if it ended without one."""
 
-    @abstractmethod
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
         """Kill it if no heartbeat or no progress was received for `limit_s` seconds; return True if it was killed.
 
@@ -176,37 +171,31 @@ class Process(ABC):
         in the run's `folder`.
         """
 
-    @abstractmethod
     def describe_end(self) -> str:
         """Describe in a few words why it ended."""
 
-    @abstractmethod
     def interrupt(self) -> None:
         """Pass Ctrl-C on to it."""
 
-    @abstractmethod
     def hang_up(self) -> None:
         """Ask it to end, without waiting."""
 
-    @abstractmethod
     def kill(self) -> None:
         """Kill it and wait for its end."""
 
-    @abstractmethod
     def close(self, limit_s: float = END_LIMIT_S) -> None:
         """Wait for its end, kill it after `limit_s`, and free its resources here."""
 
 
-class Launcher(ABC):
+class Launcher(Protocol):
     """Starts the processes of a run, each with its own devices."""
 
-    ip = LOOPBACK
+    ip: str = LOOPBACK
     """The address at which other processes reach this one."""
-    node = "here"
+    node: str = "here"
     devices_of_node: int | None = None
     """CUDA devices of the largest of several nodes; None on one machine, and without devices."""
 
-    @abstractmethod
     def reserve(self, pools: "Sequence[Pool]") -> None:
         """Assign devices and threads to every process of the pools. Raises UserError if there are too few devices."""
 
@@ -218,14 +207,11 @@ class Launcher(ABC):
         """Construct `service(node, ip, *arguments)` on every reserved node but this one, until `close`; return their `place()`s."""
         return []
 
-    @abstractmethod
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start the process with this number in a pool and set its threads and devices; the caller closes it."""
 
-    @abstractmethod
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         """Return the processes that have an outcome or are gone; wait at most `seconds` for the first of them."""
 
-    @abstractmethod
     def close(self) -> None:
         """Free what was reserved. The callers of `start` close their processes."""

@@ -5,19 +5,17 @@ rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + 
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from braidrl.config.section import MOST_PROCESSES
+from braidrl.config.section import MOST_PROCESSES, Section
 from braidrl.errors import UserError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 """Names of the mesh dimensions, slowest first, so that ranks with the most communication are neighbours."""
 
 
-class ParallelLayout(BaseModel):
+class ParallelLayout(Section):
     """Number of devices along each axis. By default each device holds a replica of the model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Pipeline parallelism: number of ranks with an equal share of the layers."""

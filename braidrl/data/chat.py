@@ -235,10 +235,7 @@ def end_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of the tokenizer and of the model's settings, and the end of a turn in the chat template.
-
-    `settings` are the model's generation settings and configuration, as objects or as JSON.
-    """
+    """Return the end ids of the tokenizer and of the model's settings (objects or JSON), and the end of a turn in the chat template."""
 
     def value_of(part: Any, name: str) -> Any:
         return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)

@@ -90,10 +90,7 @@ def encode(rows: Rows) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
-    """Decode all columns, or the named ones, as views on the frames.
-
-    Raises CodecError for damaged or incomplete frames, KeyError for a missing column, and PayloadForbidden within `payload_forbidden()`.
-    """
+    """Decode all columns, or those named, as views on the frames. Raises CodecError, KeyError, or PayloadForbidden."""
     size, headers = read_header(frames)
     wanted = [h.name for h in headers] if columns is None else list(columns)
     for name in wanted:

@@ -116,10 +116,7 @@ class PromptLoader(Admissions):
 def eval_rows(
     source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0, rank: int = 0, size: int = 1
 ) -> Rows:
-    """Return the prompts of a held-out set as rows, `samples` of each of the first `max_prompts`, or the share of one of `size` ranks.
-
-    `number` is the set's, for the rows' `source`; their `group` is the prompt's position in the file.
-    """
+    """Return a held-out set as rows, `samples` of each of `max_prompts` or of a rank's share; source is `number`, group the position."""
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
     share = equal_share(count, rank, size)
     return as_rows([Admitted.of(source, i, number, 0, i) for i in share], samples) if share else Rows({})
@@ -157,10 +154,7 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """Return the rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text per row, in the texts' own seeded order.
-
-    Row (group, sample) gets text group * samples_per_prompt + sample, independent of the other rows.
-    """
+    """Return the rows with one pre-training text each, `ptx_tokens` int64 and `ptx_length`, by (group, sample) in a seeded order."""
     numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
     tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
     joined = Ragged.from_rows(tokens, torch.int64)

@@ -56,7 +56,6 @@ def _tensor(type: Any, value: Any) -> Any:
 
 
 _decoder = cache(partial(msgspec.msgpack.Decoder, dec_hook=_tensor))
-"""The decoder of a type."""
 
 MARK, ALIGNMENT = b"braidfrm", 64
 FIXED = struct.Struct("<8sQQ")

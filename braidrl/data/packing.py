@@ -25,11 +25,7 @@ from braidrl.errors import UserError
 def balanced_partition(
     costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Divide items into parts of nearly equal cost; return positions by part, fullest first.
-
-    Some parts may be empty. With `equal_size` the numbers of items (or of groups) differ by at most one. Items of one of `groups` stay
-    together.
-    """
+    """Divide items into `parts` of nearly equal cost (and `equal_size`), `groups` kept together; return positions, fullest first."""
     if parts == 1:
         return [list(range(len(costs)))]
     divide = _fill_equally if equal_size else _differencing
@@ -54,10 +50,7 @@ def equal_share(count: int, rank: int, size: int) -> range:
 
 
 def in_turn(groups: Sequence[int], parts: int) -> list[int]:
-    """Return the part of each row, round-robin by group number, so that every part starts with the first groups.
-
-    Of the last groups, fewer than `parts`, each part gets equally many consecutive rows.
-    """
+    """Return the part of each row, round-robin by group number, so that each part starts early; the last groups are split evenly."""
     place = {group: number for number, group in enumerate(sorted(set(groups)))}
     whole = len(place) // parts * parts
     left = [row for row, group in enumerate(groups) if place[group] >= whole]

@@ -94,10 +94,7 @@ class LoadedSource(Sequence[Example]):
         return torch.from_numpy(self._columns["prompt"][index].values.to_numpy().astype(np.int64))
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return the token ids (T,) int64 of a given response, or of the `rejected` one of a pair, and the mask of trained ones, (T,) bool.
-
-        Returns None if the source was loaded without.
-        """
+        """Return a given response's token ids (T,) int64 and the mask of trained ones (T,) bool; None if the source was loaded without."""
         if which not in self._columns:
             return None
         ids, trained = self._columns[which][index].values, self._columns[f"{which}_trained"][index].values
@@ -158,10 +155,7 @@ def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
     kept: Sequence[str] | None = None,
 ) -> list[LoadedSource]:  # fmt: skip
-    """Load every source of `data.train`. Raises UserError if there is none, or for an invalid file.
-
-    `kept` has another rank's `LoadedSource.kept` for each source.
-    """
+    """Load each source of `data.train`; `kept` are another rank's `LoadedSource.kept`. Raises UserError for none or an invalid file."""
     check_train(data)
     template = PromptTemplate.of(tokenizer, data)
     readings = [Reading(source, responses=responses, pairs=pairs) for source in data.training_sources]
@@ -281,10 +275,7 @@ def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> 
 def rows_of(
     reading: Reading, examples: Iterator[Example], template: PromptTemplate, limit: int, given: int, facts: Facts
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source's table and fill in the facts; `examples` is a pass of `reading`.
-
-    Raises UserError, with the location, for an invalid example, and if no prompt is short enough.
-    """
+    """Yield a source's rows and fill in the facts. Raises UserError for an invalid example, and if no prompt is short enough."""
     path, title = reading.source.path, f"Tokenising {reading.source.label}"
     for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), title):
         facts.read += len(batch)

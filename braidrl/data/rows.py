@@ -9,7 +9,7 @@ payload column  Ragged          a variable number of values per row (tokens, log
 *action token*, in order: tokens that were not sampled have no entry and need no mask.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -96,7 +96,7 @@ class Rows:
         """Return the named columns. Raises KeyError for a missing one."""
         return Rows({name: self[name] for name in names})
 
-    def without(self, names: Sequence[str]) -> "Rows":
+    def without(self, names: Collection[str]) -> "Rows":
         return Rows({name: column for name, column in self._columns.items() if name not in names})
 
     @property

@@ -77,11 +77,7 @@ class Reading:
     def __init__(
         self, source: SourceConfig, *, responses: bool = False, pairs: bool = False, usual_split: str = "train"
     ) -> None:
-        """Begin before the first record; `usual_split` is the default split of a folder.
-
-        Each example must have a response if the flow trains on `responses`, or a chosen and a rejected one if it trains on `pairs`. Raises
-        UserError if there is no such file or folder.
-        """
+        """Begin before the first record; examples need a response for `responses`, two for `pairs`. Raises UserError without a file."""
         check_source(source)
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
         self._is_arrow = source.path.is_dir() or source.path.suffix == ".parquet"
@@ -156,10 +152,7 @@ class Reading:
         return example
 
     def _example(self, record: Record, line: int) -> Example:
-        """Make an example from the configured fields of a record of JSON values.
-
-        Raises UserError for a missing field or a wrong type, and LeftOut.
-        """
+        """Make an example from a record of JSON values. Raises UserError for a missing field or a wrong type, and LeftOut."""
         source, where = self.source, place(self.source.path, line)
         given: tuple[str, ...] = ()
         response = rejected = None

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.ragged import Ragged, join_response
 from braidrl.config import DataConfig
 from braidrl.data import chat
 from braidrl.data.records import whole_text
-from braidrl.data.rows import IDENTITY, Column, Rows
+from braidrl.data.rows import IDENTITY, Rows
 from braidrl.data.sources import Example, Prompt, Response
 from braidrl.errors import UserError
 
@@ -106,10 +106,7 @@ class PromptTemplate:
         return (opened[: tag.start()] if tag and begun.lstrip().startswith(tag[1]) else opened) + begun
 
     def apply(self, messages: Sequence[chat.ChatMessage], tools: chat.Tools = (), opens: bool = False) -> str:
-        """Apply the chat template to messages; with `opens` it opens the assistant's turn.
-
-        Raises UserError if the template refuses the messages, fails, or breaks a limit of time or size.
-        """
+        """Render messages, with `opens` up to the assistant's turn. Raises UserError if the template refuses, fails or breaks a limit."""
         settings = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens, **self.arguments}
         try:
             with chat.WATCH:
@@ -163,10 +160,7 @@ class PromptTemplate:
         return [ids if ids and ids[-1] in (end, self.tokenizer.eos_token_id) else [*ids, end] for ids in encoded]
 
     def encode_given(self, example: Example, responses: Sequence[Response]) -> list[Given]:
-        """Tokenise the given responses of one example: texts, or the rest of conversations, in which only assistant turns are trained.
-
-        Raises UserError if the chat template renders the start of a conversation differently when it continues.
-        """
+        """Tokenise an example's responses: texts, or messages whose answers are trained. Raises UserError if rendered otherwise."""
         found = []
         for response in responses:
             if isinstance(response, str):
@@ -236,22 +230,16 @@ def retokenized(rows: Rows, generating: Any, own: PromptTemplate) -> Rows:
     `rows` have tokens of the tokenizer `generating`, prompt_length and metadata, which includes the example's prompt. An end of sequence
     becomes the role's own.
     """
-    texts, mask, endings = [], [], chat.end_of_sequence_ids(generating)
+    prompts, answers, endings = [], [], chat.end_of_sequence_ids(generating)
     for number in range(len(rows)):
         about = rows["metadata"][number]
         template = own.with_arguments(about.get(chat.TEMPLATE) or {})
-        prompt = template.encode(about["prompt"], chat.tools_of(about.get("tools")) or [])
+        prompts.append(template.encode(about["prompt"], chat.tools_of(about.get("tools")) or []))
         ids = rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()
         text = generating.decode(ids, skip_special_tokens=True)
         ends = bool(ids) and ids[-1] in endings
-        answer = (template.encode_responses if ends else template.encode_texts)([text])[0]
-        texts.append(prompt + answer)
-        mask.append([False] * len(prompt) + [True] * len(answer))
-    tokens = Ragged.from_rows(texts, torch.int64)
-    columns: dict[str, Column] = {
-        "length": tokens.lengths,
-        "tokens": tokens,
-        "action_mask": Ragged.from_rows(mask, torch.bool),
-        "sequence_lengths": Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
-    }
-    return Rows({**{name: rows[name] for name in IDENTITY}, **columns})
+        answers += (template.encode_responses if ends else template.encode_texts)([text])
+    parts = (Ragged.from_rows(ids, torch.int64) for ids in (prompts, answers))
+    tokens, mask, sequences, length, _ = join_response(*parts)
+    identity = {name: rows[name] for name in IDENTITY}
+    return Rows({**identity, "length": length, "tokens": tokens, "action_mask": mask, "sequence_lengths": sequences})

@@ -114,10 +114,7 @@ def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
 
 
 def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
-    """Return the largest staleness in the batch of an iteration, given the version of each row's oldest token.
-
-    Raises TooStale, with its uid, if a row is over the bound or has a version that is not published yet.
-    """
+    """Return the largest staleness in a batch, by each row's oldest version. Raises TooStale if one is over the bound or unpublished."""
     oldest = 0
     for uid, version in zip(uids, versions, strict=True):
         behind = trained_on(iteration) - version

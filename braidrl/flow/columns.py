@@ -105,10 +105,7 @@ def resolve_columns(stages: Sequence[Stage]) -> Inputs:
 
 
 def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) -> list[str]:
-    """Return the columns that a stage reads, given those written before it.
-
-    Raises UserError for a missing one: its writer comes later, or there is none.
-    """
+    """Return the columns that a stage reads, given those written before it. Raises UserError for one that is missing or written later."""
     names = [*stage.reads, *(name for name in stage.optional if name in latest)]
     for choices in [*((name,) for name in stage.reads), *stage.one_of]:
         found = next((name for name in choices if name in latest), None)

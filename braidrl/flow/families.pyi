@@ -26,11 +26,8 @@ class AdvantageNames:
     ) -> Stage:
         """Return `gae` with one λ for the advantages and another for the critic's returns.
 
-        VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
-
-        Args:
-            lam_critic: λ of the returns.
-            lam_actor: λ of the advantages; by default 1 − 1/(alpha·l), in [0, 1], for a row of l action tokens.
+        VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l), in [0, 1], for a row of l
+        action tokens.
         """
 
     def distillation(
@@ -60,10 +57,7 @@ class AdvantageNames:
     def group_normalized(
         self, *, epsilon: float = 1e-06, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
-
-        GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, equation 9.
-        """
+        """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476."""
 
     def leave_one_out(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -87,10 +81,8 @@ class AdvantageNames:
 
         A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
         σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-        sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form.
-
-        Raises:
-            ValueError: A group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
+        sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError if a group has fewer than k
+        samples. With fewer that count in its statistics, its samples get 0.
         """
 
     def reinforce_plus_plus(
@@ -102,10 +94,7 @@ class AdvantageNames:
     def reinforce_plus_plus_baseline(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
-
-        REINFORCE++, the variant with a baseline, arXiv 2501.03262.
-        """
+        """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens. REINFORCE++ with baseline, arXiv 2501.03262."""
 
     def remax(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -116,13 +105,7 @@ class AdvantageNames:
         self, *, threshold: float = 0.0, learning_rate: float = 0.1, multiplier: float = 1.0, id: str | None = None,
         when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
-
-        After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
-
-        Args:
-            threshold: The highest allowed mean cost.
-        """
+        """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per iteration. arXiv 2310.12773."""
 
     def whiten(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -136,11 +119,7 @@ class ShapeNames:
         self, *, target: float, gain: float = 0.1, estimator: str = "k1", coef: float = 0.05, id: str | None = None,
         when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `kl_penalty` with a coefficient that is adapted to a target KL. arXiv 1909.08593, section 2.2.
-
-        Args:
-            target: Target of the mean KL, in nats per row.
-        """
+        """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv 1909.08593, section 2.2."""
 
     def advantage_kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -153,10 +132,7 @@ class ShapeNames:
     def covariance(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
-
-        arXiv 2505.22617, at the policy that starts the update.
-        """
+        """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the update. arXiv 2505.22617."""
 
     def highest_covariance(
         self, *, fraction: float, low: float | None = None, high: float | None = None, id: str | None = None,
@@ -200,25 +176,15 @@ class ShapeNames:
         self, *, max_response_tokens: int, cache: int, id: str | None = None, when: When = ...,
         after: Sequence[str] = ...
     ) -> Stage:
-        """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
+        """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at max, −1 beyond.
 
-        DAPO, arXiv 2503.14476, equation 13.
-
-        Args:
-            max_response_tokens: The max, in action tokens.
-            cache: Action tokens over which the punishment grows.
-
-        Raises:
-            ValueError: Not 0 < cache ≤ max.
+        DAPO, arXiv 2503.14476, equation 13. Raises ValueError unless 0 < cache ≤ max.
         """
 
     def row_kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
-
-        arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
-        """
+        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv 1909.08593, equation 2."""
 
     def safe_rlhf_kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -234,10 +200,7 @@ class SelectNames:
     def informative_groups(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
-
-        Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
-        """
+        """Drop groups that are all right or all wrong: they keep 0 < #correct < G. Dynamic sampling, DAPO, arXiv 2503.14476, equation 11."""
 
     def informative_rewards(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -250,12 +213,7 @@ class DataNames:
     def join_response(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Join prompt ids and response ids as one sequence per row. All response tokens are actions, or only those in `response_mask`.
-
-        Returns:
-            tokens (int64), action_mask (bool) and sequence_lengths (one per row), and per row the number of tokens and of action tokens,
-            (B,) int64.
-        """
+        """Join prompt and response ids as sequences, with masks and lengths; actions are all response tokens, or those of `response_mask`."""
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
 
@@ -287,10 +245,7 @@ class LossNames:
     def clip_cov(
         self, *, low: float = 0.2, high: float = 0.2
     ) -> dict[str, Any]:
-        """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
-
-        Clip-Cov, arXiv 2505.22617.
-        """
+        """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`). Clip-Cov, arXiv 2505.22617."""
 
     def decoupled(
         self, *, low: float = 0.2, high: float = 0.2, cap: float = 5.0, over_cap: Literal["clamp", "mask"] = "clamp"
@@ -298,29 +253,16 @@ class LossNames:
         """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
         AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
-        policy that sampled the tokens.
-
-        Args:
-            cap: The largest w.
-            over_cap: Treatment of a token with a larger w: `clamp` w, or `mask` the token.
+        policy that sampled the tokens. Where w is above `cap` it is clamped, or the token is masked (`over_cap`).
         """
 
     def distillation(self) -> dict[str, Any]:
-        """Return −sg(log π_teacher − log π)·log π on the student's own tokens: its gradient is that of the reverse KL.
-
-        On-policy distillation, arXiv 2306.13649. The teacher is the flow's reference.
-        """
+        """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv 2306.13649."""
 
     def dpo(
         self, *, beta: float = 0.1
     ) -> dict[str, Any]:
-        """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
-
-        DPO, arXiv 2305.18290, equation 7.
-
-        Args:
-            beta: β: a larger value keeps π nearer to π_ref.
-        """
+        """Return −log σ(β·(Σ log π/π_ref chosen − Σ log π/π_ref rejected)) at each token of both rows. DPO, arXiv 2305.18290, equation 7."""
 
     def dppo_tv(
         self, *, delta: float = 0.15
@@ -335,11 +277,7 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
-        GMPO, arXiv 2507.20673. A row's A is the mean over its tokens.
-
-        Args:
-            low: Where A < 0 a log-ratio is clipped to at least −low.
-            high: Where A > 0 a log-ratio is clipped to at most high.
+        GMPO, arXiv 2507.20673. A row's A is the mean over its tokens; log-ratios are at most `high` where A > 0, at least −`low` elsewhere.
         """
 
     def gspo(

@@ -206,10 +206,7 @@ def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
 
 
 def serial_chain(flow: Flow) -> tuple[Stage, ...]:
-    """Return a deterministic topological order. Among ready stages it prefers those of the active model, then list order.
-
-    The stages up to a `select` stay in front: they run in waves, the others once.
-    """
+    """Return a deterministic topological order, stages up to a `select` first: those of the active model are preferred, then list order."""
     # A column's next version overwrites the last, so that its readers come before.
     before = {stage: set(sources) - {ADMISSION} for stage, sources in flow.predecessors.items()}
     for i, stage in enumerate(flow.stages):

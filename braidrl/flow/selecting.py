@@ -128,17 +128,11 @@ class GroupSelector:
         return chosen
 
     def groups_wanted(self, batches: int = 1) -> int:
-        """Return the number of groups to admit now if stages overlap: waves, and groups ahead of them. It never changes a batch.
-
-        `batches` counts this one, and later ones whose rows may start already.
-        """
+        """Return how many groups to admit now if stages overlap, waves and ahead of them, for some `batches`; it never changes a batch."""
         return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 
     def under_way(self, batches: int = 1) -> int:
-        """Return the number of undecided groups needed for some batches, from the share kept in this batch and the last one.
-
-        It is at most `batches` times the batch size.
-        """
+        """Return how many undecided groups some batches need, at most all of theirs, by the share kept in this batch and the last."""
         kept = sum(verdict.reason is None for verdict in self.verdicts.values())
         before = self.observed or (self.target, self.target)
         missing = batches * self.target - len(self.waiting) - kept
@@ -195,10 +189,7 @@ class GroupSelector:
             self.pending.append(group)
 
     def decide(self, verdicts: Mapping[int, Verdict]) -> None:
-        """Record verdicts, in any order and in any portions.
-
-        Raises ValueError for a group that is not pending, and UserError if a whole epoch of groups was dropped.
-        """
+        """Record verdicts in any order. Raises ValueError for a group that is not pending, UserError if a whole epoch was dropped."""
         if others := verdicts.keys() - set(self.pending):
             raise ValueError(f"group {min(others)} is not awaited: it was decided before, or never admitted")
         self.verdicts.update(verdicts)
@@ -325,10 +316,7 @@ class GroupSelector:
         return max(0, wanted)
 
     def _waves(self) -> tuple[int, list[int]]:
-        """Return the total size of the waves, which follows from verdicts in the order of numbers, and the numbers of this batch.
-
-        The groups of numbers from the end of the waves are admitted ahead of them.
-        """
+        """Return the total size of the waves, by verdicts in the order of numbers, and this batch's numbers; those beyond it are ahead."""
         numbers = sorted((*self.verdicts, *self.pending))
         missing = self.target - len(self.waiting)
         # Rounding first makes 1.1 times 10 equal 11.

@@ -173,10 +173,7 @@ def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> d
 
 
 def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> Entry:
-    """Return the registered function for a choice: `{name: ..., settings}`, or a name alone.
-
-    Raises UserError for an unknown name or setting, and for a KL term without a coefficient.
-    """
+    """Return the registered function for a name, or a mapping with it. Raises UserError for an unknown name, setting or missing `coef`."""
     place = f"{role}.update: {parameter}"
     settings = {"name": choice} if isinstance(choice, str) else choice
     if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
@@ -229,10 +226,7 @@ def method_signature(type: str, params: Mapping[str, Any]) -> Signature:
 
 
 def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
-    """Return the registered function of a compute or select stage's type. Raises UserError for an unknown type.
-
-    `also` are other valid types, for the hint in the message.
-    """
+    """Return the function of a compute or select stage's type. Raises UserError for an unknown type; the hint names `also` other types."""
     if ":" in type:
         first, *others = FAMILIES.values()
         return entry_of(first, type, *others)
@@ -265,17 +259,14 @@ def form_of(value: Any) -> str:
 
 
 def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
-    """Return the entry with a registered name, or of the function `module:function`, which may also be in `others`.
-
-    Raises UserError for an unknown name, and for a function that is not registered exactly once.
-    """
+    """Return the entry of a name, or of the function `module:function`. Raises UserError unless it is registered once, also in `others`."""
     if ":" not in name:
         try:
             return registered[name]
         except KeyError as error:
             raise UserError(str(error.args[0])) from None
     function = import_function(name)
-    found = [e for one in (registered, *others) for e in one.entries.values() if e.function is function]
+    found = [e for one in (registered, *others) for e in one.values() if e.function is function]
     if not found:
         families = " or ".join(one.family for one in (registered, *others))
         raise UserError(f"{name} is no registered {families}; put the family's decorator above the function")
@@ -287,10 +278,7 @@ def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
 
 
 def public_name(entry: Entry, name: str) -> str:
-    """Return `name` for a built-in function, and `module:function` or `file.py:function` for a user's function.
-
-    The Python and the YAML form are then equal, and another process can import the function.
-    """
+    """Return a built-in function's `name`, a user's as `module:function` or `file.py:function`, which another process can import."""
     module = sys.modules.get(entry.function.__module__)
     if module is None or module.__name__.startswith("braidrl."):
         return name

@@ -54,7 +54,7 @@ def make_stage(
             state = {name: float(params.get(name, value)) for name, value in entry.state.items()}
         except (ValueError, TypeError) as error:
             raise UserError(f"{type}: {error}") from None
-        selects = registry.selections.entries.get(entry.name) is entry
+        selects = registry.selections.get(entry.name) is entry
         signature = Signature(
             kind=Kind.SELECT if selects else Kind.COMPUTE, reads=tuple(entry.column(p) for p in entry.reads),
             writes=entry.writes, optional=tuple(entry.column(p) for p in entry.optional), scope=Scope(entry.scope),

@@ -74,10 +74,7 @@ def has_kernels(*tensors: Tensor) -> bool:
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs at `targets` (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in float32.
-
-    Raises IndexError for a target outside the vocabulary.
-    """
+    """Return log-probs at `targets` (C,), log Σ exp of logits (C, V) / temperature, and entropies. Raises IndexError for one outside."""
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
         raise IndexError(f"a target is outside of the vocabulary of {logits.shape[1]} tokens")
     log_probs, log_sums, entropies = torch.empty(3, len(logits))

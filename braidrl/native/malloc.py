@@ -18,10 +18,7 @@ LARGE_BYTES = 32 << 20
 
 @cache
 def keep_freed_memory() -> bool:
-    """Make this process keep up to KEPT_BYTES of freed memory.
-
-    Returns False if the C library has no such settings, or the environment (MALLOC_..., GLIBC_TUNABLES) already sets them.
-    """
+    """Keep up to KEPT_BYTES of freed memory; return False if the C library cannot, or the environment sets it (MALLOC_, GLIBC_TUNABLES)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False

@@ -55,11 +55,6 @@ def recorded_evaluations(run: Path) -> list[str]:
 
 def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
     """Write all columns and the texts of each row; the file appears whole or not at all. Raises ValueError for what cannot be recorded."""
-    for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
-        if len(texts) != len(rows):
-            raise ValueError(f"{len(texts)} {name} for {len(rows)} rows")
-        if name in rows:
-            raise ValueError(f"a column may not be called {name}: the text is written under this name")
     described, arrays = dict[str, Any](), dict[str, Any]()
     for name, column in rows.items():
         if isinstance(column, Objects):
@@ -80,6 +75,10 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
             starts = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(values) + 1)
             arrays[name] = pa.LargeListArray.from_arrays(pa.array(starts * width), arrays[name])
     for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
+        if len(texts) != len(rows):
+            raise ValueError(f"{len(texts)} {name} for {len(rows)} rows")
+        if name in rows:
+            raise ValueError(f"a column may not be called {name}: the text is written under this name")
         # UTF-8 cannot hold halves of surrogate pairs, so they are removed; the tokens stay exact.
         printable = (text.encode("utf-8", "replace").decode() for text in texts)
         arrays[name] = pa.array(printable, pa.large_string())

@@ -23,7 +23,7 @@ import yaml
 from braidrl.config import TrackerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
-from braidrl.parsing import flat
+from braidrl.parsing import DUMPER, flat
 
 PROJECT = "braid"
 """Default project (or experiment) for trackers that require one."""
@@ -138,7 +138,8 @@ class TensorboardTracker:
 
         purge_step = None if run.resume_step is None else run.resume_step + 1
         self._writer: Any = SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=purge_step)
-        self._writer.add_text("configuration", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```", 0)
+        config = yaml.dump(dict(run.config), Dumper=DUMPER, sort_keys=False)
+        self._writer.add_text("configuration", f"```yaml\n{config}```", 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

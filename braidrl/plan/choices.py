@@ -110,15 +110,13 @@ class Choices:
         if key not in self._sets:
             options = [self.of_role(role, group, devices, part) for role in roles]
             quickest: SetChoice | None = None
+            limit, most = math.inf, MOST_TRIED
             for tried, (busy, picked) in enumerate(in_order(options)):
-                if tried >= MOST_TRIED or (
-                    quickest is not None and (busy >= quickest.busy or tried >= MOST_TRIED // 10)
-                ):
+                if busy >= limit or tried >= most:
                     break
-                limit = quickest.busy - busy if quickest else math.inf
-                found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit)
-                if found is not None and (quickest is None or found.busy < quickest.busy):
-                    quickest = found
+                found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit - busy)
+                if found is not None and found.busy < limit:
+                    quickest, limit, most = found, found.busy, MOST_TRIED // 10
             self._sets[key] = quickest
         return self._sets[key]
 
@@ -131,8 +129,8 @@ class Choices:
         given = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
         if part == "generate":
             # Engines on separate devices, with their own weights.
-            alone = model.deployed(ParallelLayout(data=devices), given)
-            alone = replace(alone, shape=model.use.plain, trained=False)
+            layout = ParallelLayout(data=devices)
+            alone = replace(model.use, shape=model.use.plain, layout=layout, trained=False, tokens=given)
             engines = [
                 engine and replace(engine, shape=replace(model.use.plain, dtype=engine.shape.dtype), own_weights=True)
                 for engine in self.engines(model, group, devices)
@@ -150,14 +148,14 @@ class Choices:
                 copies += [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1][:2]
             checkpointing = (False, True) if model.use.trained else (False,)
             uses = [
-                replace(model.deployed(layout, tokens, again), inference=inference)
+                replace(model.use, layout=layout, tokens=tokens, checkpointing=again, inference=inference)
                 for tokens, again, inference in itertools.product(tried, checkpointing, copies)
             ]
             models = keep(self._fitting(model, group, uses, devices, "model"))
             if not model.generates or part == "model":
                 yield from models
                 continue
-            whole, order = model.deployed(layout, 1), [stage.name for stage in problem.flow.stages]
+            whole, order = replace(model.use, layout=layout, tokens=1), [s.name for s in problem.flow.stages]
             decoding = [replace(whole, engine=engine) for engine in self.engines(model, group, devices, layout)]
             decoders = keep(self._fitting(model, group, decoding, devices, "generate"))
             for one, other in itertools.product(models, decoders):

@@ -46,14 +46,10 @@ class Model:
     role: str
     dtype: str
     use: Deployment
-    """Its deployment in no layout that is tried yet, and without an engine."""
+    """Its deployment in no layout that is tried yet, without an engine and without recomputation."""
     stages: tuple[Stage, ...]
     generates: bool
     infers: bool
-
-    def deployed(self, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
-        """Return its deployment in a layout, without an engine."""
-        return replace(self.use, layout=layout, tokens=tokens, checkpointing=checkpointing)
 
 
 @dataclass(eq=False)
@@ -89,6 +85,7 @@ class Problem:
             stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
             kinds = {stage.kind for stage in stages}
             use = undeployed(RoleUse(role, role in self.flow.trained_roles, False), self.config, self.flow)
+            use = replace(use, checkpointing=False)
             dtype = settings_of(role, self.config).dtype_name
             found[role] = Model(role, dtype, use, stages, Kind.GENERATE in kinds, Kind.INFER in kinds)
         return found

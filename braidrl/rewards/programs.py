@@ -87,15 +87,6 @@ class WrongProgram(Exception):
     """A program does not meet a test's requirements."""
 
 
-@dataclass(frozen=True)
-class ProgramTest:
-    """One test: the program's input and expected output, or asserts about it."""
-
-    given: str
-    expected: str | None = None
-    """None if `given` holds asserts."""
-
-
 def code(response: str, answer: Any, *, fraction: bool = False, seconds: float = 2) -> Score:
     """Return whether the last block of Python code in the response passes all tests; with `fraction` the share that it passes.
 
@@ -110,13 +101,13 @@ def code(response: str, answer: Any, *, fraction: bool = False, seconds: float =
     if not program:
         return Score(0.0, correct=False)
     passed, ended = 0, ""
-    for number, test in enumerate(tests, 1):
+    for number, (given, expected) in enumerate(tests, 1):
         try:
-            if test.expected is None:
-                right = asserts_hold(program, test.given, math.ceil(seconds))
+            if expected is None:
+                right = asserts_hold(program, given, math.ceil(seconds))
             else:
-                with started(["-c", program], test.given, math.ceil(seconds)) as running:
-                    right = lines_of(running.output()) == lines_of(test.expected)
+                with started(["-c", program], given, math.ceil(seconds)) as running:
+                    right = lines_of(running.output()) == lines_of(expected)
         except ProgramEnded as error:
             right, ended = False, ended or f"test {number}: {error}"
         passed += right
@@ -134,25 +125,23 @@ def program_of(response: str) -> str:
     return found[-1].strip() if found else ""
 
 
-def cases_of(answer: Any) -> list[ProgramTest]:
-    """Return the tests in an example's answer. Raises ValueError if there are none."""
+def cases_of(answer: Any) -> list[tuple[str, str | None]]:
+    """Return the tests in an answer: each a program's input and output, or asserts and None. Raises ValueError if there are none."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
         except ValueError:
-            return [ProgramTest(answer)]
+            return [(answer, None)]
     if isinstance(answer, dict) and len(answer.get("inputs", ())) == len(answer.get("outputs", ())) > 0:
-        answer = [
-            {"input": given, "output": out} for given, out in zip(answer["inputs"], answer["outputs"], strict=True)
-        ]
+        answer = [{"input": one, "output": out} for one, out in zip(answer["inputs"], answer["outputs"], strict=True)]
     if not isinstance(answer, list) or not answer:
         raise ValueError("the reference answer holds no tests")
-    tests = []
+    tests = list[tuple[str, str | None]]()
     for one in answer:
         if isinstance(one, str):
-            tests.append(ProgramTest(one))
+            tests.append((one, None))
         elif isinstance(one, dict) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
-            tests.append(ProgramTest(one["input"], one["output"]))
+            tests.append((one["input"], one["output"]))
         else:
             raise ValueError(f"a test has texts as `input` and `output`, or is a text of asserts, not {str(one)[:80]}")
     return tests

@@ -54,21 +54,25 @@ class SerialController(Generic[TableT]):
             result = self.sample(iteration, version, sums)
         table, states = self.ordered(result.table), dict(self.states)
         result.table = table
-        for stage in self.flow.stages[self.flow.recorded_stages :]:
-            training = stage.kind is Kind.TRAIN
-            if not stage.when.includes(iteration) or (training and not train):
-                continue
-            if training:
-                before_training()
-            with self.timed(stage), kept_on_failure(result.table, table):
+        try:
+            for stage in self.flow.stages[self.flow.recorded_stages :]:
+                training = stage.kind is Kind.TRAIN
+                if not stage.when.includes(iteration) or (training and not train):
+                    continue
                 if training:
-                    self.backend.train(stage, table, self.updates(table, iteration), iteration, sums)
-                else:
-                    table, states[stage.name] = self.run_with_state(stage, table, iteration, sums)
-        if train:
-            with kept_on_failure(result.table, table):
+                    before_training()
+                with self.timed(stage):
+                    if training:
+                        self.backend.train(stage, table, self.updates(table, iteration), iteration, sums)
+                    else:
+                        table, states[stage.name] = self.run_with_state(stage, table, iteration, sums)
+            if train:
                 self.backend.publish(version + 1)
-            self.states = {name: states[name] for name in self.states}
+                self.states = {name: states[name] for name in self.states}
+        except BadUpdate as error:
+            # The batch as recorded, and with all columns so far.
+            error.batch = (result.table, table)
+            raise
         result.batch, result.seconds, result.final = self.backend.index(table), self.seconds, table
         if not self.flow.sampling_segment:
             # Without selection all generated rows are in the batch, with the scores added later.
@@ -217,13 +221,3 @@ class SerialController(Generic[TableT]):
         with WORK.on(stage.name):
             yield
         self.seconds[stage.name] += time.perf_counter() - start
-
-
-@contextmanager
-def kept_on_failure(table: TableT, final: TableT) -> Iterator[None]:
-    """Attach the batch, as recorded and with all columns so far, to the failure of an update inside."""
-    try:
-        yield
-    except BadUpdate as error:
-        error.batch = (table, final)
-        raise

@@ -9,14 +9,13 @@ from braidrl.algorithms.policy_metrics import avg_at_k, pass_at_k
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import FailedStep, UserError
-from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.setup import set_up_torch
+from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.row_store import HeldOut
 from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
 from braidrl.runtimes.sizing import prepared_to_fit
@@ -34,7 +33,7 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
 
 
 def evaluate_sets(
-    backend: Backend[Any], flow: Flow, config: Config, folder: Path, step: int, prompts: int | None = None,
+    backend: Backend[Any], prepared: Prepared, folder: Path, step: int, prompts: int | None = None,
     sums: Sums | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Evaluate every set of `data.eval` under the current weights, record its rows in a run's folder, and return the metrics.
@@ -42,10 +41,10 @@ def evaluate_sets(
     These are avg@k for k samples, pass@k for powers of two up to k, mean length and score; for pairs the ranking accuracy and margin.
     At most `prompts` of each set are used. `step` is the seed of the stages' random numbers, and `sums` collects their counts.
     """
-    metrics = dict[str, float]()
+    config, metrics = prepared.config, dict[str, float]()
     for name in config.data.evaluation_sources:
         table = backend.read(HeldOut(name, prompts=prompts))
-        for stage in flow.stages:
+        for stage in prepared.evaluation.stages:
             table = backend.run(stage, table, step, Sums() if sums is None else sums)
         index, samples, k = backend.index(table), config.evaluation.samples, 1
         if "correct" in index:
@@ -97,7 +96,7 @@ def evaluated(config: Config, world: World) -> dict[str, float]:
     backend = start_backend(prepared, progress, world=world)
     sums = Sums()
     try:
-        metrics = evaluate_sets(backend, prepared.evaluation, config, folder, 0, sums=sums)
+        metrics = evaluate_sets(backend, prepared, folder, 0, sums=sums)
     finally:
         backend.close()
     if beyond := failures_beyond(sums, config.reward.max_failed_fraction):

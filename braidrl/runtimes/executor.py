@@ -43,8 +43,8 @@ class StageExecutor:
     """Holds the workers of some roles, the engines of generating roles, and the reward processes."""
 
     def __init__(
-        self, prepared: Prepared, roles: Sequence[str], progress: Progress, generating: Collection[str] = (),
-        ranks: DataParallel | None = None, training: bool = True, checks: bool = True,
+        self, prepared: Prepared, roles: Sequence[str], progress: Progress, generating: Collection[str],
+        ranks: DataParallel, training: bool = True, checks: bool = True,
     ) -> None:  # fmt: skip
         """Load the models of `roles`, with engines for those `generating`; `ranks` are the processes that hold the same roles.
 
@@ -54,8 +54,7 @@ class StageExecutor:
         """
         config, flow, tokenizer = prepared.config, prepared.executed, prepared.tokenizer
         self.config, self.flow, self.progress = config, flow, progress
-        rewards = prepared.rewards() if checks else None
-        self.generation = Generation(config, flow, tokenizer, rewards, progress, ranks or DataParallel())
+        self.generation = Generation(prepared, progress, ranks, checks)
         self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
         self.role_copies: dict[tuple[str, str], RoleCopy] = {}

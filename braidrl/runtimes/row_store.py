@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from braidrl.agents.trajectory import response_columns
-from braidrl.config import Config
 from braidrl.data.chat import end_ids_of
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.packing import equal_share
-from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.engines.requests import Response
 from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import decoded, responses
+from braidrl.runtimes.prepare.setup import Prepared
 
 TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))
 """The columns needed for the texts of a row."""
@@ -55,10 +53,9 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Recording:
-    """Recorded rows in parquet without some of their columns."""
+    """Recorded rows in parquet as they were sampled, without the columns of later stages."""
 
     path: Path
-    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,12 +91,10 @@ def origin_of(order: Mapping[str, Any]) -> Origin:
 class RowStore:
     """Makes rows from their origin, and writes rows to files."""
 
-    def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource],
-        eval_sources: Mapping[str, LoadedSource], texts: LoadedSource | None,
-    ) -> None:  # fmt: skip
-        self.config, self.tokenizer, self.eval_sources = config, tokenizer, eval_sources
-        self.ends = end_ids_of(config.model.expanduser(), tokenizer)
+    def __init__(self, prepared: Prepared) -> None:
+        config, sources, texts, self.flow = prepared.config, prepared.sources, prepared.texts, prepared.flow
+        self.config, self.tokenizer, self.eval_sources = config, prepared.tokenizer, prepared.eval_sources
+        self.ends = end_ids_of(config.model.expanduser(), self.tokenizer)
         self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
@@ -127,8 +122,11 @@ class RowStore:
                 # Evaluation sets are numbered after the training sources.
                 number = len(self.config.data.train) + list(self.eval_sources).index(name)
                 return eval_rows(self.eval_sources[name], settings.samples, most, number, rank, ranks)
-            case Recording(path, without):
-                return read_rollouts(path, rank, ranks).without(without)
+            case Recording(path):
+                count = self.flow.recorded_stages
+                sampled = {name for stage in self.flow.stages[:count] for name in stage.writes}
+                later = {name for stage in self.flow.stages[count:] for name in stage.writes}
+                return read_rollouts(path, rank, ranks).without(later - sampled)
             case Surplus(path):
                 files = parts_of(path)
                 if len(files) < ranks:

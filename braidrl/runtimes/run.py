@@ -258,11 +258,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
         self.progress.step = step
+        recorded = self.backend.read(Recording(rollout_path(self.replay, step))) if self.replay is not None else None
         with ExitStack() as held:
             try:
                 # Once weights have changed, an interrupt waits until the step is written.
                 result = self.controller.iterate(
-                    step, self.version, self._recorded(step), not self.rollout_only,
+                    step, self.version, recorded, not self.rollout_only,
                     before_training=lambda: held.enter_context(self.interrupts.hold()),
                 )  # fmt: skip
             except BadUpdate as error:
@@ -300,16 +301,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if (often := self.config.trainer.checkpoint_every) and step % often == 0:
             self._save(self._snapshot())
 
-    def _recorded(self, step: int) -> Any:
-        """Return a recorded step of an earlier run as sampled, without the columns of its later stages."""
-        if self.replay is None:
-            return None
-        count = self.flow.recorded_stages
-        sampled, later = self.flow.stages[:count], self.flow.stages[count:]
-        kept = {name for stage in sampled for name in stage.writes}
-        added = {name for stage in later for name in stage.writes} - kept
-        return self.backend.read(Recording(rollout_path(self.replay, step), tuple(sorted(added))))
-
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
         """Record the batch of a failed update; return a message about it."""
         # If several ranks failed, the message names those with non-finite numbers.
@@ -337,7 +328,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and not self.config.evaluation.before_first_step:
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
-            evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, 0, prompts=1)
+            evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
             for name in self.config.data.evaluation_sources if self.world.first else ():
                 path = rollout_path(self.folder, 0, name)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -351,9 +342,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _evaluate(self) -> StepMetrics:
-        metrics: StepMetrics = {
-            **evaluate_sets(self.backend, self.prepared.evaluation, self.config, self.folder, self.step)
-        }
+        metrics: StepMetrics = {**evaluate_sets(self.backend, self.prepared, self.folder, self.step)}
         self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
         return metrics
 

@@ -98,11 +98,7 @@ class DeviceGroup:
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     """Return the run's processes with devices, and the roles whose models they hold."""
-    config = prepared.config
-    if config.runtime == "hybrid" or (config.runtime == "streaming" and prepared.train):
-        return groups_of_pools(pools_of_run(prepared), prepared.executed)
-    workers = config.workers if config.runtime == "distributed" else 1
-    return groups_of_pools([Pool(prepared.roles(), workers, generating=prepared.generating)], prepared.executed)
+    return groups_of_pools(pools_of_run(prepared), prepared.executed)
 
 
 def groups_of_pools(pools: Sequence[Pool], flow: Flow) -> list[DeviceGroup]:
@@ -125,8 +121,8 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
         return pools_of(worker_groups(config, prepared.flow, evaluation), config)
     if config.runtime == "hybrid":
         return list(prepared.pools())
-    name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
-    return list(with_engines([Pool((name,), workers, generating=(name,))], config))
+    workers = config.workers if config.runtime == "distributed" else 1
+    return list(with_engines([Pool(prepared.roles(), workers, generating=prepared.generating)], config))
 
 
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:

@@ -20,6 +20,7 @@ from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interfaces import Controller, Interrupts, SerialBackend
 from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.row_store import RowStore
 from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
@@ -49,17 +50,15 @@ def start_backend(
         from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 
         return start_hybrid_backend(prepared, progress, folder)
-    config, flow = prepared.config, prepared.executed
-    loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle) if prepared.train else None
-    ranks = DataParallel(world.group, world) if world.group is not None else None
+    ranks = DataParallel(world.group, world)
     executor = StageExecutor(prepared, prepared.roles(), progress, prepared.generating, ranks)
-    if config.runtime == "distributed":
+    name = "eager"
+    if prepared.config.runtime == "distributed":
+        name = f"rank-{world.rank}"
         at_end.append(executor.close)
     # Only now: a refused run leaves nothing in its folder but its configuration.
-    name = f"rank-{world.rank}" if config.runtime == "distributed" else "eager"
     trace = executor.generation.moves.trace = TraceWriter(folder, name) if folder else None
-    store = prepared.store()
-    return RankBackend(config, flow, loader, executor, store, world, interrupts, trace, any_stage)
+    return RankBackend(executor, RowStore(prepared), world, interrupts, trace, any_stage)
 
 
 def start_controller(

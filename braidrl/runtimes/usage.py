@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
 
 from braidrl.agents.trajectory import Trajectory
 from braidrl.cluster.devices import choose_device
@@ -40,20 +39,15 @@ class Drawn(NamedTuple):
     seen: int
 
     @staticmethod
-    def of(prompt: Tensor, ended: Response | Trajectory) -> "Drawn":
-        """Return the tokens drawn after a prompt, or in all turns of a trajectory."""
+    def of(prompt: int, ended: Response | Trajectory) -> "Drawn":
+        """Return the tokens drawn after a prompt of this length, or in all turns of a trajectory."""
         if isinstance(ended, Response):
-            tokens = ended.tokens.numel()
-            return Drawn(tokens, tokens * prompt.numel() + tokens * (tokens - 1) // 2)
+            tokens = len(ended.tokens)
+            return Drawn(tokens, tokens * prompt + tokens * (tokens - 1) // 2)
         actions = np.array(ended.actions, dtype=bool)
         lengths = np.array(ended.sequence_lengths, dtype=np.int64)
         places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return Drawn(int(actions.sum()), int(places[actions].sum()))
-
-    @staticmethod
-    def after(prompts: Tensor, responses: Tensor) -> "list[Drawn]":
-        seen = responses * prompts + responses * (responses - 1) // 2
-        return list(map(Drawn, responses.tolist(), seen.tolist()))
 
 
 class DeviceUsage:

@@ -22,7 +22,7 @@ import stat
 import struct
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from braidrl.sandbox.answers import Message, printable
@@ -77,9 +77,9 @@ class SandboxLimits:
     processes: int
     """Maximum number of processes at a time; of threads `THREADS` times as many."""
     answer_bytes: int = 1 << 16
-    fresh: tuple[str, ...] = ()
+    fresh: Sequence[str] = ()
     """Folders of which each call has its own; without any there are no namespaces, and so no sandbox."""
-    kept: tuple[str, ...] = ()
+    kept: Sequence[str] = ()
     """Paths below them that stay visible."""
     socket_bytes: int = field(default_factory=socket_buffers)
     """Size of a socket's buffers, which count as memory."""

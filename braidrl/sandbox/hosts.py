@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,12 +53,13 @@ KILLED = tuple(
 class Talk:
     """A connection to the process of one call or trajectory: requests and answers, one at a time."""
 
-    def __init__(self, host: "CodeHost", closed: Callable[["Talk"], object] = lambda talk: None) -> None:
-        """Open a talk with a copy of the host, or without a sandbox with the host itself; `closed` is called at its end."""
+    def __init__(self, host: "CodeHost") -> None:
+        """Open a talk with a copy of the host, or without a sandbox with the host itself."""
         self._end = host.connect(APART if host.walled else HERE)
         self._end.setblocking(False)
-        self._host, self._process, self._closed = host, host.process, closed
+        self._host, self._process = host, host.process
         self._unread, self.ready = bytearray(), True
+        host.talks.add(self)
 
     async def answer_to(self, request: bytes) -> Message:
         """Return the answer, or a failure, after which no request may follow; `again` in it says that a kill from outside was the cause."""
@@ -114,7 +115,7 @@ class Talk:
         """End the process."""
         self.ready = False
         self._end.close()
-        self._closed(self)
+        self._host.talks.discard(self)
 
 
 class CodeHost:
@@ -142,7 +143,7 @@ class CodeHost:
             raise UserError(f"{key}.python: {python} is no interpreter that can be run")
         check_walls(key, settings)
         self.code = CodeFiles.beside(file) if self.walled else CodeFiles()
-        self.loaded = set[Any]()
+        self.loaded, self.talks = set[Any](), set[Talk]()
         self.process: Spawned | None = None
         self._lock, self._loading, self._closed = threading.Lock(), threading.Lock(), False
 
@@ -150,11 +151,10 @@ class CodeHost:
         assert self.python is not None
         inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.variables)
         limits = self.limits if self.walled else None
-        environment, wrapper, descriptors = dict[str, str](), tuple[str, ...](), tuple[int, ...]()
+        environment, wrapper, descriptors = dict[str, str](), list[str](), list[int]()
         if limits is not None and not walls_missing(self.strict):
-            seen = view(self.strict, self.python, self.code)
-            wrapper, descriptors = seen.command, seen.descriptors
-            limits = replace(self.limits, fresh=seen.fresh, kept=seen.kept, network=self.agent or not self.strict)
+            wrapper, descriptors, fresh, kept = view(self.strict, self.python, self.code)
+            limits = replace(self.limits, fresh=fresh, kept=kept, network=self.agent or not self.strict)
         # Models' programs run only in the strict sandbox, or if the user insists.
         if (self.strict and wrapper) or self.settings.run_programs_without_walls:
             environment[PROGRAMS] = "1"
@@ -256,7 +256,9 @@ class CodeHost:
             self.process = None
 
     def close(self) -> None:
-        """End the process for good, and forget its code."""
+        """End the process and its talks for good, and forget its code."""
+        for talk in list(self.talks):
+            talk.close()
         self.hang_up()
         with self._lock:
             self._end()

@@ -85,21 +85,12 @@ def python_places(python: str = sys.executable) -> set[Path]:
     } - {Path("/"), Path("/usr")}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class View:
-    """The file system that one process of untrusted code sees."""
+def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[int], list[str], list[str]]:
+    """Return the file system of a process with the interpreter `python`.
 
-    command: tuple[str, ...]
-    fresh: tuple[str, ...]
-    """Folders of which each call has its own."""
-    kept: tuple[str, ...]
-    """Paths below them that stay visible."""
-    descriptors: tuple[int, ...] = ()
-    """In-memory files that `command` reads."""
-
-
-def view(strict: bool, python: str, code: CodeFiles) -> View:
-    """Return the file system of a process with the interpreter `python`."""
+    That is the command that starts it there, in-memory files that the command reads, folders of which each call has its own, and paths
+    below these that stay visible.
+    """
     fresh = [Path(place).resolve() for place in FRESH if os.path.isdir(place)]
     fresh += [Path.home().resolve()] if strict else []
     hidden = {*fresh, *map(Path, HIDDEN)}
@@ -133,7 +124,7 @@ def view(strict: bool, python: str, code: CodeFiles) -> View:
     command += ["--chdir", "/"] if strict else []
     kept = [p for p in sorted({*places, *files}) if any(p.is_relative_to(one) for one in fresh)]
     kept = [p for p in kept if not any(p != other and p.is_relative_to(other) for other in kept)]
-    return View(tuple(command), tuple(map(str, fresh)), tuple(map(str, kept)), tuple(descriptors))
+    return command, descriptors, [*map(str, fresh)], [*map(str, kept)]
 
 
 def _machine(strict: bool) -> list[str]:
@@ -170,10 +161,9 @@ def walls_missing(strict: bool) -> str:
     """Return why this system cannot provide the sandbox; an empty text if it can."""
     if bubblewrap() is None:
         return "there is no command bwrap"
-    seen = view(strict, sys.executable, CodeFiles())
-    tried = subprocess.run(
-        [*seen.command, sys.executable, "-I", "-c", TRIED], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    command, *_ = view(strict, sys.executable, CodeFiles())
+    command += [sys.executable, "-I", "-c", TRIED]
+    tried = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     said = tried.stderr.strip().splitlines() or [f"bwrap ends with {tried.returncode}"]
     return said[-1] if tried.returncode else ""
 

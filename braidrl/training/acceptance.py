@@ -25,18 +25,8 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.decoders import proof
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
-from braidrl.training.decoders.proof import (
-    BOUND,
-    Finding,
-    Twin,
-    best_plan,
-    distance,
-    packed_log_probs,
-    proof_device,
-    quietly,
-    remembered,
-)
 from braidrl.training.loading import read_buffers, skeleton
 from braidrl.training.lora import add_adapters, merged, plain_names
 from braidrl.training.memory.footprint import divide_tokens
@@ -51,11 +41,11 @@ EXACT = 1e-5
 """The same bits at another address may be multiplied in another order."""
 ROUNDING = 3.0
 """In bfloat16, packed rows may differ from float32 by this many times the difference of transformers' own rows."""
-Measure = Callable[[Twin, ForwardPlan], tuple[float, float]]
+Measure = Callable[[proof.Twin, ForwardPlan], tuple[float, float]]
 """Returns a value and its bound."""
 
 
-def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Run the pipeline ranks' parts one after the other: two ranks, or one per layer if two do not divide the layers.
 
     Hidden states and gradients must be the whole model's. A parameter that two ranks hold would be trained on one and stale on the other.
@@ -90,13 +80,13 @@ def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         raise ValueError(f"no rank has the gradient of {missing[0]}")
     names = sorted(wanted)
     return max(
-        distance([hidden.detach()], [expected.detach()]),
-        distance([grads[n] for n in names], [wanted[n] for n in names]) / scale,
-    ), BOUND
+        proof.distance([hidden.detach()], [expected.detach()]),
+        proof.distance([grads[n] for n in names], [wanted[n] for n in names]) / scale,
+    ), proof.BOUND
 
 
 @torch.no_grad()
-def tensor_ranks(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+def tensor_ranks(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Run the twin with the tokens that one of two tensor ranks has between its blocks; `layout_findings` starts real ranks."""
     if plan.by_rows:
         raise ValueError("its attention is its own")
@@ -109,10 +99,10 @@ def tensor_ranks(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         run_body(model, torch.cat(twin.rows[:2])[None], sequences.position_ids(), sequences)
     except RuntimeError as error:
         raise ValueError(f"{type(decoder_of(model)).__name__} computes with all tokens between its blocks") from error
-    return 0.0, BOUND
+    return 0.0, proof.BOUND
 
 
-def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+def adapters(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Compare a model with adapters on its linear layers to one with merged weights; every adapter must get a gradient."""
     model = twin.model(plan)
     linear = {n.rpartition(".")[2] for n, m in body_of(model).layers.named_modules() if isinstance(m, nn.Linear)}
@@ -125,7 +115,7 @@ def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    adapted = packed_log_probs(model, twin.rows)
+    adapted = proof.packed_log_probs(model, twin.rows)
     torch.cat(adapted).sum().backward()
     without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     plain = twin.model(plan)
@@ -133,19 +123,16 @@ def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         {n: merged(t) for n, t in plain_names(model, model.state_dict(keep_vars=True)).items()}, strict=False
     )
     with torch.no_grad():
-        value = distance([each.detach() for each in adapted], packed_log_probs(plain, twin.rows))
+        value = proof.distance([each.detach() for each in adapted], proof.packed_log_probs(plain, twin.rows))
     if without:
         raise ValueError(f"adapters without a gradient: {without[0]}")
-    return value, BOUND
+    return value, proof.BOUND
 
 
 @torch.no_grad()
-def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Compare packed rows in bfloat16 to float32, relative to transformers' own single rows in bfloat16.
-
-    The median token counts: rounding may choose another expert for a few of them.
-    """
-    ours = packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
+def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Compare packed and transformers' own rows in bfloat16 with float32, by the median: rounding may choose other experts for a few."""
+    ours = proof.packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
     model = copy.deepcopy(twin.own).to(torch.bfloat16)
     theirs = []
     for row in twin.rows:
@@ -157,7 +144,7 @@ def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def exported(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+def exported(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Save the model as in a checkpoint, load it with transformers and compare logits."""
     with tempfile.TemporaryDirectory() as folder:
         model = twin.model(plan)
@@ -166,11 +153,11 @@ def exported(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         loaded.to(twin.device).eval()
     row = twin.rows[1][None]
     logits = [m(input_ids=row, use_cache=False).logits for m in (loaded, twin.own)]
-    return distance(logits[:1], logits[1:]), BOUND
+    return proof.distance(logits[:1], logits[1:]), proof.BOUND
 
 
 @torch.no_grad()
-def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+def read_in_parts(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Read each parameter from files into a model on the meta device, as sharding ranks do, and rebuild its buffers."""
     if plan.by_rows:
         return 0.0, EXACT  # no layout shards such a model
@@ -184,16 +171,16 @@ def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         read_buffers(parts, files)
         ParameterReader(Path(folder), parts, files=files)(parts)
     use_plan(parts.to(twin.device).eval(), plan)
-    return distance(packed_log_probs(parts, twin.rows), packed_log_probs(model, twin.rows)), EXACT
+    return proof.distance(proof.packed_log_probs(parts, twin.rows), proof.packed_log_probs(model, twin.rows)), EXACT
 
 
-def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+def resumed(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Compare two steps with one step, save, load and another step; the weights must be equal."""
 
     def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
         set_training(model, True)
         optimizer.zero_grad()
-        torch.cat(packed_log_probs(model, twin.rows)).sum().backward()
+        torch.cat(proof.packed_log_probs(model, twin.rows)).sum().backward()
         optimizer.step()
 
     through, first = twin.model(plan), twin.model(plan)
@@ -210,7 +197,7 @@ def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     again = torch.optim.AdamW(second.parameters(), lr=1e-3)
     again.load_state_dict(once.state_dict())
     step(second, again)
-    return distance([p.detach() for p in second.parameters()], [p.detach() for p in through.parameters()]), EXACT
+    return proof.distance([p.detach() for p in second.parameters()], [p.detach() for p in through.parameters()]), EXACT
 
 
 MEASURES: dict[str, Measure] = {
@@ -231,13 +218,13 @@ OPTIONAL = {*AXES.values(), HALF, ADAPTERS}
 """Properties that a model may lack; the setting that needs one is then refused."""
 
 
-def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
-    return Finding.of(name, MEASURES[name], twin, plan)
+def accept(name: str, twin: proof.Twin, plan: ForwardPlan) -> proof.Finding:
+    return proof.Finding.of(name, MEASURES[name], twin, plan)
 
 
-def all_findings(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
+def all_findings(twin: proof.Twin) -> tuple[ForwardPlan, list[proof.Finding]]:
     """Return the plan of a twin, and its findings: first the proof's, which end with the one on decoding, then one for each of MEASURES."""
-    plan, findings = best_plan(twin)
+    plan, findings = proof.best_plan(twin)
     return plan, [*findings, *(accept(name, twin, plan) for name in MEASURES)]
 
 
@@ -245,10 +232,10 @@ def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, reme
     """Raise UserError, with the remedy, if a property of a model does not hold; each configuration is measured once on a machine."""
 
     def measured() -> dict[str, Any]:
-        return asdict(accept(name, Twin(config, device=proof_device()), plan))
+        return asdict(accept(name, proof.Twin(config, device=proof.proof_device()), plan))
 
-    with quietly(), torch.enable_grad():
-        finding = Finding(**remembered(config, name.replace(" ", "-"), measured))
+    with proof.quietly(), torch.enable_grad():
+        finding = proof.Finding(**proof.remembered(config, name.replace(" ", "-"), measured))
     if not finding.holds:
         why = finding.note or f"it differs by {finding.value:.1g}"
         raise UserError(f"{remedy}: for the model in {folder} it is not proven that {name}: {why}")
@@ -262,7 +249,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LIMIT_S = 60.0
 
 
-def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
+def layout_findings(twin: proof.Twin, plan: ForwardPlan) -> list[proof.Finding]:
     """Run two ranks on this machine for each layout, and compare them with one process."""
 
     def difference(layout: dict[str, Any]) -> tuple[float, float]:
@@ -271,21 +258,18 @@ def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
         both = run_ranks(f"{__name__}:figures", {**task, "layout": layout}, RANKS, LIMIT_S)
         pairs = [(both["log_probs"][n], row) for n, row in alone["log_probs"].items()]
         each = [abs(a - b) for one, row in pairs for a, b in zip(one, row, strict=True)]
-        return max(*each, abs(both["norm"] - alone["norm"]) / alone["norm"]), BOUND
+        return max(*each, abs(both["norm"] - alone["norm"]) / alone["norm"]), proof.BOUND
 
     with tempfile.TemporaryDirectory() as folder:
         twin.model(plan).save_pretrained(folder)
         task = {"folder": folder, "layout": {}, "rows": [row.tolist() for row in twin.rows]}
         alone = figures(None, task)
-        return [Finding.of(f"{name} equals one process", difference, layout) for name, layout in LAYOUTS.items()]
+        return [proof.Finding.of(f"{name} equals one process", difference, layout) for name, layout in LAYOUTS.items()]
 
 
-@quietly()
+@proof.quietly()
 def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
-    """Return the log-probs of all rows by row number, and the global gradient norm; without a `world`, computed by this process alone.
-
-    Every token of a row but the first is an action.
-    """
+    """Return the log-probs of all rows by number and the global gradient norm; all tokens but a row's first are actions."""
     rows, folder, layout = [torch.tensor(row) for row in task["rows"]], task["folder"], task["layout"]
     torch.set_num_threads(1)
     rank, size = (world.rank, world.size) if world else (0, 1)

@@ -35,8 +35,6 @@ from braidrl.weights.shards import WeightPart
 
 Advance = Callable[[int, int], None]
 """Called after each micro-batch with its numbers of rows and tokens."""
-
-
 FEATURES = (
     "tensor", "pipeline", "sequence", "shard", "streaming", "offload", "lora", "copies", "optimizers", "checkpoint_async",
 )  # fmt: skip
@@ -66,7 +64,6 @@ class BackendSpec:
     dtype: torch.dtype = field(init=False)
     """The dtype of the weights in the forward pass."""
     device: torch.device = field(init=False)
-    """The device of the model."""
     learning_rate: float = field(init=False)
     """The learning rate after warm-up."""
     layout: ParallelLayout = field(init=False)
@@ -110,18 +107,12 @@ class TrainingBackend(Protocol):
         """Load weights and optimizer state that `export` wrote in any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Return the `log_probs`, `values` or `scores` of this rank's rows, of which there may be none, in their order.
-
-        There is one number per action token, or per row of `scores`.
-        """
+        """Return `log_probs`, `values` (per action token) or `scores` (per row) of this rank's rows, in order; it may have none."""
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradients of loss sums over this rank's rows, of which there may be none, without dividing them.
-
-        Returns this rank's loss sums by denominator; `sums` receives metrics under the role's name.
-        """
+        """Accumulate gradients of loss sums over this rank's rows, undivided; return the sums by denominator. `sums` gets metrics."""
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divide the accumulated sums by their global counts, and run one optimizer step; a sum whose count is 0 is left out.
@@ -131,10 +122,7 @@ class TrainingBackend(Protocol):
         """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """Write a Hugging Face directory, in an existing folder, with the optimizer's state beside it.
-
-        `write` is true on the rank that writes the data that all ranks have in full.
-        """
+        """Write a Hugging Face directory with the optimizer's state; `write` is true on the rank that writes what all have in full."""
 
 
 @runtime_checkable
@@ -148,10 +136,7 @@ class ShardedBackend(TrainingBackend, Protocol):
     """Tensors to offload while other roles need the device: `weights`, and of a trained role `optimizer`."""
 
     def weights(self) -> Mapping[str, WeightPart]:
-        """Return this rank's part of each tensor by its name in the Hugging Face directory, without communication.
-
-        `braidrl.weights.shards.weight_parts` makes them of DTensors by name.
-        """
+        """Return this rank's part of each tensor by name, without communication; `weights.shards.weight_parts` makes them of DTensors."""
 
     def bytes_of(self, part: str) -> int:
         """Return the bytes of an entry of `offloadable`, also while it is away."""

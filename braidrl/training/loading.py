@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
 from transformers.utils import logging as transformers_logging
 
 from braidrl.data.chat import check_template
@@ -47,26 +39,26 @@ logger = logging.getLogger(__name__)
 
 def load_decoder(
     path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", on_meta: bool = False
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Load the causal decoder of a Hugging Face directory, with Braid's attention.
 
     With `on_meta`, parameters stay on the meta device for `ParameterReader`, if the model can be built without weights. Raises UserError
     if the folder is missing or incomplete, or its model is not supported.
     """
-    model, _ = _load(AutoModelForCausalLM, path, dtype, on_meta)
+    model, _ = _load(transformers.AutoModelForCausalLM, path, dtype, on_meta)
     return model if next(model.parameters()).is_meta else model.to(device)
 
 
 def load_scorer(
     path: str | Path, dtype: torch.dtype = torch.float32, fresh_head: bool = True, on_meta: bool = False
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Load a decoder with a scalar head, from a sequence-classification directory or a causal decoder's; see `load_decoder`.
 
     With `fresh_head` a missing head is zero-initialised, so that every value and score starts at 0. Without it a missing head raises
     UserError.
     """
     check_scorer(path, fresh_head)
-    model, has_head = _load(AutoModelForSequenceClassification, path, dtype, on_meta, optional=HEAD)
+    model, has_head = _load(transformers.AutoModelForSequenceClassification, path, dtype, on_meta, optional=HEAD)
     if not hasattr(model, "score"):
         raise UserError(
             f"model: {type(model).__name__} in {path} has no linear `score` head, so it cannot be a critic or reward model"
@@ -108,7 +100,7 @@ def check_model(path: str | Path) -> None:
 
 def _load(
     auto: Any, path: str | Path, dtype: torch.dtype, on_meta: bool, optional: str = ""
-) -> tuple[PreTrainedModel, bool]:
+) -> tuple[transformers.PreTrainedModel, bool]:
     """Return the model, prepared for its plan, and whether the files hold its `optional` weight. Raises UserError if others are missing."""
     folder = _model_folder(path, with_weights=True)
     config = read_model_config(folder)
@@ -162,15 +154,12 @@ def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: tor
         raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     whole = rebuild_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model, whole
 
 
 def without_quantisation(config: Any, folder: Path) -> bool:
-    """Remove the quantisation from a configuration, since weights are dequantised on loading; return whether there was one.
-
-    Raises UserError for an unsupported format.
-    """
+    """Remove a supported quantisation from a configuration; return whether there was one. Raises UserError for another format."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return False
@@ -211,7 +200,7 @@ def read_buffers(model: Any, files: Mapping[str, torch.Tensor]) -> None:
             model.get_submodule(owner).register_buffer(own, files[name].to(buffer.dtype, copy=True))
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face directory. Raises UserError if it is missing or invalid."""
     folder = _model_folder(path)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -222,7 +211,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if any((folder / name).is_file() and (folder / name).stat().st_size > TOKENIZER_BYTES for name in TOKENIZER_FILES):
         raise UserError(f"model: the tokenizer in {folder} has more than {TOKENIZER_BYTES} bytes, which are not read")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer.get_vocab()
         if not isinstance(tokenizer.model_max_length, int | float):
             raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, and no number")
@@ -236,17 +225,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {named_error(error)}") from error
 
 
-def check_tokens(model: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if a model's responses could not end, or its chat template is invalid.
-
-    The end tokens of the run's tokenizer, config.json and generation_config.json must be in the model's vocabulary.
-    """
+def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Raise UserError if an end token of a model or of the tokenizer is not in its vocabulary, or its chat template is invalid."""
     folder = _model_folder(model)
     config, path, settings = read_model_config(folder), folder / "generation_config.json", None
     if path.is_file():
         read_object(path)
         try:
-            settings = GenerationConfig.from_pretrained(folder).eos_token_id
+            settings = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
         except Exception as error:
             raise UserError(f"model: {path} cannot be read: {named_error(error)}") from error
     try:
@@ -325,7 +311,7 @@ def read_model_config(path: str | Path) -> Any:
 @lru_cache(maxsize=64)
 def _parsed_config(folder: Path, text: bytes) -> Any:
     """Return the configuration of a folder whose config.json holds this text: a run's start asks for it a dozen times."""
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:

@@ -32,8 +32,6 @@ ADAPTER = "adapter"
 NAME = "default"
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
-
-
 BLOCK = 64
 """Weights in 4 bits that share a scale."""
 KIND = "nf4"
@@ -51,10 +49,7 @@ def import_optional(package: str, key: str, extra: str) -> Any:
 
 
 def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
-    """Add adapters to a decoder's linear layers in place; outputs stay equal until the adapters are trained.
-
-    The same seed gives the same adapters in every process. Raises UserError for a target that the model lacks.
-    """
+    """Add adapters to a decoder's layers, the same for a seed; outputs do not change yet. Raises UserError for a target that it lacks."""
     peft = import_optional("peft", "lora", "lora")
     linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
     for target in lora.targets:
@@ -154,10 +149,7 @@ class Adapted:
 
     @torch.no_grad()
     def merged_part(self, whole: bool = False) -> Tensor:
-        """Return this rank's shard, or the `whole` tensor, of base + scaling · up down, rounded once.
-
-        All ranks of a sharded model call this at the same time: adapters are small and are gathered in full.
-        """
+        """Return the shard, or the `whole`, of base + scaling · up down, rounded once; all ranks call it, as adapters are gathered."""
         weight = self.layer.weight
         base, box = (full_tensor(weight), Box.whole(self.shape)) if whole else (local_shard(weight), self.box)
         rows, columns = box.slices

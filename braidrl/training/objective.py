@@ -89,10 +89,7 @@ class Objective:
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
-        """Resolve the parameters of a role's `update` stage: loss, aggregate, kl and so on, by name or with settings.
-
-        Raises UserError for a name that is not registered.
-        """
+        """Resolve the parameters of an `update` stage, by name or with settings. Raises UserError for a name that is not registered."""
         params = {"aggregate": "token-mean", **params}
         chosen: dict[str, dict[str, Any]] = {
             key: {"name": params[key]} if isinstance(params[key], str) else dict(params[key])
@@ -205,10 +202,7 @@ class Lookup:
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
-    """Return a column for losses: payload columns as flat values (A,), index columns (B,) unchanged; None if missing.
-
-    An `advantage` per row is repeated over the row's action tokens as `advantages`.
-    """
+    """Return a column for losses, payload flat (A,), index (B,), or None; an `advantage` per row is repeated as `advantages`."""
     if column == "advantages" and column not in rows and "advantage" in rows:
         per_row = rows["advantage"].to(offsets.device)
         return per_row.repeat_interleave(offsets.diff()).to(device)
@@ -272,10 +266,7 @@ class UpdateCounts:
 
 
 def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:
-    """Describe the tokens of a micro-batch with a non-finite prediction or column; its rows if there are none.
-
-    `offsets` (B + 1,) int64 are the starts of each row's action tokens.
-    """
+    """Describe the tokens with a non-finite prediction or column, or the rows; `offsets` (B + 1,) are the starts of their actions."""
     count, found, known = int(offsets[-1]), list[str](), dict[str, Tensor | None](predicted)
     for name in (*(name for name, column in rows.items() if isinstance(column, Tensor | Ragged)), "advantages"):
         known[name] = column_values(rows, name, offsets, offsets.device)
@@ -290,10 +281,7 @@ def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor
 
 
 def with_group_tokens(rows: Rows, index: Rows) -> Rows:
-    """Return `rows` with a column `group_tokens` (int64): action tokens of each row's group after masking, the divisor of `prompt-mean`.
-
-    `index` holds the index columns of all rows of the optimizer step.
-    """
+    """Return `rows` with `group_tokens`: action tokens of each row's group in the optimizer step, whose index columns are `index`."""
     groups = Groups(index["group"])
     tokens = groups.sums(index["action_tokens"] * trained_mask(index))
     return rows.with_columns({"group_tokens": tokens[torch.searchsorted(groups.numbers, rows["group"])]})
@@ -305,10 +293,7 @@ def trained_rows(rows: Rows) -> Rows:
 
 
 def trained_mask(index: Rows) -> Tensor:
-    """Return the mask (B,) bool of rows with an action that `loss_mask` keeps and that did not fail.
-
-    The score of a trajectory whose environment failed says nothing about its actions.
-    """
+    """Return the mask (B,) of rows with an action that `loss_mask` keeps, and whose environment did not fail: its score says nothing."""
     taken: Tensor = index["action_tokens"] > 0
     if "loss_mask" in index:
         taken = taken & (index["loss_mask"] > 0)

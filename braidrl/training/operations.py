@@ -91,10 +91,7 @@ class Decoding(NamedTuple):
 
 
 def decoding(responses: npt.NDArray[np.int64], slots: int, multiple: int = 1) -> Decoding:
-    """Simulate continuous batching in `slots` slots, refilled in the order of the response lengths (R,).
-
-    Each step computes a multiple of `multiple` rows.
-    """
+    """Simulate continuous batching in `slots` slots, refilled in order of lengths (R,); a step computes a multiple of `multiple` rows."""
     busy: list[int] = []
     ends: list[int] = []
     for tokens in responses.tolist():

@@ -29,15 +29,12 @@ class RoleSettings:
     own: frozenset[str]
     """The names of the role's own settings."""
     model: Path
-    """The model's directory."""
     device: str
     configured_dtype: str
     backend: str
-    """The name of the training backend."""
     learning_rate: float
     """The learning rate after warm-up."""
     max_tokens: int
-    """Most tokens in a micro-batch."""
     activation_checkpointing: bool
     layout: ParallelLayout
     inference_layout: ParallelLayout | None
@@ -84,13 +81,8 @@ def settings_of(role: str, config: Config) -> RoleSettings:
 def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
     """Return the inference layout of each trained role whose inference and training layouts differ."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
-    found = {}
-    for role in flow.trained_roles:
-        settings = settings_of(role, config)
-        layout = settings.inference_layout
-        if role in infer and layout and layout != settings.layout:
-            found[role] = layout
-    return found
+    trained = [settings_of(role, config) for role in flow.trained_roles if role in infer]
+    return {own.role: own.inference_layout for own in trained if own.inference_layout not in (None, own.layout)}
 
 
 def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:

@@ -18,7 +18,7 @@ scores = st.sampled_from([-1.0, 0.0, 0.1, 0.5, 1.0])
 
 def built_in(registry: Registry) -> dict[str, Entry]:
     """Return Braid's own registered functions, without those that other tests in this process have registered."""
-    return {n: e for n, e in registry.entries.items() if e.function.__module__.startswith("braidrl.")}
+    return {n: e for n, e in registry.items() if e.function.__module__.startswith("braidrl.")}
 
 
 def ragged_rows(elements: st.SearchStrategy[float] = numbers, min_len: int = 0) -> st.SearchStrategy[list[list[float]]]:

@@ -91,7 +91,7 @@ def test_a_users_divergence_is_a_valid_estimator_name() -> None:
         return 2 * (log_probs - ref_log_probs)
 
     registry.shapes["kl_penalty"].check({"coef": 0.1, "estimator": "twice_k1"})
-    del divergences.entries["twice_k1"]
+    del divergences["twice_k1"]
     with pytest.raises(ValueError, match="estimator cannot be 'twice_k1'"):
         registry.shapes["kl_penalty"].check({"coef": 0.1, "estimator": "twice_k1"})
 

@@ -36,7 +36,7 @@ def test_axes_whose_product_differs_from_the_devices_are_refused(given: dict[str
     ("given", "words"),
     [
         ({"nodes": 2}, "nodes=2 has no shards; write shard=full"),
-        ({"nodes": 3, "shard": "full"}, "nodes=3 does not divide data 4; write shard=full and a number"),
+        ({"nodes": 3, "shard": "full"}, "nodes=3 does not divide data 4; write shard=full and nodes that divide data"),
     ],
 )
 def test_nodes_without_shards_are_refused(given: dict[str, Any], words: str) -> None:

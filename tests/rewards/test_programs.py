@@ -18,7 +18,7 @@ import pytest
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
 from braidrl.rewards.pool import CallOutcome, RewardPool
-from braidrl.rewards.programs import ProgramTest, cases_of, lines_of, program_of
+from braidrl.rewards.programs import cases_of, lines_of, program_of
 from braidrl.rewards.verifier import Completion, resolve
 from tests.attacks.test_verifiers import has_walls
 
@@ -170,11 +170,11 @@ def test_the_last_block_of_python_is_the_program() -> None:
 
 
 def test_tests_are_read_in_every_form() -> None:
-    two = [ProgramTest("1\n", "2"), ProgramTest("21\n", "42\n")]
+    two = [("1\n", "2"), ("21\n", "42\n")]
     listed = [{"input": "1\n", "output": "2"}, {"input": "21\n", "output": "42\n"}]
     assert cases_of(TESTS) == cases_of(json.dumps(TESTS)) == cases_of(listed) == two
-    assert cases_of(["assert a", "assert b"]) == [ProgramTest("assert a"), ProgramTest("assert b")]
-    assert cases_of("assert a\nassert b") == [ProgramTest("assert a\nassert b")]
+    assert cases_of(["assert a", "assert b"]) == [("assert a", None), ("assert b", None)]
+    assert cases_of("assert a\nassert b") == [("assert a\nassert b", None)]
     assert lines_of("1 \n\n2\n\n") == ["1", "", "2"] != lines_of("1\n2")
     for wrong in ({"inputs": ["1"], "outputs": []}, [], [{"input": 1, "output": "2"}], "{}"):
         with pytest.raises(ValueError, match="test"):

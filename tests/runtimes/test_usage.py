@@ -83,10 +83,10 @@ def test_single_turn_episode_counts_like_plain_generation() -> None:
     trajectory = Trajectory((0, 0, 0))
     trajectory.append([5, 6, 7], opens=True)
     trajectory.append([1, 2], log_probs=torch.zeros(2), versions=torch.zeros(2, dtype=torch.int64))
-    assert Drawn.of(torch.tensor([5, 6, 7]), trajectory) == Drawn(2, 3 + 4)
+    assert Drawn.of(3, trajectory) == Drawn(2, 3 + 4)
     trajectory.append([8], opens=True)
     trajectory.append([9], log_probs=torch.zeros(1), versions=torch.zeros(1, dtype=torch.int64))
-    assert Drawn.of(torch.tensor([5, 6, 7]), trajectory) == Drawn(3, 3 + 4 + 1)
+    assert Drawn.of(3, trajectory) == Drawn(3, 3 + 4 + 1)
 
 
 def test_memory_is_reported_for_stages_with_a_model(workshop: Workshop) -> None:

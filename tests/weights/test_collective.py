@@ -223,7 +223,7 @@ def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer
     # More than the sockets have room for, so that the sender has to wait for a worker that does not read.
     source = kept(offer, 1, {str(number): torch.zeros(1 << 22) for number in range(8)})
     with source.asked(1) as notice:
-        worker = multiprocessing.get_context("spawn").Process(target=die_after_one, args=(notice,))
+        worker = multiprocessing.get_context("forkserver").Process(target=die_after_one, args=(notice,))
         worker.start()
         worker.join(300)
     assert worker.exitcode == -signal.SIGKILL
@@ -239,7 +239,7 @@ def die_after_one(notice: dict[str, Any]) -> None:
 
 def test_senders_that_die_during_a_transfer_are_an_error_of_the_transfer() -> None:
     """The store dies with the first sender, so that the reason for the failure cannot be read there."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     sender = context.Process(target=offer_large_tensors, args=(theirs,))
     sender.start()

@@ -12,10 +12,7 @@ from braidrl.flow.stage import Stage
 
 
 class Parameters(BaseModel):
-    """Parameters of a recipe: checked and immutable; unknown keys are refused.
-
-    Unset fields named `max_response_tokens` and `samples_per_prompt` take the value in the run's configuration.
-    """
+    """Parameters of a recipe, checked and immutable; `max_response_tokens` and `samples_per_prompt` are by default those of the run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -72,10 +69,7 @@ def rewarded(
     sources: str | Mapping[str, float], of: str | None = None, correct_score: float | None = None,
     wrong_score: float | None = None,
 ) -> list[Stage]:  # fmt: skip
-    """Return a stage for each source of rewards. Each stage adds its weighted score to `reward`, and writes its own column.
-
-    Raises UserError for no source and for an invalid role name.
-    """
+    """Return a stage for each source of rewards, which adds its weighted score to `reward`. Raises UserError for an invalid source."""
     weights = {sources: 1.0} if isinstance(sources, str) else dict(sources)
     if not weights:
         raise UserError("reward names no source; write one, as in `reward: verify`")
@@ -98,10 +92,7 @@ def surrogate(p: ClippedParameters) -> dict[str, Any]:
 
 
 def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> Stage:
-    """Return the actor's update with a loss, unless the parameters name another; `more` overrides the parameters.
-
-    Raises UserError if the parameters also set the recipe's own loss.
-    """
+    """Return the actor's update with this loss or the parameters' own; `more` overrides them. Raises UserError if both are set."""
     if p.loss is not None:
         if own := p.model_fields_set & set(OF_THE_LOSS):
             name = min(own)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from braidrl.agents.environments import AGENTS, in_thread
 from braidrl.agents.listening import endpoint_key
@@ -36,12 +35,13 @@ from braidrl.engines.factory import exchange_publisher, publisher_of, start_engi
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
 from braidrl.engines.routing.router import RoleEngine
 from braidrl.errors import UserError
-from braidrl.flow import Flow, Stage
+from braidrl.flow import Stage
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
-from braidrl.rewards.verify import RuleRewards, decoded
+from braidrl.rewards.verify import decoded
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, EarlyStop, early_verify_stages
+from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.parallel.layouts import DataParallel
@@ -112,14 +112,11 @@ class PartialResponses:
 class Generation:
     """The engines of generating roles, by role, and the running checks."""
 
-    def __init__(
-        self, config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase, rewards: RuleRewards | None,
-        progress: Progress, ranks: DataParallel,
-    ) -> None:  # fmt: skip
-        """Start without engines; `ranks` are the processes that generate a batch together."""
-        self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
-        self.ranks = ranks
-        self.checks = Checks(rewards, progress)
+    def __init__(self, prepared: Prepared, progress: Progress, ranks: DataParallel, checks: bool) -> None:
+        """Start without engines; `ranks` are the processes that generate a batch together. Without `checks` no answer is verified."""
+        config, self.flow, self.tokenizer = prepared.config, prepared.executed, prepared.tokenizer
+        self.config, self.progress, self.ranks = config, progress, ranks
+        self.checks = Checks(prepared.rewards() if checks else None, progress)
         self.engines: dict[str, RoleEngine] = {}
         self.publishers: dict[str, Publisher] = {}
         self.moves, self.usage = WeightMoves(), DeviceUsage(config)
@@ -170,7 +167,7 @@ class Generation:
             done, start = dict(partial.complete) if partial else {}, time.perf_counter()
             drawn = engine.generate(requests, ended, rows_to_end)
             seconds = time.perf_counter() - start
-            new = [Drawn.of(request.prompt, response) for request, response in zip(requests, drawn, strict=True)]
+            new = [Drawn.of(len(request.prompt), response) for request, response in zip(requests, drawn, strict=True)]
             self.usage.decoded(stage, new, engine.slots, seconds, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
             finished = [done[uid] if uid in done else replace(done[other], uid=uid) for uid, other in first.items()]
@@ -201,7 +198,7 @@ class Generation:
                     running, stage, rows, limits, lambda ended: bar.update(1, ended.action_tokens, engine.in_flight)
                 )
             )
-            drawn = [Drawn.of(rows["prompt"][i], one) for i, one in enumerate(played)]
+            drawn = [Drawn.of(n, one) for n, one in zip(rows["prompt"].lengths.tolist(), played, strict=True)]
             self.usage.decoded(stage, drawn, engine.slots, time.perf_counter() - start, sums)
             return self.trajectory_columns(stage, played, limits, sums)
 

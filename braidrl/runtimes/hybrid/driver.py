@@ -10,7 +10,6 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 """
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.pools import GENERATE
-from braidrl.cluster.process_groups import open_store
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
@@ -75,22 +73,22 @@ class HybridBackend:
         self.home, self.distinct = workers.home, list(workers.groups)
         self.groups = {role: group for group in workers.groups for role in group.pool.roles}
         self.keys = itertools.count()
-        self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
         self.training: list[Output] = []
         resources.enter_context(payload_forbidden())
 
     def read(self, origin: Origin) -> Handle:
         """Read rows on the ranks of `home`, each its share."""
-        while self.forgotten:
-            group, worker, number = self.forgotten.popleft()
-            group.forgotten.setdefault(worker - group.first, []).append(number)
+        for group in self.distinct:
+            while group.unread:
+                worker, number = group.unread.popleft()
+                group.forgotten.setdefault(worker - group.first, []).append(number)
         key = next(self.keys)
         futures = self.home.call("make", origin, key)
         answers = self.home.wait(futures)
         output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
-        output.begin(key, self.home, futures, [range(*edges) for edges in pairwise(ends)], self.forgotten)
+        output.begin(key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
         output.finish(answers)
-        return Handle((output,), torch.arange(len(output.future))[None])
+        return Handle((output,), torch.arange(len(output.row))[None])
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None) -> Handle:
         """Start a stage; without a role it is deferred until its output is needed. In a `segment` ranks exchange results."""
@@ -180,7 +178,7 @@ class HybridBackend:
         results = []
         for future, (rows, *_) in zip(futures, [call for call in calls if call is not None], strict=True):
             output = Output(stage, None, iteration, sums)
-            output.begin(key, group, [future], [range(len(rows))], self.forgotten)
+            output.begin(key, group, [future], [range(len(rows))])
             results.append(rows.with_output(output))
         return own.protocol.collect(mesh, calls, results)
 
@@ -278,7 +276,7 @@ class HybridBackend:
         key, rows = next(self.keys), replace(output.table, parts=parts)
         reads = columns_read(output.stage)
         futures = group.call("execute", rows, output.stage, output.iteration, key, *more, reads=reads)
-        output.begin(key, group, futures, parts, self.forgotten)
+        output.begin(key, group, futures, parts)
 
     def _begin_deferred(self, outputs: Iterable[Output]) -> None:
         """Start the deferred stages: here if one reads and writes only index columns, else where its rows are."""
@@ -345,20 +343,15 @@ def start_hybrid_backend(
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
-        # An actor for each rank of each pool: they know each other by name, and nothing of the run yet.
         groups, number = list[WorkerGroup](), 0
         for pool, places in zip(pools, cluster.reserve(pools), strict=True):
             groups.append(WorkerGroup(pool, places, number, cluster))
-            groups[-1].start()
             number += len(places)
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
-        host = ray.util.get_node_ip_address()
-        store = open_store(host, config.cluster.wait_limit_s)
-        own_folder = folder.resolve() if folder else None
-        order = RunOrder(settings, prepared.train, own_folder, cluster.family, (host, store.port))
-        workers = RunWorkers(groups, home, prepared, order, store)
+        order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
+        workers = RunWorkers(groups, home, prepared, order)
         counts, admissions = workers.begin(groups), None
         for _, report in counts:
             progress.print(report)

@@ -5,7 +5,7 @@ driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, ran
 driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
-import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,8 +42,10 @@ class WorkerGroup:
     places: Sequence[Reservation]
     first: int
     cluster: RayCluster
+    unread: deque[tuple[int, int]] = field(default_factory=deque)
+    """The worker and key of rows without readers; they are forgotten when the next rows are read."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
-    """Keys of rows without readers, by rank: the worker frees them with its next call."""
+    """Keys of such rows by rank: the worker frees them with its next call."""
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
     """The process of each worker on the driver's machine, after it has loaded its models."""
@@ -51,13 +53,12 @@ class WorkerGroup:
     """The kind of device of its workers, after they have loaded their models."""
 
     def __post_init__(self) -> None:
-        self.limit_s = self.cluster.config.start_limit_s
         self.mesh = Mesh(self.pool.workers)
         self.numbers = range(self.first, self.first + self.mesh.size)
 
     def start(self) -> None:
         """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
-        self.actors = []
+        self.actors, self.limit_s = [], self.cluster.config.start_limit_s
         self.forgotten.clear()
         for rank, place in enumerate(self.places):
             actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
@@ -167,19 +168,16 @@ class RunWorkers:
     """The group that reads the data."""
     prepared: Prepared
     order: RunOrder
-    store: Any
-    """The store at which ranks meet; it lives as long as this object."""
 
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
-        """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
+        """Start the actors of `fresh` groups; let them join the run, form process groups, read the data and load their models.
 
         Returns the number of prompts and a message per source if `home` is among them, and reads data. Raises UserError if a worker
         refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
-        config = self.prepared.config
+        config, order = self.prepared.config, ray.put(self.order)
         for group in fresh:
-            group.limit_s = config.cluster.start_limit_s
-        order = ray.put(self.order)
+            group.start()
         joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
         if any(answer.result != sign_of(self.prepared) for answers in joined for answer in answers):
             raise UserError(
@@ -192,7 +190,8 @@ class RunWorkers:
             layouts = [settings_of(role, config).layout for role in group.pool.models]
             layouts += [others[role] for role in group.pool.models if role in others]
             if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
-                formed.append((group, group.call("join_process_group", secrets.token_hex(16))))
+                (answer,) = group.wait([group.call("rendezvous")])
+                formed.append((group, group.call("join_process_group", answer.result)))
         wait_all(formed)
         reads = self.home in fresh and (self.prepared.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
@@ -208,9 +207,9 @@ class RunWorkers:
             if trains is None or trains is generates or not (trains in fresh or generates in fresh):
                 continue
             check_devices_alike(role, trains.device, generates.device)
-            prefix, size = secrets.token_hex(16), trains.mesh.size + generates.mesh.size
-            sides = (trains, 0), (generates, trains.mesh.size)
-            wait_all((group, group.call("exchange_weights", role, prefix, first, size)) for group, first in sides)
+            (answer,) = trains.wait([trains.call("rendezvous")])
+            sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
+            wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
         for group in fresh:
             group.limit_s = config.cluster.wait_limit_s
         return counts
@@ -238,10 +237,7 @@ class RunWorkers:
                 group.end()
                 fresh.append(group)
             group.limit_s = cluster.config.wait_limit_s
-        for group in fresh:
-            group.start()
-        if fresh:
-            self.begin(fresh)
+        self.begin(fresh)
 
 
 def check_devices_alike(role: str, trains: str, generates: str) -> None:
@@ -265,8 +261,9 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
     group: WorkerGroup = outputs[0].group
     workers = torch.full((len(table),), -1)
     for output in outputs:
-        for future, _, places in output.pieces(table.rows[table.outputs.index(output)]):
-            workers[places] = torch.where(workers[places] < 0, future.worker, workers[places])
+        rows = table.rows[table.outputs.index(output)]
+        places = ((rows >= 0) & (workers < 0)).nonzero().flatten()
+        workers[places] = output.worker[rows[places]]
     ranks = [worker - group.first if worker in group.numbers else 0 for worker in workers.tolist()]
     return group, rows_of_ranks(ranks, group.mesh.size)
 

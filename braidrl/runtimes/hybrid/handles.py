@@ -8,7 +8,6 @@ CallResult    a worker's reply: index columns by value, and the names of the pay
 """
 
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +79,7 @@ class Future:
 class Output:
     """The columns that one stage writes for a table (B): deferred at first, then running, complete once it has an index.
 
-    `future` (B,) is the index of the future that writes each row, and `row` (B,) the row's number in it.
+    `worker` (B,) is the worker that writes each row, one future for each, and `row` (B,) the row's number there.
     """
 
     stage: Stage
@@ -89,48 +88,31 @@ class Output:
     sums: Sums = field(default_factory=Sums)
     group: Any = None
     futures: Sequence[Future] = ()
-    future: Tensor = field(default_factory=lambda: torch.zeros(0))
+    worker: Tensor = field(default_factory=lambda: torch.zeros(0))
     row: Tensor = field(default_factory=lambda: torch.zeros(0))
     index: Rows | None = None
     key: int = -1
     """The key under which workers keep it."""
-    workers: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """The worker of each future."""
     payload: frozenset[str] = frozenset()
     """Payload columns that the workers keep, known after their answers."""
 
-    def begin(
-        self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]],
-        forgotten: "deque[tuple[Any, int, int]]",
-    ) -> None:  # fmt: skip
-        """Record the calls, the key, and the row positions of each future, in its order.
-
-        `forgotten` gets (group, worker, key) of each future without references here: its worker may free the rows.
-        """
+    def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
+        """Record the calls, the key, and the row positions of each future; once a future has no references its rows are unread."""
         self.table, self.key, self.group, self.futures = None, key, group, futures
-        self.workers = torch.tensor([future.worker for future in futures])
         size = sum(map(len, positions))
-        self.future, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-        for number, rows in enumerate(positions):
+        self.worker, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        for one, rows in zip(futures, positions, strict=True):
             place = torch.as_tensor(rows, dtype=torch.int64)
-            self.future[place], self.row[place] = number, torch.arange(len(place))
-        for one in futures:
-            weakref.finalize(one, forgotten.append, (group, one.worker, key)).atexit = False
+            self.worker[place], self.row[place] = one.worker, torch.arange(len(place))
+            weakref.finalize(one, group.unread.append, (one.worker, key)).atexit = False
 
     def finish(self, answers: Sequence[CallResult]) -> None:
         self.payload = frozenset(column for answer in answers for column in answer.columns)
-        size = len(self.future)
-        arrived = {future: unpack_rows(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
-        pieces = self.pieces(torch.arange(size))
-        self.index = merged_rows(size, [(positions, arrived[future].take(rows)) for future, rows, positions in pieces])
-
-    def pieces(self, rows: Tensor) -> list[tuple[Future, Tensor, Tensor]]:
-        """Return each future that writes some of these rows (-1: none), with row numbers in it (n,) and positions in `rows` (n,)."""
-        if not self.futures:
-            return []
-        places = (rows >= 0).nonzero().flatten()
-        number, row = self.future[rows[places]], self.row[rows[places]]
-        return [(self.futures[n], row[number == n], places[number == n]) for n in number.unique().tolist()]
+        pieces = list[tuple[Tensor, Rows]]()
+        for future, answer in zip(self.futures, answers, strict=True):
+            places = (self.worker == future.worker).nonzero().flatten()
+            pieces.append((places, unpack_rows(answer.index).take(self.row[places])))
+        self.index = merged_rows(len(self.worker), pieces)
 
     def holds(self, names: frozenset[str] | None) -> bool:
         """Return True if a named column is, or while running may become, payload of this output; for None, if workers keep any."""
@@ -214,13 +196,14 @@ class Handle:
             if not output.holds(reads):
                 continue
             places = (rows >= 0).nonzero().flatten()
-            future, columns = output.future[rows[places]], None
+            held, columns = output.worker[rows[places]], None
             if output.index is None:
-                awaited += [output.futures[number] for number in future.unique().tolist()]
+                needed = set(held.tolist())
+                awaited += [future for future in output.futures if future.worker in needed]
             else:
                 columns = tuple(sorted(output.payload if reads is None else output.payload & reads))
             workers, there = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
-            workers[places], there[places] = output.workers[future], output.row[rows[places]]
+            workers[places], there[places] = held, output.row[rows[places]]
             kept.append((output.key, columns, workers.numpy(), there.numpy()))
         index = self.index
         if reads is None:

@@ -6,6 +6,7 @@ other workers ──fetch──▶ rows in chunks, by Ray's object store, also w
 
 import gc
 import os
+import secrets
 import threading
 import time
 import traceback
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.process_groups import address_towards, connect_store, group_between
+from braidrl.cluster.process_groups import address_towards, connect_store, group_between, open_store
 from braidrl.cluster.world import World, world_at
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
@@ -42,7 +43,7 @@ from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.prepare.setup import Prepared, after_first, set_up_torch, with_data, without_data
-from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowStore
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.parallel.layouts import DataParallel
@@ -51,6 +52,8 @@ FETCHED_ROWS = 256
 """Rows of each key in one message between workers."""
 Wanted = tuple[int, int, Numbers, tuple[str, ...]]
 """Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, or () for all columns."""
+Meeting = tuple[str, int, str]
+"""Host and port of a store, and the key prefix of the ranks that use it."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,6 @@ class RunOrder:
     """The run's folder, for files of workers."""
     family: str
     """Prefix of the names of the run's actors; their numbers follow it."""
-    store: tuple[str, int]
-    """Host and port of the driver's store, at which ranks meet."""
 
 
 def sign_of(prepared: Prepared) -> int:
@@ -88,6 +89,7 @@ class HybridWorker:
         self.number, self.rank, self.pool = -1, 0, Pool(("worker",), 1)
         self.world = World()
         self.trace: TraceWriter | None = None
+        self.meeting: dist.TCPStore | None = None
         self.kept: dict[int, Rows] = {}
         self.peers: dict[int, Any] = {}
         """Other workers of the run, found by name on first use."""
@@ -131,16 +133,19 @@ class HybridWorker:
         set_up_torch(config)
         return sign_of(self.prepared)
 
+    @register(protocol="RANK_ZERO")
+    def rendezvous(self) -> Meeting:
+        """Open the store for the ranks of the pool; return its address and their key prefix."""
+        address = ray.util.get_node_ip_address()
+        self.meeting = self.meeting or open_store(address, self.limit_s)
+        return address, self.meeting.port, secrets.token_hex(16)
+
     @register(protocol="ONE_TO_ALL")
-    def join_process_group(self, prefix: str) -> None:
-        """Form a process group with the other ranks of the pool, which meet under a prefix of the store's keys."""
-        host, port = self.order.store
-        store, size, cuda = (
-            connect_store(host, port, self.limit_s, prefix),
-            self.pool.workers,
-            torch.cuda.is_available(),
-        )
-        self.world = world_at(store, self.rank, size, self.limit_s, cuda, host)
+    def join_process_group(self, meeting: Meeting) -> None:
+        """Form a process group with the other ranks of the pool, given the address of their store."""
+        host, port, secret = meeting
+        store, cuda = connect_store(host, port, self.limit_s, secret), torch.cuda.is_available()
+        self.world = world_at(store, self.rank, self.pool.workers, self.limit_s, cuda, host)
         self.resources.callback(self.world.close)
 
     @register(protocol="ONE_TO_ALL")
@@ -154,7 +159,7 @@ class HybridWorker:
         """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
         prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
-        self.flow, self.rows = prepared.executed, prepared.store()
+        self.flow, self.rows = prepared.executed, RowStore(prepared)
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)
@@ -165,13 +170,13 @@ class HybridWorker:
         return os.getpid(), ray.get_runtime_context().get_node_id(), self.executor.usage.device.type
 
     @register(protocol="ONE_TO_ALL")
-    def exchange_weights(self, role: str, prefix: str, first: int, size: int) -> None:
+    def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
         """Plan the transfer of a role's weights between the pools that train and generate: `size` ranks, this pool's from `first` on."""
+        host, port, secret = meeting
         if role in self.exchanges:
             # Some of its ranks have ended: waiting for them would time out.
             self.exchanges.pop(role).abort()
-        host, port = self.order.store
-        store = connect_store(host, port, self.limit_s, prefix)
+        store = connect_store(host, port, self.limit_s, secret)
         cuda = self.executor.usage.device.type == "cuda"
         group = group_between(store, first + self.rank, size, self.limit_s, cuda, address_towards(host))
         self.exchanges[role] = group

@@ -34,7 +34,6 @@ from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
-from braidrl.runtimes.row_store import RowStore
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer, read_model_config
 from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings_of
@@ -108,9 +107,6 @@ class Prepared:
             config.reward, own, self.tokenizer, names, end_ids_of(config.model.expanduser(), self.tokenizer)
         )
 
-    def store(self) -> RowStore:
-        return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
-
 
 def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepared]) -> Prepared:
     """Call `read` on the first rank, then on all others with its table folders, or raise its UserError in all of them."""
@@ -153,7 +149,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     check(lambda: checks.check_divided_engines(config, prepared.stages))
     check(lambda: checks.check_adapters(config, flow))
     check(lambda: checks.check_weights(config))
-    check(lambda: checks.check_roles(config, [*flow.roles, *evaluation.roles], flow.name))
+    check(lambda: checks.check_roles(config, {*flow.roles, *evaluation.roles}, flow.name))
     if config.runtime == "hybrid":
         check(lambda: checks.check_pools(config, flow, prepared.pools()))
     return prepared

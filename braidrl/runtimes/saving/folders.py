@@ -20,7 +20,7 @@ from braidrl.config.reading import apply_override
 from braidrl.errors import UserError, first_line
 from braidrl.importing import relative_to
 from braidrl.observe.metrics import whole_file
-from braidrl.parsing import JSON_BYTES, parse_json, parse_yaml, read_bytes, read_text
+from braidrl.parsing import DUMPER, JSON_BYTES, parse_json, parse_yaml, read_bytes, read_text
 
 LATEST = "latest"
 MAY_CHANGE = (
@@ -42,7 +42,7 @@ ENDING_S = 3.0
 
 def write_config(folder: Path, config: Config) -> None:
     """Write the resolved configuration of a run, whole or not at all."""
-    text = yaml.safe_dump(absolute(config).model_dump(mode="json"), sort_keys=False)
+    text = yaml.dump(absolute(config).model_dump(mode="json"), Dumper=DUMPER, sort_keys=False)
     with whole_file(folder / "config.yaml") as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 

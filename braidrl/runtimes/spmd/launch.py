@@ -17,7 +17,7 @@ from braidrl.config import Config, PlacementConfig
 from braidrl.engines.factory import generation_layout, own_engines
 from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.flow import Flow, Kind
-from braidrl.runtimes.prepare.checks import check_layouts
+from braidrl.runtimes.prepare.checks import check_divided_engines, check_layouts
 from braidrl.runtimes.prepare.run_flow import build_flow
 
 
@@ -80,6 +80,7 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
     if config.placement != PlacementConfig():
         raise UserError("runtime=distributed has all roles on every rank; write placement=colocate, or runtime=hybrid")
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+    check_divided_engines(config, flow.stages)
     check_layouts(config, flow, flow.roles, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
     # Ray's cluster knows its devices.
     available = None if launcher_of(config) == "ray" else device_count(config.device)

@@ -17,11 +17,9 @@ from pathlib import Path
 import torch
 
 from braidrl.cluster.world import World
-from braidrl.config import Config
-from braidrl.data.loader import PromptLoader
 from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
-from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
@@ -40,14 +38,12 @@ class RankBackend:
     """The backend of a process that holds every role. All ranks receive the same calls in the same order; eager has one."""
 
     def __init__(
-        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
-        world: World, interrupts: Interrupts, trace: TraceWriter | None, any_stage: bool = False,
+        self, executor: StageExecutor, store: RowStore, world: World, interrupts: Interrupts, trace: TraceWriter | None,
+        any_stage: bool = False,
     ) -> None:  # fmt: skip
-        """Store the parts. Without a loader the backend only evaluates.
-
-        With `any_stage` stages come in any order and need not be in the flow: columns that it does not read any more are kept.
-        """
-        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        """Store the parts. With `any_stage` stages need not be in the flow, and columns that it does not read any more are kept."""
+        self.config, self.flow, self.executor, self.store = executor.config, executor.flow, executor, store
+        self.loader = store.loader
         self.world, self.interrupts, self.trace = world, interrupts, trace
         self.any_stage = any_stage
         self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0

@@ -17,8 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from braidrl.agents.trajectory import Trajectory, response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import ServedEngine
@@ -164,7 +162,7 @@ class GenerateLoop:
             return next(iter(complete.values())), Drawn(0, 0)
         (rest,) = earlier.rest([request])
         response = await self.running.submit(rest)
-        return earlier.joined(response, self.engine.max_sequence_tokens), Drawn.of(rest.prompt, response)
+        return earlier.joined(response, self.engine.max_sequence_tokens), Drawn.of(len(rest.prompt), response)
 
     def _row_ended(self, uid: Uid, result: Response | BaseException) -> None:
         self._note_end(self.keys.pop(uid), result)
@@ -221,17 +219,15 @@ class GenerateLoop:
     ) -> None:
         consumer = self.context.consumers[work.consumer]
         stage, sums, usage, trace = consumer.stages[0], Sums(), self.generation.usage, self.context.trace
+        if self.has_budget:
+            ended, drawn = [response for response, _ in ended], [new for _, new in ended]
+        else:
+            lengths = rows["prompt"].lengths.tolist()
+            drawn = [Drawn.of(length, one) for length, one in zip(lengths, ended, strict=True)]
         if "environment" in stage.params:
             columns = dict(self.generation.trajectory_columns(stage, ended, self.limits, sums))
-            drawn = [Drawn.of(prompt, played) for prompt, played in zip(rows["prompt"].unbind(), ended, strict=True)]
-        elif self.has_budget:
-            columns = dict(self.generation.named(stage, response_columns(rows, [response for response, _ in ended])))
-            drawn = [new for _, new in ended]
         else:
-            found = response_columns(rows, ended)
-            columns, lengths = dict(self.generation.named(stage, found)), found["action_tokens"]
-            assert isinstance(lengths, Tensor)
-            drawn = Drawn.after(rows["prompt"].lengths, lengths)
+            columns = dict(self.generation.named(stage, response_columns(rows, ended)))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)

@@ -31,7 +31,7 @@ from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.setup import with_data, without_data
-from braidrl.runtimes.row_store import origin_of
+from braidrl.runtimes.row_store import RowStore, origin_of
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.groups import Group
@@ -303,7 +303,7 @@ class StageLoop:
 
 def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
     """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main process."""
-    store = with_data(without_data(config), kept).store()
+    store = RowStore(with_data(without_data(config), kept))
     while (work := client.take([], 0, wait_s)).kind != "stop":
         order = work.message
         if work.kind == "order" and order["do"] == "make":

@@ -313,14 +313,15 @@ class EqualRows(AttentionContext):
         return attend_equal(states[0], states[1], states[2], scores, self.keep_scores).unflatten(0, self.shape)
 
 
-def attend_equal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep_scores: bool = False) -> Tensor:
-    """Attend within S sequences of L tokens, (S, L, heads, D) each; returns (S * L, H, E).
+def attend_equal(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep_scores: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    """Attend within S sequences of L tokens, (S, L, heads, D) each, causally or under another mask; returns (S * L, H, E).
 
     `keep_scores` lets a CPU keep the scores of short sequences for the backward pass: faster, but not bitwise equal for every S.
     """
     (sequences, length, heads, _), groups = query.shape, key.shape[2]
-    mask = None
-    if (scores.window is not None and scores.window < length) or (scores.chunk is not None and scores.chunk < length):
+    if mask is None and min(scores.window or length, scores.chunk or length) < length:
         positions = torch.arange(length, device=query.device)
         mask = scores.visible(positions[:, None], positions[None, :])
     kept = keep_scores and query.device.type == "cpu" and length <= SHORT

@@ -32,7 +32,6 @@ class LayerKernels(NamedTuple):
     """The kernels of norms, gated activations and attention layers."""
 
     device: str
-    """The device type that they run on."""
     norm: Callable[[Tensor, Tensor, float], Tensor]
     """RMS norm of (..., W), weight (W,) and epsilon."""
     gate: Callable[[Tensor, Tensor], Tensor]

@@ -149,10 +149,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Log-probs by separate operations in at least float32, over this rank's shard of the vocabulary, from entry `start`.
-
-    Without a group, the shard is the whole vocabulary.
-    """
+    """Log-probs by separate operations in at least float32; with a group over this rank's shard of the vocabulary, from entry `start`."""
 
     start: int = 0
     group: dist.ProcessGroup | None = None

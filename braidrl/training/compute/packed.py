@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from braidrl.algorithms.ragged import offsets_of
 from braidrl.data.packing import plan_micro_batches
@@ -122,10 +121,7 @@ class Packed:
 
 
 def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packed:
-    """Pack rows for one forward pass, with `share_prompts` each family's prompt once.
-
-    Raises ValueError if a sequence starts with an action, which nothing can predict.
-    """
+    """Pack rows for one forward pass, with `share_prompts` each prompt once. Raises ValueError if an action begins a sequence."""
     tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
     actions = rows["action_mask"].values.nonzero().flatten()
     starts = offsets_of(lengths)
@@ -188,10 +184,7 @@ def saves_enough(rows: Rows) -> bool:
 
 
 def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
-    """Return the row numbers of each micro-batch, counting shared prompts once; split families over the limit.
-
-    Raises UserError for a row over the limit.
-    """
+    """Return each micro-batch's rows, counting shared prompts once and splitting families. Raises UserError for a row over the limit."""
     parts: list[Family] = []
     for family in families_of(rows) or []:
         start, held = 0, family.prompt
@@ -250,17 +243,12 @@ class SharedPrompts(AttentionContext):
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """Attend with (R, H, D) queries to (P + R, K, D) keys and values under a mask; returns (R, H, D)."""
-    if scores.softcap is not None or scores.sinks is not None:
-        queries = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)
-        keys, values = (states.transpose(0, 1)[:, None] for states in (key, value))
-        sinks = scores.sinks
-        if sinks is not None:
-            sinks = sinks.view(key.shape[1], -1, 1, 1).expand(-1, -1, len(query), 1)
-        hidden = additive(mask, torch.promote_types(query.dtype, torch.float32))
-        output = attend_plainly(queries, keys, values, scores, hidden, sinks)
-        return output.permute(2, 0, 1, 3).flatten(1, 2)
-    output = scaled_dot_product_attention(
-        query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
-        attn_mask=mask, scale=scores.scaling, enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-    return output[0].transpose(0, 1)
+    if scores.softcap is None and scores.sinks is None:
+        return attend_equal(query[None], key[None], value[None], scores, mask=mask)
+    queries = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)
+    keys, values = (states.transpose(0, 1)[:, None] for states in (key, value))
+    sinks = scores.sinks
+    if sinks is not None:
+        sinks = sinks.view(key.shape[1], -1, 1, 1).expand(-1, -1, len(query), 1)
+    hidden = additive(mask, torch.promote_types(query.dtype, torch.float32))
+    return attend_plainly(queries, keys, values, scores, hidden, sinks).permute(2, 0, 1, 3).flatten(1, 2)

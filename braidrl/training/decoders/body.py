@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from braidrl.errors import UserError
-from braidrl.training.compute.attention import (
-    ATTENTION,
-    AttentionContext,
-    PackedSequences,
-    attending,
-    parameters_of,
-    running,
-)
+from braidrl.training.compute import attention
 from braidrl.training.compute.cpu_layers import EXPERTS, derived
 
 PARTS = {
@@ -57,7 +50,7 @@ class ForwardPlan:
 
     @property
     def attention(self) -> str:
-        return "eager" if self.by_rows else ATTENTION
+        return "eager" if self.by_rows else attention.ATTENTION
 
 
 PACKED = ForwardPlan()
@@ -124,14 +117,14 @@ def plan_of_model(model: Any) -> ForwardPlan:
 
 def mixer_forward(self: Any, *given: Any, **named: Any) -> Any:
     """Run a mixer through the current attention context, if there is one."""
-    context = running.get()
+    context = attention.running.get()
     if context is None:
         return self.plain_forward(*given, **named)
     return context.mix(self, self.plain_forward, given, named)
 
 
 def run_body(
-    model: Any, input_ids: Tensor | None, position_ids: Tensor, context: AttentionContext, hidden: Tensor | None = None,
+    model: Any, input_ids: Tensor | None, position_ids: Tensor, context: attention.AttentionContext, hidden: Tensor | None = None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     """Return the last hidden states (B, N, D) of tokens (B, N), at `position_ids` within their sequences, in an attention context.
@@ -141,18 +134,19 @@ def run_body(
     """
     decoder = decoder_of(model)
     inputs = {"input_ids": input_ids, "inputs_embeds": hidden, "position_ids": position_ids, "use_cache": False}
-    given = {name: value for name, value in (inputs | options).items() if name in parameters_of(type(decoder).forward)}
+    accepted = attention.parameters_of(type(decoder).forward)
+    given = {name: value for name, value in (inputs | options).items() if name in accepted}
     if hidden is not None and (received := getattr(model, RECEIVED, None)):
         received[0].hidden = hidden
 
     if plan_of_model(model).by_rows:
-        if not isinstance(context, PackedSequences):
+        if not isinstance(context, attention.PackedSequences):
             raise ValueError(
                 f"{type(decoder).__name__} runs over rows of equal length, which {type(context).__name__} does not support"
             )
         mixed: Tensor = context.mix(decoder, lambda **named: decoder(**named).last_hidden_state, (), given, multiple=1)
         return mixed
-    with attending(context):
+    with attention.attending(context):
         found: Tensor = decoder(**given).last_hidden_state
     return found
 

@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +220,7 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
 
 @torch.no_grad()
 def leaking_modules(twin: Twin, model: Any) -> list[str]:
-    """Return the class of the first module whose output differs between packed and single rows although its inputs agree.
-
-    The classes of its parent modules follow, up to the decoder's layer.
-    """
+    """Return the class of the first module that mixes packed rows (its output differs, its inputs agree), then those of its parents."""
     set_training(model, False)
     packed, alone = _calls(model, [twin.rows]), _calls(model, [[row] for row in twin.rows])
     for (name, given, theirs), (other, also, ours) in zip(alone, packed, strict=False):
@@ -281,10 +278,7 @@ def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
 
 @torch.no_grad()
 def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Return the greatest difference of the log-probs of responses, decoded one token per step, and its bound.
-
-    Rows decode from slots, between which they also move, or by rows with the model's own cache.
-    """
+    """Return the greatest difference of log-probs decoded token by token, from slots between which rows move, or by rows; and its bound."""
     model, rows = twin.model(plan), twin.rows
     cohorts, cache = Cohorts(model), SlotCache(SLOTS, torch.float32, twin.device)
     if plan.by_rows:
@@ -351,9 +345,7 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
     """Return what this machine has measured of a configuration, or measure it and keep it."""
     settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
     # A proof also depends on transformers and on all code that trains and decodes.
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    text = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code + proof_device()
+    text = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code_digest() + proof_device()
     key = f"{about}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if key not in KNOWN:
         path = cache_folder() / f"{key}.json"
@@ -366,6 +358,13 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
                 unfinished.write_text(json.dumps(known))
         KNOWN[key] = known
     return KNOWN[key]
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the code that trains and decodes."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def proof_device() -> str:

@@ -77,10 +77,7 @@ class DataParallel(Ranks):
     """Whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
-        """Shard a model in place, whose parameters may still be on the meta device; return the function to call in place of `predict`.
-
-        `read_parameters` reads a module's parameters just before it is sharded.
-        """
+        """Shard a model in place, which may be on the meta device until `read_parameters`; return the function to call for `predict`."""
         if self.mesh is None:
             read_parameters(model)
             return predict
@@ -242,10 +239,7 @@ class DataParallel(Ranks):
 
 
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
-    """Return this rank's view of a layout over `world`; every rank calls this at the same time.
-
-    Raises UserError if the layout does not fit the number of ranks.
-    """
+    """Return this rank's view of a layout; all ranks call this at once. Raises UserError if it does not fit the number of ranks."""
     layout = layout.resolve(world.size)
     if layout.is_replicated:
         return world

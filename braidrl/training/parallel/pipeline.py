@@ -32,7 +32,6 @@ class Pipeline:
     """The pipeline group of one replica of the model."""
 
     group: dist.ProcessGroup
-    """The pipeline ranks."""
     embedding_group: dist.ProcessGroup | None
     """The first and the last rank, which share tied embedding weights; None on the others."""
     divisor: int
@@ -106,10 +105,7 @@ class Nothing(nn.Module):
 
 
 class Received(PassThrough):
-    """A placeholder for the layer before a pipeline rank's first, which returns the previous rank's output.
-
-    It discards its input: the first rank has already processed the embedded tokens.
-    """
+    """A placeholder for the layer before a rank's first: it returns the previous rank's output in place of the embedded tokens."""
 
     hidden: Tensor
 

@@ -77,10 +77,7 @@ class Replicated(torch.autograd.Function):
 
 
 def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
-    """Shard a matrix in place by one of the styles COLUMNS or ROWS.
-
-    Where heads cannot be split, the ranks gather the outputs of all columns, and split the inputs of the row-wise product.
-    """
+    """Shard a matrix in place by a style of COLUMNS or ROWS; ranks gather outputs, and split inputs, where heads cannot be split."""
     if style in ROWS:
         if style == "rowwise_split_input":
             module.register_forward_pre_hook(lambda _, given: (local_chunk(given[0], mesh, -1), *given[1:]))
@@ -131,10 +128,7 @@ class LayerBlock:
 
 
 def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[LayerBlock]:
-    """Return the blocks of a layer that are sharded by the styles of `plan_of`; the weights of others, such as norms, are replicated.
-
-    `mixers` are names of the model's classes that mix tokens outside attention.
-    """
+    """Return the blocks of a layer that are sharded by the styles of `plan_of`; others are replicated. `mixers` are names of classes."""
     styles: dict[str, dict[str, str]] = {}
     for name, _ in layer.named_modules():
         around = [name.rsplit(".", up)[0] for up in range(name.count("."), -1, -1)]
@@ -163,10 +157,7 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
 def parallelize_layer(
     layer: nn.Module, blocks: Iterable[LayerBlock], mesh: DeviceMesh, shard: Callable[[nn.Module], None]
 ) -> None:
-    """Shard a decoder layer's blocks in place over the mesh of the tensor ranks.
-
-    `shard` shards a module's weights over ranks that compute different tokens.
-    """
+    """Shard a layer's blocks in place over the tensor ranks; `shard` shards weights over ranks that compute different tokens."""
     for block in blocks:
         module = layer.get_submodule(block.name)
         for name, style in block.products.items():

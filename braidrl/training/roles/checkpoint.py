@@ -54,10 +54,7 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> Non
 
 
 def side_files(model: Any, path: Path) -> dict[str, bytes]:
-    """Return the files of a Hugging Face directory besides its weights, by name.
-
-    A file that transformers refuses to write is copied unchanged from the model's folder, with a warning.
-    """
+    """Return the files of a Hugging Face directory besides weights, by name; those that transformers refuses are copied, with a warning."""
     generation: Any = model.generation_config if model.can_generate() else None
     with TemporaryDirectory(prefix="braid-side-files-") as name:
         folder = Path(name)
@@ -96,10 +93,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved optimizer state, written in any layout.
-
-    Raises UserError for damaged files, and LookupError for the state of another model than one of so many `parameters`.
-    """
+    """Return this rank's shards of a saved state of any layout. Raises UserError for damaged files, LookupError for another model's."""
     try:
         if (folder / OPTIMIZER).is_file():
             tensors = load_file(folder / OPTIMIZER)

@@ -158,10 +158,7 @@ class RoleWorker(ShardedBackend):
         return self.config.trainer.share_prompts and plan_of_model(self.model) == PACKED and saves_enough(rows)
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """Pack this rank's rows into micro-batches of at most `max_tokens` tokens, and add empty ones up to the number that all ranks run.
-
-        With `whole_groups`, the rows of a group stay together.
-        """
+        """Pack rows into micro-batches of at most `max_tokens`, with `whole_groups` by group, plus empty ones up to all ranks' number."""
         # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was planned for.
         plan, shares = list[list[int]](), self.shares_prompts(rows)
         if shares and not whole_groups:
@@ -384,10 +381,7 @@ class RoleWorker(ShardedBackend):
 def make_worker(
     role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
 ) -> TrainingBackend:
-    """Create the role's backend, with a scalar head for values or scores, and with an optimizer if the flow trains it.
-
-    Without `training` it is a frozen copy that receives its weights.
-    """
+    """Create a role's backend, with an optimizer if the flow trains it; without `training` a frozen copy that receives its weights."""
     trained, is_scalar = role in flow.trained_roles, role in flow.scalar_roles
     spec = BackendSpec(role, config, training and trained, ranks or DataParallel(), trained and not training, is_scalar)
     worker: TrainingBackend = BACKENDS.make(settings_of(role, config).backend, spec)

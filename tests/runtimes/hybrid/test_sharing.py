@@ -42,7 +42,7 @@ def test_surplus_is_written_and_read_by_all_ranks(workshop: Workshop, warm_clust
         backend.save_rows(path, table)
         assert [file.name for file in sorted(path.iterdir())] == ["00000", "00001"]
         read = backend.read(Surplus(path))
-        assert read.outputs[0].future.unique().tolist() == [0, 1]
+        assert read.outputs[0].worker.unique().tolist() == [0, 1]
         assert backend.index(read).ordered().uids() == index.ordered().uids()
 
 

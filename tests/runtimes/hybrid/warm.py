@@ -28,6 +28,8 @@ from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker
 from braidrl.runtimes.hybrid.protocols import register
 from tests.runtimes.patience import patient
 
+gc.freeze()  # Workers collect garbage whenever a backend ends: not in what they have imported.
+
 
 class RehearsingWorker(HybridWorker):
     """A worker that, on request, waits, blocks until released, raises, refuses or dies at a stage."""
