@@ -18,7 +18,7 @@ from braidrl.weights.boxes import Box
 from braidrl.weights.collective import WeightOffer
 from braidrl.weights.shards import WeightPart
 
-ADDRESSES, PORT, LIMIT_S = ("10.77.0.1", "10.77.0.2"), 4711, 20.0
+ADDRESSES, PORT, LIMIT_S = ("10.77.0.1", "10.77.0.2"), 4711, 60.0
 
 if __name__ == "__main__":
     rank, whole = int(sys.argv[1]), torch.arange(8.0)
