@@ -300,10 +300,10 @@ def _fork_as(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) 
             util.spawnv_passfds = SPAWN
             for module in (resource_tracker, forkserver):
                 importlib.reload(module)
-            for descriptor in map(int, os.listdir("/proc/self/fd")):
-                if descriptor not in kept:
-                    with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
-                        os.close(descriptor)
+            # Not closed: a logger that still has a file of the parent would write into a socket with the file's number.
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - kept - {nothing}:
+                os.dup2(nothing, descriptor, inheritable=False)
             exec(program, {})
         except EOFError:  # a client without room for descriptors: it says so itself
             pass

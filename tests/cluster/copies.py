@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import select
+import socket
 import sys
 from typing import Any
 
@@ -26,3 +28,12 @@ def seen(arguments: dict[str, Any]) -> dict[str, Any]:
         found["next"] = process.outcome.result
         process.close()
     return found
+
+
+def overheard(arguments: Any) -> int:
+    """Write to a stream that the command has opened; return how many of many new sockets received that."""
+    pairs = [socket.socketpair() for _ in range(20)]
+    log: Any = sys.modules["log"]
+    log.write("said\n")
+    log.flush()
+    return len(select.select([end for pair in pairs for end in pair], [], [], 0.5)[0])

@@ -24,7 +24,7 @@ sys.modules["told_apart"] = sys  # what only the command has, and its copies
 made = copy_as_fork_server(["json.tool"])
 launcher = LocalLauncher()
 launcher.reserve([Pool(("echo",), 1, engines={engines})])
-process = launcher.start("echo", 0, ProcessSpec("echo-0", "tests.cluster.copies:seen", {{"file": sys.argv[1]}}))
+process = launcher.start("echo", 0, ProcessSpec("echo-0", "tests.cluster.copies:{does}", {{"file": sys.argv[1]}}))
 process.wait(60)
 names = sorted(map(name_of, descendants(os.getpid())))  # now that it has started a process it has its name
 print(json.dumps([made, names, process.outcome.result]))
@@ -32,8 +32,8 @@ process.close()
 """
 
 
-def run(before: str = "", engines: int = 0) -> list[Any]:
-    command = [sys.executable, "-c", COMMAND.format(before=before, engines=engines), __file__]
+def run(before: str = "", engines: int = 0, does: str = "seen") -> list[Any]:
+    command = [sys.executable, "-c", COMMAND.format(before=before, engines=engines, does=does), __file__]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
     found: list[Any] = json.loads(done.stdout)
@@ -62,3 +62,8 @@ def test_a_command_that_has_threads_is_not_copied() -> None:
     made, _, copy = run("threading.Thread(target=threading.Event().wait, daemon=True).start()")
     assert not made
     assert copy["modules"] == [] and copy["collects"]
+
+
+def test_a_stream_of_the_command_writes_into_no_socket_of_a_copy() -> None:
+    made, _, received = run("sys.modules['log'] = open(os.devnull, 'w')", does="overheard")
+    assert made and received == 0
