@@ -8,6 +8,7 @@ Fresh interpreters would import torch, Braid and the tests once per worker, for 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -63,6 +64,10 @@ def become_worker(read: int, write: int) -> NoReturn:
     for descriptor, standard in ((read, 0), (write, 1)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
+    # Libraries' handlers write to what was the standard error when they were imported: pytest's capture in the process above.
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
+        if type(handler := reference()) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
     try:
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
         exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})
