@@ -12,8 +12,10 @@ INSTALL := install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo demo-smollm2 test same docs models vllm torchtitan environments trackers lint format soak chaos bench gpu clean
 
+# Two processes unpack the pinned packages, half of them each; whatever they cannot install is left to the last one.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	for half in 1 2; do sed -n "$$half~2p" constraints.txt | xargs $(BIN)/pip $(INSTALL) --no-deps & done; wait
 	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[test,ray,docs]'
 	touch $@
 

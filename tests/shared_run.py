@@ -8,7 +8,9 @@ Fresh interpreters would import torch, Braid and the tests once per worker, for 
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import pdb
 import signal
 import sys
 from contextlib import suppress
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from _pytest.debugging import pytestPDB
 from _pytest.pathlib import import_path
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
@@ -63,6 +66,12 @@ def become_worker(read: int, write: int) -> NoReturn:
     for descriptor, standard in ((read, 0), (write, 1)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
+    # Libraries' handlers write to what was the standard error when they were imported: pytest's capture in the process above.
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
+        if type(handler := reference()) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
+    # The run above has replaced the debugger by one that knows its own capture.
+    pdb.set_trace, pytestPDB._pluginmanager, pytestPDB._config = pytestPDB._saved.pop()
     try:
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
         exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})
