@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
-import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +30,6 @@ from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster
 
-from tests import shared_run
 from tests.redis_server import redis_server  # noqa: F401 (a fixture for every test)
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
@@ -106,15 +103,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection, which would otherwise take a tenth of the tests' time."""
     gc.freeze()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
-    """Import the tests, and have copies of this process run them."""
-    with warnings.catch_warnings(action="ignore"):  # pytest's filters are not set yet.
-        importlib.import_module(PRELOADED)
-        shared_run.import_tests(config)
-    shared_run.start_workers(len(specs))
 
 
 class Scheduling(LoadFileScheduling):
