@@ -42,7 +42,7 @@ OWN_MEMORY, PRINTED = pytest.StashKey[Path](), pytest.StashKey[Path]()
 """The folder for this process's shared memory, and the file to which its fork server's copies print."""
 PRINTED_SHOWN = 20_000
 """The most characters of a failed test's processes that are shown."""
-LONG = {"Workshop", "TrainingRun", "run_ranks", "subprocess"}
+LONG = {"Workshop", "TrainingRun", "train", "run_ranks", "subprocess"}
 """Names in a module whose tests make runs or start processes."""
 # These share one Ray cluster and its workers, so that a single process runs them all.
 ON_RAY = tuple(f"tests/{place}" for place in (

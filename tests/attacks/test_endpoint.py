@@ -27,7 +27,7 @@ from tests.agents.chat import Script, make_chat_tokenizer, turn_template
 
 TOKENIZER = make_chat_tokenizer("chatml")
 USER = [{"role": "user", "content": "a"}]
-MOST_S = 0.1
+MOST_S = 0.2
 """Seconds for which one request may delay another."""
 
 

@@ -116,7 +116,6 @@ RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
         ("qwen3", [{"shard": "full"}, {"tensor": 2}, {"shard": "full"}], False),
         ("qwen2", [{"shard": "full"}, {"tensor": 2}], True),
         ("qwen3", [{"tensor": 2}, {}], True),
-        ("qwen2", [{"tensor": 2}, {"shard": "full"}], False),
     ],
     4: [
         ("qwen2", [{"pipeline": 2, "shard": "full"}, {"tensor": 4}], False),
