@@ -49,7 +49,7 @@ ON_RAY = tuple(f"tests/{place}" for place in (
     "cluster/test_devices.py", "cluster/test_ray_", "examples/test_placements.py", "invariants/test_one_flow_one_result.py",
     "runtimes/generating/", "runtimes/hybrid/", "runtimes/test_numbers.py", "runtimes/test_session.py",
 ))  # fmt: skip
-settings.register_profile("suite", deadline=None, max_examples=50)
+settings.register_profile("suite", deadline=None, max_examples=35)
 settings.load_profile("suite")
 
 

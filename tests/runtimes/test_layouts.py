@@ -68,7 +68,6 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
     run_in_ranks(
         [
             workshop.tree("pooled", **merged(RECOMPUTED, pooled), **ranks),
-            workshop.tree("selected", **merged(SELECTED, {"rollout": {"tensor": 2}}), **ranks),
             workshop.tree("served", **merged(RECOMPUTED, served), **ranks),
         ],
         2,
@@ -76,7 +75,13 @@ def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) 
     alone = trace(workshop.run("alone", **RECOMPUTED))
     assert_same(trace(workshop.folder / "served"), alone)
     assert_same(trace(workshop.folder / "pooled"), alone)
-    assert_same(trace(workshop.folder / "selected"), trace(workshop.run("alone-selected", **SELECTED)))
+
+
+@pytest.mark.soak  # `hybrid/test_layouts.py` has the same with Ray.
+def test_joint_decoding_selects_the_rows_of_a_single_process(workshop: Workshop) -> None:
+    ranks = {"runtime": "distributed", "workers": 2}
+    run_in_ranks([workshop.tree("selected", **merged(SELECTED, {"rollout": {"tensor": 2}}), **ranks)], 2)
+    assert_same(trace(workshop.folder / "selected"), trace(workshop.run("alone", **SELECTED)))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ def runtime(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"runtime": request.param, **RUNTIMES.get(request.param, {"workers": 2})}
 
 
+@pytest.mark.parametrize(
+    "runtime", ["eager", pytest.param("distributed", marks=pytest.mark.soak), "streaming", "hybrid"], indirect=True
+)
 def test_nan_update_names_token_and_replay_reproduces_it(workshop: Workshop, runtime: dict[str, Any]) -> None:
     with pytest.raises(UserError) as caught:
         train(workshop.config("nan", flow=FLOW, trainer={"steps": 3}, **runtime))
