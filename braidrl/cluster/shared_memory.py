@@ -21,3 +21,13 @@ def machine() -> str:
     about = os.stat(shared_folder())
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.is_file() else os.uname().nodename} {about.st_dev} {about.st_ino}"
+
+
+def write_at(handle: int, data: memoryview, start: int) -> None:
+    """Write all bytes at a place of an open file. Raises OSError if the memory or disk is full.
+
+    Not through a mapping: that first fills every page with zeros, and full memory then ends the process by SIGBUS.
+    """
+    while data:
+        written = os.pwrite(handle, data, start)
+        data, start = data[written:], start + written

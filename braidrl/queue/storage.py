@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from braidrl.cluster.shared_memory import PREFIX, shared_folder
+from braidrl.cluster.shared_memory import PREFIX, shared_folder, write_at
 from braidrl.data.messages import Frame, join, laid_out, split
 from braidrl.errors import UserError
 
@@ -112,12 +112,9 @@ class Segments(StorageBackend):
         name = self.next_name()
         handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
-            # Not through a mapping: that first fills every page with zeros, and full memory then ends the process by SIGBUS.
             os.ftruncate(handle, size)
             for start, piece in pieces:
-                written = 0
-                while written < piece.nbytes:
-                    written += os.pwrite(handle, piece[written:], start + written)
+                write_at(handle, piece, start)
         except BaseException as error:
             self.unlink([name])
             if isinstance(error, OSError):

@@ -10,18 +10,21 @@ In shared memory the file is unlinked once it is complete: it disappears with th
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from braidrl.cluster.shared_memory import machine, shared_folder
+from braidrl.cluster.shared_memory import machine, shared_folder, write_at
 from braidrl.cluster.world import Ranks
+from braidrl.weights.boxes import Box
 from braidrl.weights.publisher import PublishedEngine, TransferVolume
 from braidrl.weights.reshard_plan import gather_shard_index, shared_blocks
 from braidrl.weights.shards import Parts, WeightPart, check_parts, full_parts
@@ -33,8 +36,13 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The names of an adapter's files in its folder, which are peft's."""
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The safetensors names of dtypes."""
+DTYPES = {name: dtype for dtype, name in TYPES.items()}
+METADATA = "__metadata__"
+"""The header's entry with other names of tied tensors."""
 WORD = 8
-"""Bytes of the length at the start of the file; the header is padded to a multiple of it."""
+"""Bytes of the length at the start of the file."""
+ALIGNED = 64
+"""Where tensors begin, as in memory of torch's own, if their sizes are multiples of this; the header is padded to one."""
 
 
 class WeightFile:
@@ -49,12 +57,21 @@ class WeightFile:
         """True if the file holds the adapters of a model alone."""
 
     def parts(self) -> dict[str, WeightPart]:
-        """Return the tensors as parts that are backed by the file."""
-        with safe_open(self.path, "pt") as file:
-            names = {name: [name] for name in file.keys()}  # noqa: SIM118
-            for name, same in (file.metadata() or {}).items():
-                names[same].append(name)
-            return {name: WeightPart(every, file.get_tensor(name)) for name, every in names.items()}
+        """Return the tensors as parts in one mapping of the file: what is written to them is this process's own, and the file stays."""
+        with open(self.path, "rb") as file:
+            header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(WORD), "little")))
+            begin = file.tell()
+        # Not by safetensors, which makes a storage of each tensor: those that the decoder joins must share one.
+        content = torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
+        names = {name: [name] for name in header if name != METADATA}
+        for name, same in header.get(METADATA, {}).items():
+            names[same].append(name)
+        parts = {}
+        for name, every in names.items():
+            (start, end), dtype = header[name]["data_offsets"], DTYPES[header[name]["dtype"]]
+            tensor = content[begin + start : begin + end].view(dtype).view(header[name]["shape"])
+            parts[name] = WeightPart(every, tensor)
+        return parts
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, a tied one under each of its names; the file is read lazily."""
@@ -107,12 +124,12 @@ class WeightWriter:
         others = {other: first for first, part in known.tensors.items() for other in part.names if other != first}
         self.repeated = others if repeat else {}
         """The other names of tied tensors that are stored under every name, and the first."""
-        self.header: dict[str, Any] = {"__metadata__": others} if others and not repeat else {}
+        self.header: dict[str, Any] = {METADATA: others} if others and not repeat else {}
         """The file's header: the bytes of each tensor in `tensors`, counted from its end."""
         self.tensors, self.size = {name: part.local for name, part in known.tensors.items()}, 0
-        self.tensors |= {name: self.tensors[same] for name, same in self.repeated.items()}
-        # By descending element size, so that each is aligned.
-        for name, tensor in sorted(self.tensors.items(), key=lambda one: (-one[1].itemsize, one[0])):
+        stored = self.tensors | {name: self.tensors[same] for name, same in self.repeated.items()}
+        # By descending element size, so that each is aligned; else in the model's order: a decoder joins neighbours without a copy.
+        for name, tensor in sorted(stored.items(), key=lambda one: -one[1].itemsize):
             start, self.size = self.size, self.size + tensor.nbytes
             offsets = [start, self.size]
             self.header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
@@ -134,20 +151,16 @@ class WeightWriter:
             path = self._create(made, named)
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                # The file's tensors are mapped while any of them is alive.
-                size = os.fstat(handle).st_size
-                content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size, dtype=torch.uint8)
-                body = content[size - self.size :]
-                tensors = {
-                    name: body[slice(*self.header[name]["data_offsets"])].view(tensor.dtype).view(tensor.shape)
+                begin, failed = os.fstat(handle).st_size - self.size, list[OSError]()
+                starts: dict[str, list[int]] = {name: [] for name in self.tensors}
+                for name in self.header.keys() - {METADATA}:
+                    starts[self.repeated.get(name, name)].append(begin + self.header[name]["data_offsets"][0])
+                into = {
+                    name: FilePart([name], tensor, handle=handle, starts=starts[name], failed=failed)
                     for name, tensor in self.tensors.items()
                 }
-                self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
-                self.ranks.all_gather("blocks of other ranks", None)
-                if self.repeated:
-                    for name, same in self.repeated.items() if self.is_leader else ():
-                        tensors[name].copy_(tensors[same])
-                    self.ranks.all_gather("tied tensors of the weight file", None)
+                self.transfer.run(parts, into)
+                self._gather("blocks of other ranks", said_of(failed[0], path) if failed else {})
             except BaseException:
                 os.close(handle)
                 raise
@@ -155,14 +168,13 @@ class WeightWriter:
                 # The folder is removed, so the file is unlinked; it lives while it is open.
                 return WeightFile(f"/proc/{os.getpid()}/fd/{handle}", lambda: os.close(handle))
             os.close(handle)
-            remove = made.pop_all().close
-        return WeightFile(path, remove if named is None else lambda: path.unlink(missing_ok=True))
+            return WeightFile(path, made.pop_all().close)
 
     def _create(self, made: ExitStack, named: Path | None) -> Path:
         """Create the file on each machine's leader, with its header and space for all tensors; return this machine's path."""
         said, for_servers = dict[str, Any](), self.in_folder and self.adapter is None
         header = json.dumps(self.header).encode()
-        header += b" " * (-len(header) % WORD)
+        header += b" " * (-(WORD + len(header)) % ALIGNED)
         header = len(header).to_bytes(WORD, "little") + header
         try:
             if self.is_leader:
@@ -174,27 +186,71 @@ class WeightWriter:
                     named = Path(folder) / (WEIGHTS if self.adapter is None else ADAPTER)
                     if self.adapter is not None:
                         (Path(folder) / ADAPTER_CONFIG).write_text(self.adapter)
-                elif self.in_folder:
-                    named.parent.mkdir(mode=0o755)
+                else:
+                    if self.in_folder:
+                        named.parent.mkdir(mode=0o755)
+                    made.callback(remove_version, named)
                 said = {"path": str(named)}
                 mode, flags = 0o644 if for_servers else 0o600, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
                 handle = os.open(named, flags, mode)
                 try:
-                    # Allocate all pages now: a write to a mapped page without memory would kill the process by SIGBUS.
-                    os.posix_fallocate(handle, 0, len(header) + self.size)
-                    os.pwrite(handle, header, 0)
-                except OSError:
-                    os.unlink(named)
-                    raise
+                    write_at(handle, memoryview(header), 0)
+                    os.truncate(handle, len(header) + self.size)
                 finally:
                     os.close(handle)
         except OSError as error:
-            said = {"number": error.errno, "error": f"{error.filename or named or self.within}: {error.strerror}"}
-        of_all = self.ranks.all_gather("creation of the weight file", said)
+            said = said_of(error, named or self.within)
+        return Path(self._gather("creation of the weight file", said)[self.leader]["path"])
+
+    def _gather(self, purpose: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank says. Raises OSError if one says an error."""
+        of_all = self.ranks.all_gather(purpose, said)
         for failed in of_all:
             if "error" in failed:
                 raise OSError(failed["number"], failed["error"])
-        return Path(of_all[self.leader]["path"])
+        return of_all
+
+
+def remove_version(path: Path) -> None:
+    """Remove the named file of a version, if it is there, and the folder that was made for servers."""
+    path.unlink(missing_ok=True)
+    if path.name == WEIGHTS and path.parent.is_dir():
+        path.parent.rmdir()
+
+
+def said_of(error: OSError, path: Path | None) -> dict[str, Any]:
+    """Return an error as a message to other ranks."""
+    return {"number": error.errno, "error": f"{error.filename or path}: {error.strerror}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart(WeightPart):
+    """A tensor in an open file, which a transfer fills."""
+
+    handle: int
+    starts: Sequence[int]
+    """The byte at which it starts under each of its names."""
+    failed: list[OSError]
+    """Errors: the rank goes on, because others exchange blocks with it."""
+
+    def put(self, block: Tensor, box: Box) -> None:
+        """Write a block of the tensor."""
+        data = block.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        # The block is a run of bytes for each place along the dimensions before the last one that it covers in part.
+        cut = max((axis for axis, size in enumerate(self.shape) if box.sizes[axis] < size), default=0)
+        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        run = prod(box.sizes[cut:]) * block.itemsize
+        ranges = [
+            range(at, at + (size if axis < cut else 1))
+            for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True))
+        ]
+        try:
+            for number, place in enumerate(product(*ranges)):
+                at = sum(map(mul, place, strides)) * block.itemsize
+                for start in self.starts:
+                    write_at(self.handle, data[number * run : (number + 1) * run], start + at)
+        except OSError as error:
+            self.failed.append(error)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, OfferedWeights
+from braidrl.weights.file import ALIGNED, WeightFile
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import PublishedEngine, TransferVolume, WeightSource, check_shapes
 from braidrl.weights.reshard_plan import gather_shard_index
@@ -57,7 +58,7 @@ class EngineWeights:
     @torch.no_grad()
     def refresh(self, source: WeightSource | None = None) -> None:
         """Load the tensors of `source`, if any. Raises ValueError, before any change, if they are not exactly the model's."""
-        targets = self.model.state_dict()
+        targets = self.model.state_dict(keep_vars=True)
         shapes = {name: tensor.shape for name, tensor in targets.items()}
         if isinstance(source, OfferedWeights):
             with source.asked(1) as notice:
@@ -68,7 +69,17 @@ class EngineWeights:
             given = dict(source.tensors())
             check_shapes({name: tensor.shape for name, tensor in given.items()}, shapes)
             for name, tensor in given.items():
-                targets[name].copy_(tensor)
+                own = targets[name]
+                # A file's pages, which nobody changes, are the weights themselves where the tensor could be torch's own.
+                if isinstance(source, WeightFile) and is_alike(own, tensor):
+                    own.data = tensor
+                else:
+                    own.copy_(tensor)
+
+
+def is_alike(own: Tensor, given: Tensor) -> bool:
+    """Return whether a mapped tensor can replace a module's: on a CPU, of its type, and aligned as torch aligns memory."""
+    return own.device == given.device and own.dtype == given.dtype and given.data_ptr() % ALIGNED == 0
 
 
 class GenerationWeights:

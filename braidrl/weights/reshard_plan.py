@@ -11,6 +11,7 @@ that ranks hold and want cut a tensor into cells. A rank copies the cells that i
 round-robin. Pure functions of the two layouts, which the shard index describes: per rank a line for all tensors with the same block.
 """
 
+import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from braidrl.data.messages import pack_message, unpack_message
 from braidrl.weights.boxes import Box
 from braidrl.weights.shards import WeightPart
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""A number in a tensor's name, such as that of its layer."""
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Blocks = Sequence[tuple[int, Box]]
@@ -64,10 +67,12 @@ class ShardIndex:
 
     ranks: Sequence[Sequence[Tensors]]
     machines: Sequence[str]
+    order: Sequence[str] = ()
+    """The names without numbers, in the model's order."""
 
     @cached_property
     def tensors(self) -> dict[str, WeightPart]:
-        """The full tensors by name, on the meta device with all of their names, layer by layer in an order that is equal on all ranks."""
+        """The full tensors by name, on the meta device with all of their names: layer by layer, in the model's order, on every rank."""
         found: dict[str, WeightPart] = {}
         every = dict.fromkeys((said.names, said.shape, said.dtype) for own in self.ranks for said in own)
         for text, shape, dtype in every:
@@ -75,7 +80,12 @@ class ShardIndex:
                 if first not in found:
                     found[first] = WeightPart([first], torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
                 found[first].names.extend(name for name in others if name not in found[first].names)
-        return dict(sorted(found.items(), key=lambda one: [int(n) for n in one[0].split(".") if n.isdecimal()]))
+        places = {name: place for place, name in enumerate(self.order)}
+
+        def place_of(name: str) -> tuple[list[int], int]:
+            return [int(number) for number in NUMBER.findall(name)], places.get(NUMBER.sub("", name), 0)
+
+        return {name: found[name] for name in sorted(found, key=place_of)}
 
     def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
         """Return groups of tensors that are sharded alike, here and in `wanted`. Raises ValueError if a wanted one is on no rank."""
@@ -117,16 +127,18 @@ def names_in(text: bytes) -> list[list[str]]:
 
 def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
     """Gather the shard index of all ranks; each passes its own parts at the same time."""
+    order = list(dict.fromkeys(NUMBER.sub("", name) for name in parts))
     about = ((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
-    message = bytearray(pack_message((machine, describe(about))))
+    message = bytearray(pack_message((machine, order, describe(about))))
     of_all: list[Any] = [message]
     if ranks.group is not None:
         with ranks.meeting("shard index of the weights"):
             of_all = all_gather_bytes(message, ranks.group)
     # Replicas send equal messages, which are parsed once.
     messages = [bytes(one) for one in of_all]
-    read = {one: unpack_message(one, tuple[str, list[Tensors]]) for one in dict.fromkeys(messages)}
-    return ShardIndex([read[one][1] for one in messages], [read[one][0] for one in messages])
+    read = {one: unpack_message(one, tuple[str, list[str], list[Tensors]]) for one in dict.fromkeys(messages)}
+    machines, orders, tensors = zip(*(read[one] for one in messages), strict=True)
+    return ShardIndex(tensors, machines, list(dict.fromkeys(name for order in orders for name in order)))
 
 
 class MovedBlock(NamedTuple):

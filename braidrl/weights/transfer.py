@@ -157,7 +157,7 @@ class WeightTransfer:
             self.traffic.stayed += size
             for piece in box.divided(-(-size // LIMIT_BYTES)) if source.local.is_cuda else [box]:
                 block = source.block(piece)
-                if block.is_cuda and target.tensor.device.type == "cpu":
+                if block.is_cuda and target.tensor.device.type != "cuda":
                     # Copy by way of pinned memory, whose pages torch keeps for the next block.
                     block = torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block)
                 target.put(block, piece)

@@ -247,6 +247,8 @@ class EmbeddedEngine(SteppingEngine):
             EngineWeights(self.model).refresh(source)
         except TransferError as error:
             raise EngineError(str(error)) from error
+        if self._native is not None:
+            self._native.refresh()
         self._prompts.prefixes.clear()
         self.version = version
 

@@ -21,7 +21,7 @@ from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config
 from braidrl.engines.factory import file_writer, is_collective, transport_of
 from braidrl.weights.collective import OfferedWeights, WeightOffer
-from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter
+from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter, remove_version
 from braidrl.weights.shards import Parts, snapshot
 
 WeightLocation = dict[str, Any]
@@ -43,16 +43,13 @@ def free(places: Collection[WeightLocation]) -> None:
     """Remove files of versions that no engine loads any more; on other machines the ranks that wrote them remove them."""
     for place in places:
         if place["path"]:
-            path = Path(place["path"])
-            path.unlink(missing_ok=True)
-            if path.name == WEIGHTS and path.parent.is_dir():
-                path.parent.rmdir()
+            remove_version(Path(place["path"]))
 
 
 def remove_weights(run: str, folder: Path | None = None) -> None:
     """Remove a run's remaining version files on this machine."""
     for path in (folder or shared_folder()).glob(f"{PREFIX}{run}-weights*"):
-        free([{"path": str(path / WEIGHTS if path.is_dir() else path)}])
+        remove_version(path / WEIGHTS if path.is_dir() else path)
 
 
 class VersionWriter:
@@ -116,8 +113,8 @@ class VersionWriter:
         """Free versions that no engine loads any more, and their files on this machine."""
         for number in numbers:
             file = self._files.pop(number, None)
-            if file is not None and self.writer is not None and self.writer.is_leader:
-                free([{"path": str(file.path)}])
+            if file is not None:
+                file.close()
             if self.offer is not None:
                 self.offer.forget(number)
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, parse_config
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.queue.owner import Owner, remove_run
 from braidrl.runtimes.streaming.weights import (
     VersionWriter,
@@ -31,7 +32,7 @@ from braidrl.weights.file import WeightFile, WeightWriter
 from braidrl.weights.in_place import EngineWeights
 from braidrl.weights.reshard_plan import ShardIndex, describe, plan_moves, shared_blocks
 from braidrl.weights.shards import WeightPart, weight_parts
-from tests.tiny import MODELS
+from tests.tiny import MODELS, TOKENIZER
 
 
 @pytest.fixture
@@ -193,3 +194,27 @@ def test_weight_file_needs_no_second_host_copy(owner: Owner) -> None:
         assert len(pointers) <= len(parts) and not pointers & {
             p.local.untyped_storage().data_ptr() for p in parts.values()
         }
+
+
+def test_a_mapped_file_is_the_engines_weights() -> None:
+    """The engine's tensors are the file's pages, joined ones too; they outlive the file, and writes to them do not change it."""
+    trainer, own = model("llama", 1), model("llama", 2)
+    engine = EmbeddedEngine(own, TOKENIZER, slots=2, max_sequence_tokens=32)
+    parts = weight_parts(trainer)
+    writer = WeightWriter(parts, Ranks())
+    with closing(writer.write(parts)) as file:
+        engine.publish(1, file)
+        with open(file.path, "rb") as pages:
+            before = pages.read()
+        with torch.no_grad():
+            own.model.norm.weight.add_(1)
+        with open(file.path, "rb") as pages:
+            assert pages.read() == before
+        engine.publish(2, file)
+    where = {parameter.untyped_storage().data_ptr() for parameter in own.parameters()}
+    assert len(where) == 1
+    for name, tensor in trainer.state_dict().items():
+        torch.testing.assert_close(own.state_dict()[name], tensor, rtol=0, atol=0)
+    with closing(writer.write(parts)) as file:
+        engine.publish(3, file)
+    assert {parameter.untyped_storage().data_ptr() for parameter in own.parameters()}.isdisjoint(where)
