@@ -6,7 +6,8 @@
 
 Every turn is a run of `braid train`: the medians of its steps, of the seconds that the trainer takes to write a version and those that
 the engine waits for it, and the peak of shared memory and of the memory of all processes (each page counted once), over the model's
-bytes. The first step is left out, because processes warm up in it.
+bytes. The first step is left out, because processes warm up in it. One more run of each policy, whose seconds do not count, adds up the
+bytes that trainer and engine copy in host memory for a version (`counted/sitecustomize.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import psutil
 from benchmarks.streaming.rate import ROOT, tree_of
 
 WIDTH, LAYERS = 1024, 10
+COUNTING = Path(__file__).parent / "counted"
 SECONDS = {"engine_waits_s": "weights/actor/update_seconds", "trainer_writes_s": "weights/actor/write_seconds"}
 SETTINGS = """
     flow=grpo runtime=streaming device=cpu dtype=float32 threads=1 data.train=train.jsonl reward.verify=exact output=runs model=model
@@ -33,37 +35,63 @@ SETTINGS = """
 """
 
 
-def memory_of(run: psutil.Process) -> tuple[int, int]:
-    """Return the bytes of shared memory, and those of all processes of a run."""
+def memory_of(run: psutil.Process) -> int:
+    """Return the bytes of memory of all processes of a run, each page once."""
     total = 0
     for process in (run, *run.children(recursive=True)):
         try:
             total += process.memory_full_info().pss
         except psutil.Error:  # it has ended
             continue
-    return sum(path.stat().st_size for path in Path("/dev/shm").glob("braid-*") if path.is_file()), total
+    return total
 
 
-def measured(tree: Path, folder: Path, steps: int, size: int) -> dict[str, float]:
-    """Run one version of the package, and return its figures."""
-    command = [sys.executable, "-m", "braidrl.cli", "train", *SETTINGS.split(), f"trainer.steps={steps + 1}"]
+def used_shared_memory() -> int:
+    """Return the bytes of all files in shared memory, also of those without a name."""
+    about = os.statvfs("/dev/shm")
+    return (about.f_blocks - about.f_bfree) * about.f_frsize
+
+
+def measured(
+    tree: Path, folder: Path, steps: int, size: int, policy: str = "end", counts: Path | None = None
+) -> dict[str, float]:
+    """Run one version of the package, and return its figures; or those of copies alone, of which every process tells in `counts`."""
+    settings = [*SETTINGS.split(), f"trainer.steps={steps + 1}", f"streaming.weights={policy}"]
+    command = [sys.executable, "-m", "braidrl.cli", "train", *settings]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    peak = [0, 0]
+    if counts is not None:
+        counts.unlink(missing_ok=True)
+        environment |= {"BRAID_COUNTED": str(counts), "PYTHONPATH": f"{COUNTING}:{tree}"}
+    peak, held = [0, 0], used_shared_memory()
     with (folder / "said.txt").open("w+") as said:
         run = psutil.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said)
         while run.poll() is None:
-            peak = [max(*pair) for pair in zip(peak, memory_of(run), strict=True)]
+            peak = [max(peak[0], used_shared_memory() - held), max(peak[1], memory_of(run))]
             time.sleep(0.02)
         said.seek(0)
         lines = said.read().splitlines()
         if run.returncode:
             sys.exit("\n".join(lines[-20:]))
+    if counts is not None:
+        return copies_in(counts, size)
     metrics = [json.loads(line) for line in (folder / lines[0] / "metrics.jsonl").read_text().splitlines()][1:]
     found: dict[str, Any] = {
         name: statistics.median(step[key] for step in metrics if step.get(key) is not None)
         for name, key in SECONDS.items()
     }
     return found | {"shared_memory_models": peak[0] / size, "memory_models": peak[1] / size}
+
+
+def copies_in(counts: Path, size: int) -> dict[str, float]:
+    """Return how many times the model's bytes are copied for one version: by the trainer that writes it, and by the engine."""
+    calls = [json.loads(line) for line in counts.read_text().splitlines()]
+    versions = {kind: sum(call["kind"] == kind for call in calls) for kind in ("write", "load")}
+
+    def models(*kinds: str) -> float:
+        copied = sum(call["torch"] + call["system"] for call in calls if call["kind"] in kinds)
+        return copied / versions[kinds[0]] / size
+
+    return {"trainer_copies_models": models("write"), "engine_copies_models": models("load", "receive")}
 
 
 def main() -> None:
@@ -92,6 +120,10 @@ def main() -> None:
             for version, tree in trees.items():
                 found[version].append(measured(tree, folder, arguments.steps, size))
                 print(version, json.dumps(found[version][-1]), flush=True)
+        for policy in ("end", "delayed"):
+            for version, tree in trees.items():
+                copies = measured(tree, folder, 2, size, policy, folder / "counts.jsonl")
+                print(version, policy, json.dumps(copies), flush=True)
     middle = {
         v: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]} for v, turns in found.items()
     }
