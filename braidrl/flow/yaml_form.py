@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from braidrl.config.reading import found_beside
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError, located, suggest
 from braidrl.flow.flow import Flow
 from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 from braidrl.flow.stages import make_stage
@@ -70,10 +70,8 @@ def from_yaml(source: str | Path) -> Flow:
     for number, stage in enumerate(tree["stages"], 1):
         name = isinstance(stage, Mapping) and (stage.get("id") or stage.get("type"))
         stages.append(_read_stage(stage, f"{place}: stage {number}" + (f" ({name})" if name else ""), folder))
-    try:
+    with located(place):
         return Flow(tree["flow"], stages)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
 
 
 def to_yaml(flow: Flow) -> str:
@@ -109,12 +107,10 @@ def _read_stage(tree: Any, place: str, folder: Path) -> Stage:
     after = [given] if isinstance(given, str) else given or []
     if not isinstance(after, list) or not all(isinstance(name, str) for name in after):
         raise UserError(f"{place}: after must be a list of stages, as in `after: [reward.verify]`, got {given!r}")
-    try:
+    with located(place):
         times = When(**{WHEN_KEYS[key]: value for key, value in when.items()})
         name = relative_to(folder, tree["type"])
         return make_stage(name, tree.get("role"), params, id=tree.get("id"), when=times, after=after)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
 
 
 def _mapping(tree: Any, known: Collection[str], place: str) -> dict[str, Any]:
