@@ -15,6 +15,7 @@ stages:
 current folder.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from braidrl.flow.flow import Flow
 from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 from braidrl.flow.stages import make_stage
 from braidrl.importing import relative_to
-from braidrl.parsing import parse_yaml, read_text
+from braidrl.parsing import parse_yaml, read_text, texts_and_numbers
 
 FLOW_KEYS = ("flow", "stages")
 STAGE_KEYS = ("id", "role", "type", "params", "after", "when")
@@ -96,6 +97,9 @@ def _read_stage(tree: Any, place: str, folder: Path) -> Stage:
     for key, kind in (("id", str), ("role", str), ("type", str), ("params", Mapping)):
         if tree.get(key) is not None and not isinstance(tree[key], kind):
             raise UserError(f"{place}: {key} must be a {'mapping' if kind is Mapping else 'text'}, got {tree[key]!r}")
+    for key, value in texts_and_numbers(tree):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{place}: {key} must be a finite number, got {value}")
     if not tree.get("type"):
         raise UserError(f"{place}: the stage has no type, as in `type: generate`")
     params = found_beside(folder, tree.get("params") or {}, "params")
