@@ -7,6 +7,7 @@ import resource
 import shutil
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ def limit_reached(error: BaseException) -> str:
             if words in str(found) or (no_memory and "ulimit -v" in what):
                 return f"this process may have no more {what}: {first_line(found)}; raise the limit"
     return ""
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Put a place before the message of any UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def first_line(error: BaseException) -> str:

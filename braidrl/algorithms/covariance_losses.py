@@ -93,8 +93,9 @@ def covariance_histogram(
 
 
 @shapes.register(
-    writes=["high_covariance"], scope="batch", sums=covariance_histogram, needs=Needs({"fraction": (0, 1)})
-)
+    writes=["high_covariance"], scope="batch", sums=covariance_histogram,
+    needs=Needs({"fraction": (0, 1), "low": (-math.inf, math.inf), "high": (-math.inf, math.inf)}),
+)  # fmt: skip
 def highest_covariance(
     covariance: Ragged, *, fraction: float, low: float | None = None, high: float | None = None,
     totals: dict[str, Tensor],

@@ -82,7 +82,7 @@ class Entry:
             if (is_number(known[name]) or name in self.needs.limits) and not (value is None or is_number(value)):
                 raise ValueError(f"{self.name}: {name} must be a number, got {value!r}")
         for name in self.required:
-            if name not in given:
+            if given.get(name) is None:
                 raise ValueError(f"{self.name} needs the setting {name!r}")
         for name, (least, greatest) in self.needs.limits.items():
             value = given.get(name)

@@ -28,11 +28,14 @@ from braidrl.config.section import (
 )
 from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
 
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+"""A number of processes."""
+
 
 class StreamingConfig(Section):
     """Settings of the streaming runtime. Without staleness none of them changes the result of a run."""
 
-    workers: dict[str, int] = {}
+    workers: dict[str, Processes] = {}
     """Processes by worker group: `actor.generate`, and each role that infers or trains. The default is 1, or as many as the role's
     layout needs. Checks and computations run with generation and training."""
     dispatch_rows: int = Field(16, ge=1, le=MOST_ROWS)
@@ -53,13 +56,6 @@ class StreamingConfig(Section):
     """Seconds without progress after which a worker's rows are given to another worker."""
     wait_s: float = Field(5.0, gt=0, le=MOST_S)
     """Seconds after which an idle worker asks for work again."""
-
-    @field_validator("workers")
-    @classmethod
-    def _positive(cls, value: dict[str, int]) -> dict[str, int]:
-        if not all(1 <= count <= MOST_PROCESSES for count in value.values()):
-            raise ValueError(f"a worker group has at least one process, and at most {MOST_PROCESSES}")
-        return value
 
 
 class PoolConfig(Section):

@@ -20,7 +20,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import chain, islice
 from multiprocessing.util import Finalize
@@ -40,7 +40,7 @@ from braidrl.data.conversions import CONVERSIONS
 from braidrl.data.records import place, quiet
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
-from braidrl.errors import UserError, no_room
+from braidrl.errors import UserError, located, no_room
 
 RESPONSES = ("response", "rejected")
 BATCH = 512
@@ -281,7 +281,7 @@ def rows_of(
         facts.read += len(batch)
         texts = []
         for example in batch:
-            with located(path, example):
+            with located(place(path, example.line)):
                 texts.append(template.with_arguments(example.arguments).render(example.prompt, example.tools))
                 if example.tools and facts.tools_unread is None and not template.shows_tools:
                     facts.tools_unread = example.line
@@ -295,7 +295,7 @@ def rows_of(
             if len(ids) > limit:
                 continue
             row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
-            with located(path, example):
+            with located(place(path, example.line)):
                 answers = [answer for answer in (example.response, example.rejected)[:given] if answer is not None]
                 responses = template.encode_given(example, answers)
             for name, response in zip(RESPONSES, responses, strict=False):
@@ -310,12 +310,3 @@ def rows_of(
         raise UserError(
             f"{path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; the shortest has {facts.shortest} tokens"
         )
-
-
-@contextmanager
-def located(path: Path, example: Example) -> Iterator[None]:
-    """Add an example's location to any UserError."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{place(path, example.line)}: {error}") from None

@@ -32,7 +32,7 @@ from braidrl.data.records import (
     read_objects,
     whole_text,
 )
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError, located, suggest
 from braidrl.parsing import texts_and_numbers
 
 Prompt = str | list[ChatMessage]
@@ -292,10 +292,8 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
         if isinstance(message.get("from"), str) and "role" not in message:
             role, said = message["from"], message.get("value")
             message = {"role": SHAREGPT.get(role, role), "content": said}
-        try:
+        with located(f"{where}: message {number} of {field!r}"):
             found = normal_message(message)
-        except UserError as error:
-            raise UserError(f"{where}: message {number} of {field!r}: {error}") from None
         if message.get("content") is None and not found.get("tool_calls"):
             found.pop("content")
         content = found.get("content")

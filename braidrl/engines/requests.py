@@ -206,11 +206,12 @@ def draw_arguments(request: Request, seed: int) -> dict[str, str]:
 
 def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
     """Invert `draw_arguments`. Raises ValueError for a request that Braid did not make."""
-    if not arguments or ARGUMENT not in arguments:
+    try:
+        return msgspec.json.decode((arguments or {}).get(ARGUMENT, ""), type=Draws)
+    except (TypeError, msgspec.DecodeError):
         raise ValueError(
             "this engine draws tokens for Braid alone: ask it through `braid train` with rollout.engine=http"
-        )
-    return msgspec.json.decode(arguments[ARGUMENT], type=Draws)
+        ) from None
 
 
 def rows_to_begin(

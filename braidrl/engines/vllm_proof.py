@@ -17,12 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from braidrl.engines.engine import EngineSpec
 from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response, SamplingParams
-from braidrl.errors import first_line
 from braidrl.training.decoders.body import ForwardPlan
-from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance, packed_log_probs
+from braidrl.training.decoders.proof import BOUND, Finding, Twin, distance, packed_log_probs
 from braidrl.weights.publisher import ModelWeights
 
-NAME = "vLLM equals trainer, also after an update"
 WIDTH = 64
 """Width of the twin's heads: vLLM's kernels for CPUs need 32 or more, and twice as many where some layers have wider ones."""
 TOKENS = 16
@@ -31,9 +29,10 @@ LIMIT_S = 600.0
 
 def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding:
     """Generate with vLLM, of the interpreter `python` or this one, from two versions of a twin's weights; compare log-probs with ours."""
-    twins = [Twin(config, seed, head_width=WIDTH) for seed in (0, 1)]
-    prompts = [row[: max(1, len(row) // 2)] for row in twins[0].rows]
-    try:
+
+    def greatest_gap() -> tuple[float, float]:
+        twins = [Twin(config, seed, head_width=WIDTH) for seed in (0, 1)]
+        prompts = [row[: max(1, len(row) // 2)] for row in twins[0].rows]
         models = [twin.model(plan) for twin in twins]
         with tempfile.TemporaryDirectory() as folder:
             # A Hugging Face directory, with a tokenizer of one word per id.
@@ -48,9 +47,9 @@ def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding
             with torch.no_grad():
                 expected = [each[-TOKENS:] for each in packed_log_probs(model, rows)]
             gaps.append(distance([response.log_probs for response in responses], expected))
-        return Finding(NAME, max(gaps), BOUND)
-    except FAILURES as error:
-        return Finding(NAME, float("inf"), BOUND, first_line(error))
+        return max(gaps), BOUND
+
+    return Finding.of("vLLM equals trainer, also after an update", greatest_gap)
 
 
 async def drawn(folder: str, versions: list[Any], prompts: list[Tensor], python: Path | None) -> list[list[Response]]:

@@ -89,8 +89,6 @@ class GroupSelector:
     """Numbers of kept and of decided groups in the previous batch; None in the first."""
 
     def __post_init__(self) -> None:
-        if self.target < 1 or self.epoch_groups < 1:
-            raise ValueError(f"a batch and an epoch have at least one group, got {self.target} and {self.epoch_groups}")
         if self.surplus == "keep" and self.max_staleness < 1:
             raise UserError(
                 "trainer.surplus=keep trains surplus groups one version late, which trainer.max_staleness=0 forbids; "

@@ -15,6 +15,7 @@ stages:
 current folder.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,12 +24,12 @@ from typing import Any
 import yaml
 
 from braidrl.config.reading import found_beside
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError, located, suggest
 from braidrl.flow.flow import Flow
 from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 from braidrl.flow.stages import make_stage
 from braidrl.importing import relative_to
-from braidrl.parsing import parse_yaml, read_text
+from braidrl.parsing import parse_yaml, read_text, texts_and_numbers
 
 FLOW_KEYS = ("flow", "stages")
 STAGE_KEYS = ("id", "role", "type", "params", "after", "when")
@@ -70,10 +71,8 @@ def from_yaml(source: str | Path) -> Flow:
     for number, stage in enumerate(tree["stages"], 1):
         name = isinstance(stage, Mapping) and (stage.get("id") or stage.get("type"))
         stages.append(_read_stage(stage, f"{place}: stage {number}" + (f" ({name})" if name else ""), folder))
-    try:
+    with located(place):
         return Flow(tree["flow"], stages)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
 
 
 def to_yaml(flow: Flow) -> str:
@@ -98,6 +97,9 @@ def _read_stage(tree: Any, place: str, folder: Path) -> Stage:
     for key, kind in (("id", str), ("role", str), ("type", str), ("params", Mapping)):
         if tree.get(key) is not None and not isinstance(tree[key], kind):
             raise UserError(f"{place}: {key} must be a {'mapping' if kind is Mapping else 'text'}, got {tree[key]!r}")
+    for key, value in texts_and_numbers(tree):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{place}: {key} must be a finite number, got {value}")
     if not tree.get("type"):
         raise UserError(f"{place}: the stage has no type, as in `type: generate`")
     params = found_beside(folder, tree.get("params") or {}, "params")
@@ -109,12 +111,10 @@ def _read_stage(tree: Any, place: str, folder: Path) -> Stage:
     after = [given] if isinstance(given, str) else given or []
     if not isinstance(after, list) or not all(isinstance(name, str) for name in after):
         raise UserError(f"{place}: after must be a list of stages, as in `after: [reward.verify]`, got {given!r}")
-    try:
+    with located(place):
         times = When(**{WHEN_KEYS[key]: value for key, value in when.items()})
         name = relative_to(folder, tree["type"])
         return make_stage(name, tree.get("role"), params, id=tree.get("id"), when=times, after=after)
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
 
 
 def _mapping(tree: Any, known: Collection[str], place: str) -> dict[str, Any]:

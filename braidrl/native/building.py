@@ -42,6 +42,12 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
         "gradient": [None, *[POINTER] * 2, FLOAT, *[POINTER] * 4, *[LONG] * 2, INT],
         "accumulate": [None, *[POINTER] * 2, LONG, INT],
     },
+    "decode": {
+        "add_norm": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],
+        "gated": [None, *[POINTER] * 2, *[LONG] * 2, INT],
+        "attend": [INT, *[POINTER] * 3, FLOAT, *[POINTER] * 6, *[LONG] * 4, FLOAT, INT],
+        "draw": [None, *[POINTER] * 7, *[LONG] * 2, INT],
+    },
     "layers": {
         "norm_forward": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],
         "norm_backward": [None, *[POINTER] * 6, *[LONG] * 3, INT],
@@ -91,9 +97,9 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
 
 
 @cache
-def library(name: str, dtype: torch.dtype) -> Any:
-    """Return the functions of `name.c` for a dtype, or None if no compiler works."""
-    functions = build(NATIVE / f"{name}.c", **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {}))
+def library(name: str, dtype: torch.dtype, **constants: int) -> Any:
+    """Return the functions of `name.c` for a dtype, with these constants defined, or None if no compiler works."""
+    functions = build(NATIVE / f"{name}.c", **constants, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {}))
     for function, (result, *arguments) in SIGNATURES[name].items() if functions else ():
         getattr(functions, function).argtypes, getattr(functions, function).restype = arguments, result
     return functions

@@ -87,11 +87,12 @@ def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = Non
                     runner = runner or asyncio.Runner()
                     found = runner.run(found)
                 sys.stdout.flush()  # the host shows a copy's output at its end
+                message = json.dumps(found)
             except raised() as error:
-                found = failure_of(error)
+                message = json.dumps(failure_of(error))
             if seconds is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            end.sendall(json.dumps(found).encode() + b"\n")
+            end.sendall(message.encode() + b"\n")
 
 
 def raised() -> tuple[type[BaseException], ...]:

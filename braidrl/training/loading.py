@@ -13,7 +13,7 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from braidrl.data.chat import check_template
-from braidrl.errors import UserError, shown
+from braidrl.errors import UserError, located, shown
 from braidrl.native.linear import use_fast_products
 from braidrl.parsing import read_json
 from braidrl.training.decoders.body import ForwardPlan, still, use_plan
@@ -235,10 +235,8 @@ def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerB
             settings = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
         except Exception as error:
             raise UserError(f"model: {path} cannot be read: {named_error(error)}") from error
-    try:
+    with located(f"model: {folder}"):
         check_template(tokenizer)
-    except UserError as error:
-        raise UserError(f"model: {folder}: {error}") from None
     size = getattr(config, "vocab_size", None)
     if size is None:
         return

@@ -26,7 +26,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
 from braidrl.errors import UserError
-from braidrl.flow.signatures import called, columns_in_training, entry_of, form_of, log_probs_column
+from braidrl.flow.signatures import CHOICES, called, columns_in_training, entry_of, form_of, log_probs_column
 
 LossSums = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Loss sums by denominator, and metrics."""
@@ -82,30 +82,29 @@ class Objective:
     whole_groups: bool
     """Whether the loss compares rows of a group, which must then share a micro-batch."""
     old: str = "self"
-    kl: Mapping[str, Any] | None = None
+    kl: tuple[Entry, Mapping[str, Any]] | None = None
+    """A function and its settings, as in `correction`."""
     entropy_coef: float = 0.0
-    correction: Mapping[str, Any] | None = None
+    correction: tuple[Entry, Mapping[str, Any]] | None = None
     auxiliary: tuple[Likelihood, ...] = ()
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
         """Resolve the parameters of an `update` stage, by name or with settings. Raises UserError for a name that is not registered."""
-        params = {"aggregate": "token-mean", **params}
-        chosen: dict[str, dict[str, Any]] = {
-            key: {"name": params[key]} if isinstance(params[key], str) else dict(params[key])
-            for key in ("loss", "aggregate", "kl", "correction") if key in params
-        }  # fmt: skip
+        chosen = dict[str, tuple[Entry, dict[str, Any]]]()
+        for key, choice in {"aggregate": "token-mean", **params}.items():
+            if key in CHOICES:
+                settings = {"name": choice} if isinstance(choice, str) else dict(choice)
+                chosen[key] = entry_of(CHOICES[key], settings.pop("name")), settings
         auxiliary = [
             Likelihood(name, coefficient, registry.losses[loss], f"{name}_tokens")
             for name, loss in (("ptx", "ptx"), ("positive", "sft"))
             if (coefficient := params.get(f"{name}_coef", 0.0))
         ]
-        loss = entry_of(registry.losses, chosen["loss"].pop("name"))
-        aggregation = entry_of(registry.aggregations, chosen["aggregate"].pop("name"))
+        loss, aggregation = chosen["loss"], chosen["aggregate"]
         return Objective(
-            role, loss, chosen["loss"], aggregation, chosen["aggregate"], aggregation.denominator, loss.needs.whole_groups,
-            params.get("old", "self"), chosen.get("kl"), params.get("entropy_coef", 0.0), chosen.get("correction"),
-            tuple(auxiliary),
+            role, *loss, *aggregation, aggregation[0].denominator, loss[0].needs.whole_groups, params.get("old", "self"),
+            chosen.get("kl"), params.get("entropy_coef", 0.0), chosen.get("correction"), tuple(auxiliary),
         )  # fmt: skip
 
     @property
@@ -138,14 +137,13 @@ class Objective:
         if "log_probs" in predicted:
             metrics = {**self._drift(look, device), **metrics}
         if self.correction is not None:
-            settings = {name: value for name, value in self.correction.items() if name != "name"}
-            entry = entry_of(registry.corrections, self.correction["name"])
+            entry, settings = self.correction
             weights, more = terms_of(entry, look.arguments(entry, device), settings, count)
             per_token, metrics = per_token * weights, {**metrics, **more}
         if self.kl is not None:
-            entry = entry_of(registry.divergences, self.kl["name"])
+            entry, settings = self.kl
             divergence = per_token_of(entry, called(entry, look.arguments(entry, device), {}), count)
-            per_token = per_token + self.kl["coef"] * divergence
+            per_token = per_token + settings["coef"] * divergence
             metrics["kl_loss"] = divergence.detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]

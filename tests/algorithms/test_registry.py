@@ -55,6 +55,8 @@ def test_every_registered_function_has_a_description(family: str) -> None:
         ),
         (corrections["truncated"], {"level": "seq"}, "level cannot be 'seq'. Did you mean 'sequence'"),
         (aggregations["token-sum-norm"], {}, "token-sum-norm needs the setting 'max_tokens'"),
+        (aggregations["token-sum-norm"], {"max_tokens": None}, "token-sum-norm needs the setting 'max_tokens'"),
+        (registry.shapes["highest_covariance"], {"fraction": 0.1, "low": "x"}, "low must be a number, got 'x'"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(

@@ -143,6 +143,10 @@ ERRORS = {
         changed("{loss: {name: plain_ratio}", "{kl: {name: k3, coef: small}, loss: {name: plain_ratio}"),
         "stage 4 (update): actor.update: kl: needs `coef`, the factor before the KL term",
     ),
+    "number that is not finite": (
+        changed("{loss: {name: plain_ratio}", "{kl: {name: k3, coef: .nan}, loss: {name: plain_ratio}"),
+        "stage 4 (update): params.kl.coef must be a finite number, got nan",
+    ),
     "unknown after": (
         changed("type: verify", "type: verify, after: [actor]"),
         "stage reward.verify: after: no stage is called 'actor'.",

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
 from braidrl.rewards.verifiers import Score
 
@@ -44,6 +45,10 @@ def returns_text(response: str) -> str:
 
 def returns_nan(response: str) -> float:
     return float("nan")
+
+
+def counts_exactly(response: str) -> Score:
+    return Score(1.0, metrics={"length": Fraction(len(response))})  # type: ignore[dict-item]
 
 
 def loaded_modules(metadata: dict) -> float:

@@ -77,9 +77,10 @@ def test_a_process_loads_neither_torch_nor_the_main_script():
 
 def test_returns_that_are_no_score_are_failures_that_say_so():
     with RewardPool(RewardConfig(processes=1, timeout_s=5)) as pool:
-        text, nan = (pool.submit(completion("x"), own(name)).result(60) for name in ("returns_text", "returns_nan"))
-    assert text.failure == nan.failure == "result"
-    assert "'x'" in text.detail and "nan" in nan.detail
+        names = ("returns_text", "returns_nan", "counts_exactly")
+        text, nan, fraction = (pool.submit(completion("x"), own(name)).result(60) for name in names)
+    assert text.failure == nan.failure == fraction.failure == "result"
+    assert "'x'" in text.detail and "nan" in nan.detail and "Fraction is not JSON" in fraction.detail
 
 
 def test_all_fields_reach_the_function_and_score_and_correctness_come_back():

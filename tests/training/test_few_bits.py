@@ -57,6 +57,21 @@ def test_quantized_role_matches_counted_memory_and_exports_base_and_adapters(wor
     assert not any(name.endswith(("codes", "scales")) for name in exported)
 
 
+def test_a_gated_layer_decodes_each_quantised_weight_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(str(workshop.model), None, "float32")
+    trainer = config.trainer.model_copy(update={"lora": LoraConfig(**LORA)})
+    worker = RoleWorker(BackendSpec("actor", config.model_copy(update={"trainer": trainer}), train=True))
+    decode, decoded = torch.ops.bitsandbytes.dequantize_4bit, list[int]()
+    monkeypatch.setattr(
+        torch.ops.bitsandbytes,
+        "dequantize_4bit",
+        lambda codes, *given: decoded.append(id(codes)) or decode(codes, *given),
+    )
+    layer: Any = worker.model.base_model.layers[0].mlp
+    layer(torch.randn(3, worker.model.config.hidden_size))
+    assert len(decoded) == len(set(decoded)) == 3
+
+
 def test_quantized_rollouts_use_trained_weights_and_runs_resume_exactly(workshop: Workshop) -> None:
     sections: dict[str, Any] = {
         "algorithm": {"old": "recompute"}, "rollout": {"max_response_tokens": 3},

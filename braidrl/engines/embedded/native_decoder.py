@@ -8,7 +8,6 @@ any dtype.
 Shapes: B slots in the step, W width, H query heads, K key heads, D head width, V vocabulary.
 """
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,30 +17,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from braidrl.engines.embedded.sharded_decoding import SendHidden
-from braidrl.native.building import FLOAT, INT, LONG, NATIVE, POINTER, address, build
+from braidrl.native.building import address, library
 from braidrl.native.linear import product
 from braidrl.training.compute.slots import SlotCache
 from braidrl.training.lora import is_adapter
 from braidrl.training.parallel.pipeline import local_layers
 
 BLOCK = 128
-SOURCE = NATIVE / "decode.c"
-ARGUMENTS: dict[str, Sequence[type]] = {
-    "add_norm": [POINTER] * 4 + [LONG] * 2 + [FLOAT, INT],
-    "gated": [POINTER] * 2 + [LONG] * 2 + [INT],
-    "attend": [POINTER] * 3 + [FLOAT] + [POINTER] * 6 + [LONG] * 4 + [FLOAT, INT],
-    "draw": [POINTER] * 7 + [LONG] * 2 + [INT],
-}
 
 
 class Kernels:
     """Compiled kernels for one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
 
-    def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, functions: Any, dtype: torch.dtype) -> None:
         self.dtype, self._functions = dtype, functions
-        for name, types in ARGUMENTS.items():
-            function = getattr(functions, name)
-            function.argtypes, function.restype = types, ctypes.c_int if name == "attend" else None
 
     def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         """Add `update` (B, W) to `residual` (B, W) float32 in place, and return its RMS norm times `weight` (W,), (B, W)."""
@@ -117,9 +106,8 @@ def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    half = {"BFLOAT16": 1} if model.dtype == torch.bfloat16 else {}
     group = config.num_attention_heads // config.num_key_value_heads
-    functions = build(SOURCE, HEAD=width, GROUP=group, **half)
+    functions = library("decode", model.dtype, HEAD=width, GROUP=group)
     return None if functions is None else NativeDecoder(model, Kernels(functions, model.dtype), width)
 
 

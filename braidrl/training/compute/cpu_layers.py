@@ -69,7 +69,8 @@ def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor:
-    weight = module.gate_proj.weight
+    # Not the attribute `weight`, which a quantised layer decodes at each access.
+    weight = next(module.gate_proj.parameters())
     if not in_memory(x, weight) or x.dtype not in DTYPES or x.dtype != weight.dtype:
         return module.plain_forward(x)
     return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
