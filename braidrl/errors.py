@@ -102,9 +102,10 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def where_raised(error: BaseException) -> str:
-    """Return the file and line that raised an exception, as in `rewards.py:3`."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def where_raised(error: BaseException, file: str = "") -> str:
+    """Return the file and line that raised an exception, as in `rewards.py:3`; the last line in `file` if the error passed through it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([one for one in frames if one.filename == file] or frames)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 

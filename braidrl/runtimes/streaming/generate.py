@@ -159,10 +159,10 @@ class GenerateLoop:
         earlier = self.generation.partial(stage, row, self.version)
         assert earlier is not None
         if complete := earlier.complete:
-            return next(iter(complete.values())), Drawn(0, 0)
+            return next(iter(complete.values())), Drawn.after([], [])
         (rest,) = earlier.rest([request])
         response = await self.running.submit(rest)
-        return earlier.joined(response, self.engine.max_sequence_tokens), Drawn.of(len(rest.prompt), response)
+        return earlier.joined(response, self.engine.max_sequence_tokens), Drawn.after([len(rest.prompt)], [response])
 
     def _row_ended(self, uid: Uid, result: Response | BaseException) -> None:
         self._note_end(self.keys.pop(uid), result)
@@ -219,14 +219,14 @@ class GenerateLoop:
     ) -> None:
         consumer = self.context.consumers[work.consumer]
         stage, sums, usage, trace = consumer.stages[0], Sums(), self.generation.usage, self.context.trace
-        if self.has_budget:
-            ended, drawn = [response for response, _ in ended], [new for _, new in ended]
-        else:
-            lengths = rows["prompt"].lengths.tolist()
-            drawn = [Drawn.of(length, one) for length, one in zip(lengths, ended, strict=True)]
         if "environment" in stage.params:
+            drawn = Drawn.played(ended)
             columns = dict(self.generation.trajectory_columns(stage, ended, self.limits, sums))
         else:
+            if self.has_budget:
+                drawn, ended = Drawn.cat([new for _, new in ended]), [response for response, _ in ended]
+            else:
+                drawn = Drawn.after(rows["prompt"].lengths.tolist(), ended)
             columns = dict(self.generation.named(stage, response_columns(rows, ended)))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
