@@ -135,7 +135,9 @@ class GenerateLoop:
         self.leases[work.lease] = work
         work.left, work.ended = len(keys), work.size - len(keys)
         self.flight.update(dict.fromkeys(keys))
-        if "environment" not in stage.params and not self.has_budget:
+        # An evaluation's rows are drawn whole.
+        in_pieces = self.has_budget and "rollout_versions" in rows
+        if "environment" not in stage.params and not in_pieces:
             self.keys.update(zip((request.uid for request in requests), keys, strict=True))
             self.running.start_rows(requests, self._row_ended)
         else:
@@ -223,7 +225,7 @@ class GenerateLoop:
             drawn = Drawn.played(ended)
             columns = dict(self.generation.trajectory_columns(stage, ended, self.limits, sums))
         else:
-            if self.has_budget:
+            if isinstance(ended[0], tuple):
                 drawn, ended = Drawn.cat([new for _, new in ended]), [response for response, _ in ended]
             else:
                 drawn = Drawn.after(rows["prompt"].lengths.tolist(), ended)

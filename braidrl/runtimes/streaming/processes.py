@@ -19,7 +19,6 @@ from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
-from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import World, world_at
 from braidrl.config import Config, parse_config
@@ -274,5 +273,5 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
 def orphaned(arguments: Mapping[str, Any]) -> None:
     """Remove the run's shared memory after its main process was killed; no other process does."""
     place = Place(*arguments["place"])
-    remove_run(shared_folder(), place.run, place.storage)
+    remove_run(place.run, place.storage)
     remove_weights(place.run)
