@@ -28,7 +28,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe, forkserver, resource_tracker, util
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -336,15 +336,6 @@ class LocalLauncher(Launcher):
         starts = ENGINES if pool in self._start_engines else ()
         spec = replace(spec, threads=self._threads, devices=given.every if given else None, starts=starts)
         return from_server(spec) if given is None else Spawned(spec)
-
-    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}
-        deadline = time.monotonic() + seconds
-        while True:
-            spoken = [lines[line] for line in wait(list(lines), max(0.0, deadline - time.monotonic()))]  # type: ignore[index]
-            ended: list[Process] = [each for each in spoken if each.outcome is not None or each.hung_up]
-            if ended or time.monotonic() >= deadline:  # Most messages are heartbeats.
-                return ended
 
     def close(self) -> None:
         """Do nothing: local cores and devices are not reserved."""

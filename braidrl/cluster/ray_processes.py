@@ -146,10 +146,5 @@ class RayLauncher(Launcher):
         spec = replace(spec, orphaned="", devices=() if none else None)
         return RayProcess(self.cluster, place, spec)
 
-    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        ended = {each.ended: each for each in processes if isinstance(each, RayProcess)}
-        self.cluster.look()
-        return [ended[one] for one in self.cluster.ray.wait(list(ended), timeout=seconds)[0]]
-
     def close(self) -> None:
         self.cluster.close()

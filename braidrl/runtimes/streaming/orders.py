@@ -106,14 +106,6 @@ class StreamingBackend:
         assert made is not None
         return made
 
-    def write_rows(self, do: str, path: Path, rows: StoredRows) -> None:
-        """Write rows to a file: `record` for people and replays, or `keep` for a checkpoint.
-
-        Raises OSError if the disk is full or gone.
-        """
-        result, _ = self._ask_for_rows({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
-        check_written(result["trouble"])
-
     def _ask_for_rows(
         self, order: dict[str, Any], rows: StoredRows | None = None
     ) -> tuple[dict[str, Any], StoredRows | None]:
@@ -138,11 +130,12 @@ class StreamingBackend:
         pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in final.payload)
         later = {name: column for name, column in final.index.items() if name not in known}
         payload = [*table.payload, *(piece for piece in pieces if piece["columns"])]
-        self.write_rows("record", path, StoredRows(table.index.with_columns(later), payload))
+        self.save_rows(path, StoredRows(table.index.with_columns(later), payload), do="record")
 
-    def save_rows(self, path: Path, table: StoredRows) -> None:
-        """Write rows into a checkpoint."""
-        self.write_rows("keep", path, table)
+    def save_rows(self, path: Path, table: StoredRows, do: str = "keep") -> None:
+        """Write rows into a checkpoint, or `record` them for people and replays. Raises OSError if the disk is full or gone."""
+        result, _ = self._ask_for_rows({"do": do, "path": str(path.resolve()), "payload": table.payload}, table)
+        check_written(result["trouble"])
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Let the leader of every role that changes write it; with `copy` it continues as soon as it has copies."""

@@ -26,6 +26,7 @@ from braidrl.engines.engine import NodePart
 from braidrl.engines.factory import follow_engines
 from braidrl.engines.spanning import OneOf, SpanningEngine
 from braidrl.errors import LostProcess, WorkerError
+from braidrl.observe.progress import Progress
 from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client, DataPlane
 from braidrl.queue.owner import StorageNode, remove_run
@@ -38,7 +39,7 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
 from braidrl.runtimes.streaming.weights import remove_weights
-from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext, serve_rows
+from braidrl.runtimes.streaming.worker import StageLoop, WorkerContext, serve_rows
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.layouts import DataParallel
 
@@ -211,7 +212,7 @@ def work(arguments: Mapping[str, Any]) -> None:
         with closing(Client(arguments["queue"], arguments["holder"], data)) as client:
             serve_rows(client, config, arguments["kept"], config.streaming.wait_s)
         return
-    flow, progress = build_flow(config), LeaseProgress()
+    flow = build_flow(config)
     prepared = Prepared(config, flow, evaluation_flow(config, flow), load_tokenizer(config.model))
     generating = [str(group.role)] if group.kind == "generate" else []
     ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
@@ -227,10 +228,10 @@ def work(arguments: Mapping[str, Any]) -> None:
     consumers = {**Consumers(flow).by_name, **Consumers(prepared.evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
     held = [str(group.role)] if group.kind == "model" else []
-    executor = StageExecutor(prepared, held, progress, generating, ranks, group.trained, checks)
+    executor = StageExecutor(prepared, held, Progress(bars=False), generating, ranks, group.trained, checks)
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
     leader = arguments["leader"], arguments["queue"]
-    context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, place.run, ip)
+    context = WorkerContext(group, config.streaming, consumers, executor, data, trace, *leader, place.run, ip)
     try:
         # Only leading ranks take from the queue.
         if not world.first:
