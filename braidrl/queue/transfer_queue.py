@@ -21,7 +21,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,7 @@ def as_column(value: Any) -> Column:
     return Objects(tuple(rows))
 
 
-class TransferQueue:
+class TransferQueue(AbstractContextManager["TransferQueue"]):
     """One process's view of a queue. Thread-safe."""
 
     def __init__(
@@ -360,9 +360,6 @@ class TransferQueue:
         """Leave the queue; the serving process ends it, and frees all of its memory."""
         atexit.unregister(self.close)
         self._resources.close()
-
-    def __enter__(self) -> "TransferQueue":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

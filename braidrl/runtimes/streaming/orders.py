@@ -69,12 +69,14 @@ class StreamingBackend:
         groups = len(set(rows.index["group"].tolist()))
         sizes = Sizes(1, groups, len(rows) // groups, len(rows))
         stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published, held=self.control.held)
-        with self.control.changed:
+
+        def begin() -> None:
             self.control.loading.pinned = True
             self.control.add_stream(stream)
             stream.schedule.groups_wanted(0)
-        self.control.admit(stream, rows)
-        self.control.change(lambda: None)
+            stream.admit(rows)
+
+        self.control.change(begin)
         return rows
 
     def run(self, stage: Stage, table: StoredRows, iteration: int, sums: Sums) -> StoredRows:
@@ -173,9 +175,7 @@ class StreamingBackend:
                 self._wait_until(limit, holder)
 
     def _give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Give every leader an order; return the leaders by order number. Raises WorkerError for a leader that does not register in
-        time.
-        """
+        """Give every leader an order; return the leaders by order number. Raises WorkerError if a leader does not register in time."""
         limit, given = time.monotonic() + ORDER_LIMIT_S, {}
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:

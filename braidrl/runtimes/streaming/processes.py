@@ -157,17 +157,12 @@ class Processes:
             member.starts, member.started = member.starts + 1, time.monotonic()
             member.process = self._start(member.group, member.number, member.starts)
 
-    def close(self) -> None:
+    def close(self, limit_s: float = END_LIMIT_S) -> None:
         """Wait for the end of all processes, which the queue notifies, and kill those that are late."""
-        limit = time.monotonic() + END_LIMIT_S
+        limit = time.monotonic() + limit_s
         while self.members:
             self.members[-1].process.close(max(0.0, limit - time.monotonic()))
             self.members.pop()
-
-    def kill(self) -> None:
-        """Kill the remaining processes."""
-        for member in self.members:
-            member.process.close(0.0)
         # A traceback would keep the store, and with it its port.
         self._store = None
 
