@@ -21,7 +21,7 @@ from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
 from braidrl.flow import advantage, loss, select
 from braidrl.runtimes.session import Session
-from tests.invariants.traces import assert_same_weights
+from tests.invariants.traces import assert_same_weights, merged
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, TOKENIZER, Workshop, load_module, weights_of
 
@@ -140,9 +140,11 @@ def test_session_rows_as_text_and_errors_name_missing_column(
         session.actor.log_probs(rows)
 
 
-def test_runtimes_without_one_loop_are_refused(workshop: Workshop) -> None:
+def test_what_a_loop_cannot_do_is_refused(workshop: Workshop) -> None:
     with pytest.raises(UserError, match="runtime=streaming has one for each stage; write runtime=hybrid"):
         Session(workshop.config(**{**settings("streaming"), "placement": "colocate"}))
+    with pytest.raises(UserError, match="suspends responses, and a session resumes none"):
+        Session(workshop.config(**merged(settings(), {"rollout": {"tokens_per_iteration": 4}})))
     with pytest.raises(UserError, match="start the script by `torchrun`"):
         Session(workshop.config(**{**settings("distributed"), "placement": "colocate"}))
 

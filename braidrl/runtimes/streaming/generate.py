@@ -254,7 +254,9 @@ class GenerateLoop:
         tasks = [self.episodes[key] for key in gone if key in self.episodes]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(self.running.withdraw(uids), *tasks, return_exceptions=True)
+        # Not as a task: until that began, the engine could end one of the rows.
+        await self.running.withdraw(uids)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._forget(gone)
 
     def _forget(self, keys: Collection[Key]) -> None:
