@@ -6,8 +6,10 @@ import reprlib
 import resource
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from braidrl.algorithms.registry import suggest as suggest
@@ -107,6 +109,20 @@ def where_raised(error: BaseException, file: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([one for one in frames if one.filename == file] or frames)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+@contextmanager
+def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Raise UserError, with the line, for an exception in a user's function; those of Braid's own functions pass through."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or function.__module__.startswith("braidrl."):
+            raise
+        file = function.__code__.co_filename if isinstance(function, FunctionType) else ""
+        raise UserError(
+            f"{name} raised {type(error).__name__}: {first_line(error)} ({where_raised(error, file)}); mend the function"
+        ) from error
 
 
 def shown(value: Any) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from braidrl.data.rows import Column, Rows
-from braidrl.errors import UserError
+from braidrl.errors import UserError, users_errors
 from braidrl.flow import Scope, Stage
-from braidrl.flow.signatures import called, compute_entry, form_of, users_errors
+from braidrl.flow.signatures import called, compute_entry, form_of
 
 State = dict[str, float]
 

@@ -7,9 +7,7 @@ A function's keyword parameters are the type's parameters in YAML. A stage may a
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FunctionType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +16,7 @@ import braidrl.algorithms.library  # noqa: F401  (registers what comes with Brai
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry, Registry, is_number
-from braidrl.errors import UserError, first_line, shown, suggest, where_raised
+from braidrl.errors import UserError, shown, suggest, users_errors
 from braidrl.flow.stage import Kind, Signature
 from braidrl.importing import LOADED_FROM_FILE, import_function
 
@@ -256,20 +254,6 @@ def called(entry: Entry, columns: Sequence[Any], settings: Mapping[str, Any]) ->
                 f"{entry.name} changes its argument {parameter!r} in place, which other stages read; make a new tensor"
             )
     return result
-
-
-@contextmanager
-def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Raise UserError, with the line, for an exception in a user's function; those of Braid's own functions pass through."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UserError) or function.__module__.startswith("braidrl."):
-            raise
-        file = function.__code__.co_filename if isinstance(function, FunctionType) else ""
-        raise UserError(
-            f"{name} raised {type(error).__name__}: {first_line(error)} ({where_raised(error, file)}); mend the function"
-        ) from error
 
 
 def form_of(value: Any) -> str:
