@@ -85,8 +85,6 @@ class LocalProcess(Process):
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
         self.stall: Stall | None = None
-        self.hung_up = False
-        """True when no more messages can arrive."""
         if spec.arguments is not None:
             with contextlib.suppress(OSError):  # If the process is gone already, waiting for its outcome reports it.
                 connection.send_bytes(pack_message(spec))
@@ -104,14 +102,12 @@ class LocalProcess(Process):
 
     @property
     def outcome(self) -> Outcome | None:
-        try:
+        with contextlib.suppress(EOFError, OSError):
             while self._outcome is None and not self.connection.closed and self.connection.poll():
                 message, self._heard = self.connection.recv_bytes(), time.monotonic()
                 word = unpack_message(message, Stall | Outcome | None)  # None is a heartbeat.
                 self.stall = word if isinstance(word, Stall) else None
                 self._outcome = word if isinstance(word, Outcome) else None
-        except (EOFError, OSError):
-            self.hung_up = True
         return self._outcome
 
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:

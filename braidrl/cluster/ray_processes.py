@@ -30,7 +30,7 @@ class ProcessActor:
 
     def last_word(self) -> Outcome | None:
         """Wait for the outcome of the process; None if it ends without one."""
-        while self.process.outcome is None and not self.process.hung_up:
+        while self.process.outcome is None and self.process.alive:
             self.process.connection.poll(BEAT_S)
             self.process.end_if_silent(mute_after(self.silence_s))
         return self.process.outcome
