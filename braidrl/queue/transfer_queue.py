@@ -339,7 +339,7 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         return {name: usage[name] for name in ("bytes", "rows", "undone", "held")}
 
     def lost(self) -> dict[Any, list[str]]:
-        """Return by row the columns with lost payload, and the machine or file that held it; they may be put again."""
+        """Return the columns with lost payload by row; they may be put again."""
         return {row_name(row): columns for row, columns in self._client.ask("usage")[0]["lost"]}
 
     async def put_async(self, columns: Any, rows: Sequence[Any], **options: Any) -> None:
