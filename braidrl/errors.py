@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType
+from types import CodeType
 from typing import Any
 
 from braidrl.algorithms.registry import suggest as suggest
@@ -113,13 +113,14 @@ def where_raised(error: BaseException, file: str = "") -> str:
 
 @contextmanager
 def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Raise UserError, with the line, for an exception in a user's function; those of Braid's own functions pass through."""
+    """Raise UserError, with the line, for an exception in a user's function or method; those of Braid's own functions pass through."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError) or function.__module__.startswith("braidrl."):
+        if isinstance(error, UserError | WorkerError | LostPeers) or function.__module__.startswith("braidrl."):
             raise
-        file = function.__code__.co_filename if isinstance(function, FunctionType) else ""
+        code = getattr(function, "__code__", None)
+        file = code.co_filename if isinstance(code, CodeType) else ""
         raise UserError(
             f"{name} raised {type(error).__name__}: {first_line(error)} ({where_raised(error, file)}); mend the function"
         ) from error
