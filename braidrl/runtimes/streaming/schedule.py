@@ -73,6 +73,7 @@ class StreamSchedule(TrainersProgress):
         """Rows of the groups released with the last closed batch."""
         self.dropped: dict[Lease, list[Uid]] = {}
         """The rows of a lease in these groups."""
+        self.max_staleness_seen = 0
 
     def resume(
         self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int],
@@ -270,7 +271,8 @@ class StreamSchedule(TrainersProgress):
                 )
         if consumer.kind is Kind.TRAIN:
             versions = [self.versions[row] for row in lease.rows]
-            check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
+            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
+            self.max_staleness_seen = max(self.max_staleness_seen, stale)
         return lease
 
     def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
