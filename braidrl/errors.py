@@ -6,9 +6,10 @@ import reprlib
 import resource
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from braidrl.algorithms.registry import suggest as suggest
@@ -112,10 +113,26 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def where_raised(error: BaseException) -> str:
-    """Return the file and line that raised an exception, as in `rewards.py:3`."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def where_raised(error: BaseException, file: str = "") -> str:
+    """Return the file and line that raised an exception, as in `rewards.py:3`; the last line in `file` if the error passed through it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([one for one in frames if one.filename == file] or frames)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+@contextmanager
+def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Raise UserError, with the line, for an exception in a user's function or method; those of Braid's own functions pass through."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError | WorkerError | LostPeers) or function.__module__.startswith("braidrl."):
+            raise
+        code = getattr(function, "__code__", None)
+        file = code.co_filename if isinstance(code, CodeType) else ""
+        raise UserError(
+            f"{name} raised {type(error).__name__}: {first_line(error)} ({where_raised(error, file)}); mend the function"
+        ) from error
 
 
 def shown(value: Any) -> str:

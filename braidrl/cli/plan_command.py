@@ -3,6 +3,7 @@
 config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, trace.json          runs ──calibrate──▶ rates.yaml
 """
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
-from braidrl.observe.trace import read_trace, write_chrome_trace
+from braidrl.observe.trace import chrome_trace, read_trace
 from braidrl.plan.calibration import Observed, calibrate
 from braidrl.plan.configured import overlay_of
 from braidrl.plan.plan_report import show, spans_of
@@ -52,7 +53,7 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | Non
     plans = best_plans(problem, wanted)
     show(problem, plans, console)
     if trace is not None:
-        write_chrome_trace(trace, spans_of(plans[0]))
+        trace.write_text(json.dumps(chrome_trace(spans_of(plans[0]))), encoding="utf-8")
         console.print(f"predicted timeline in {trace}; open it at ui.perfetto.dev", soft_wrap=True, highlight=False)
     if overlay is not None:
         overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")

@@ -79,7 +79,6 @@ class World:
         self.first = rank == 0
         """True for the rank that writes shared files."""
         self.place, self.rows = "the start", ""
-        self.exchanged_bytes = 0
         self._store, self._meetings = store, 0
         self.notices = None if store is None else Notices(dist.PrefixStore("notices", store))
 
@@ -149,7 +148,6 @@ class World:
             coming = self._sizes(where, sizes)
             received = torch.empty(int(coming.sum()), dtype=torch.uint8)
             dist.all_to_all_single(received, torch.cat(parts), coming.tolist(), sizes.tolist(), group=self.group)
-        self.exchanged_bytes += len(received) - int(coming[self.rank])
         return [part.numpy().data for part in received.split(coming.tolist())]
 
     def _sizes(self, where: str, sizes: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from braidrl.data.rows import Column, Rows
-from braidrl.errors import UserError
+from braidrl.errors import UserError, users_errors
 from braidrl.flow import Scope, Stage
 from braidrl.flow.signatures import called, compute_entry, form_of
 
@@ -102,4 +102,5 @@ def next_state(stage: Stage, state: Mapping[str, float], totals: Mapping[str, fl
     """Return the state for the next iteration, from sums over all rows of this one."""
     update = compute_entry(stage.type).update_state
     assert update is not None, f"{stage.name} has no state"
-    return update(dict(state), dict(totals), **named_settings(stage, update))
+    with users_errors(stage.name, update):
+        return update(dict(state), dict(totals), **named_settings(stage, update))

@@ -16,7 +16,7 @@ import braidrl.algorithms.library  # noqa: F401  (registers what comes with Brai
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry, Registry, is_number
-from braidrl.errors import UserError, shown, suggest
+from braidrl.errors import UserError, shown, suggest, users_errors
 from braidrl.flow.stage import Kind, Signature
 from braidrl.importing import LOADED_FROM_FILE, import_function
 
@@ -238,11 +238,16 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
 
 
 def called(entry: Entry, columns: Sequence[Any], settings: Mapping[str, Any]) -> Any:
-    """Call a registered function. Raises UserError if it changes a column in place: metrics and later stages read the same tensor."""
+    """Call a registered function.
+
+    Raises UserError, with the line, for an exception in a user's function, and for one that changes a column in place: metrics and later
+    stages read the same tensor.
+    """
     tensors = [column.values if isinstance(column, Ragged) else column for column in columns]
     counted = [t if isinstance(t, Tensor) and not t.is_inference() else None for t in tensors]
     before = [None if t is None else t._version for t in counted]
-    result = entry.function(*columns, **settings)
+    with users_errors(entry.name, entry.function):
+        result = entry.function(*columns, **settings)
     for parameter, tensor, version in zip((*entry.reads, *entry.optional), counted, before, strict=False):
         if tensor is not None and tensor._version != version:
             raise UserError(

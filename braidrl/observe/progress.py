@@ -55,14 +55,17 @@ class Progress:
 
     def __init__(
         self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
-        shown: bool = True,
+        shown: bool = True, bars: bool = True,
     ) -> None:  # fmt: skip
-        """Start without stages; the run has `steps` iterations. Of several equal processes only one is `shown`."""
+        """Start without stages; the run has `steps` iterations. Of several equal processes only one is `shown`.
+
+        Without `bars` only what is printed is shown.
+        """
         self.step: int | None = None
         """The iteration of the stages that follow, set by the run."""
         self._steps = steps
         self._console = Console(file=(stream or sys.stderr) if shown else io.StringIO(), highlight=False)
-        self._clock = clock if shown else lambda: 0.0
+        self._clock = clock if shown and bars else lambda: 0.0
         self._lock = threading.RLock()
         self._bars: list[Bar] = []
         self._live: Live | None = None

@@ -45,6 +45,8 @@ class OwnWork:
     """All work of one process. Pieces may be nested or in several threads; a sign of progress counts for all of them."""
 
     clock: Callable[[], float] = time.monotonic
+    on_advance: Callable[[], object] = lambda: None
+    """Called at each sign of progress."""
     _pieces: list[PieceOfWork] = field(default_factory=list)
     _history: dict[str, deque[float]] = field(default_factory=dict)
     _advanced: float = 0.0
@@ -94,6 +96,7 @@ class OwnWork:
             for piece in self._pieces:
                 piece.longest = max(piece.longest, now - max(self._advanced, piece.begun))
             self._advanced = now
+        self.on_advance()
 
     def stalled(self) -> Stall | None:
         """Return the work that stalls, or None."""

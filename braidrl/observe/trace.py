@@ -249,11 +249,6 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write spans to a file that Perfetto (ui.perfetto.dev) and chrome://tracing show."""
-    path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
-
-
 def timeline(run: Path) -> Iterator[str]:
     """Write `run`/timeline.json; yield the lines of the table of busy and waiting times, and the path. Raises UserError without a trace."""
     spans = read_trace(run)
@@ -262,5 +257,6 @@ def timeline(run: Path) -> Iterator[str]:
     for one in busy_table(spans):
         done = f"{one.workers:>8}{one.rows:>10,}{one.tokens:>13,}{one.busy_seconds:>10.2f}{one.waiting_seconds:>11.2f}"
         yield f"{one.role:<14}{one.stage:<34}{done}{one.busy_share:>7.0%}{one.waiting_share:>9.0%}"
-    write_chrome_trace(run / "timeline.json", spans)
-    yield f"{run / 'timeline.json'}: open it at ui.perfetto.dev"
+    path = run / "timeline.json"
+    path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+    yield f"{path}: open it at ui.perfetto.dev"

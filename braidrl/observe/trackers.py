@@ -10,6 +10,7 @@ name of the run folder; a resumed run finds it by this name. `check_tracker` is 
 
 import importlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,16 +138,20 @@ class TensorboardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = None if run.resume_step is None else run.resume_step + 1
-        self._writer: Any = SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=purge_step)
+        self._folder = run.folder / "tensorboard"
+        self._writer: Any = SummaryWriter(log_dir=str(self._folder), purge_step=purge_step)
         config = yaml.dump(dict(run.config), Dumper=DUMPER, sort_keys=False)
         self._writer.add_text("configuration", f"```yaml\n{config}```", 0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        # Without its folder, the thread of tensorboard that writes prints a traceback.
+        os.stat(self._folder)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def write_samples(self, step: int, samples: Samples) -> None:
+        os.stat(self._folder)
         cells = (["" if value is None else str(value) for value in one.values()] for one in samples)
         escaped = ([text.replace("|", "\\|").replace("\n", "<br>") for text in texts] for texts in cells)
         rows = [list(samples[0]), ["---"] * len(samples[0]), *escaped]

@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Kind
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.trace import Span
-from braidrl.plan.configured import configured_pools, predicted
+from braidrl.plan.configured import configured_sets, predicted
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import BUILT_IN, VLLM, EngineRates, Phase, PhaseRates, Rates, RuntimeRates, Work
 from braidrl.plan.work import Lengths
@@ -64,8 +64,12 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
         for span in run.spans:
             if span.state == "busy":
                 busy[span.stage, span.iteration][span.worker] += span.seconds
-        pools = configured_pools(run.problem)
-        placed = {stage.name: one for pool in pools for one in pool.values() for stage in one.stages}
+        placed = {
+            stage: (choice.use, one.devices)
+            for one in configured_sets(run.problem)
+            for choice in one.roles.values()
+            for stage in choice.costs
+        }
         for step, problem in run.steps():
             for stage in problem.flow.stages:
                 # A stage takes as long as its busiest worker.
@@ -75,8 +79,8 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
                 if stage.kind in (Kind.COMPUTE, Kind.SELECT) or stage.role not in problem.models:
                     compute[stage.type].append(seconds / problem.rows)
                 elif stage.kind is not Kind.TRAIN or is_optimized(stage):
-                    one = placed[stage.name]
-                    done = problem.works(stage, one.use, cluster.groups[0], one.devices)
+                    use, devices = placed[stage.name]
+                    done = problem.works(stage, use, cluster.groups[0], devices)
                     samples.append((quantities(done, rates.behind, problem.config.rollout.engine), seconds))
     if not samples:
         raise UserError(f"--calibrate: the runs have no iterations after the first {WARM_UP}; make longer ones")

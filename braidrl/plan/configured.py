@@ -5,53 +5,34 @@ Plan ──▶ {runtime, workers, placement, streaming.workers, roles.ROLE.layou
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.engines.factory import generation_layout
-from braidrl.flow import Kind, Stage
-from braidrl.plan.choices import Choice, all_resident, in_turns
+from braidrl.flow import Kind
+from braidrl.plan.choices import Choice, SetChoice, all_resident, in_turns
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, streaming_plan, synchronous_plan
-from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, deployment, role_memory
+from braidrl.runtimes.memory.budget import CACHE, GIB, deployment, role_memory
 from braidrl.runtimes.sizing import groups_of_pools
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
 
-@dataclass(frozen=True)
-class Deployed:
-    """The configured deployment of a role in a pool: of the whole role, or of the part that has a pool of its own."""
-
-    use: Deployment
-    devices: int
-    stages: tuple[Stage, ...]
-    apart: bool
-    """True for a role's generation in a pool of its own."""
-
-
 def predicted(problem: Problem) -> Plan:
-    """Return the plan of a configuration, with predicted seconds; roles are offloaded as its budget says."""
-    config, group, sets = problem.config, problem.cluster.groups[0], []
-    for pool in configured_pools(problem):
-        roles: dict[str, Choice] = {}
-        for name, one in pool.items():
-            costs = {s.name: problem.stage_cost(s, one.use, group, one.devices, one.apart) for s in one.stages}
-            resident, working = role_memory(one.use)
-            roles[name] = Choice(one.use, costs, resident, sum(working.values()))
-        (devices,) = {one.devices for one in pool.values()}
-        whole, found = all_resident(roles, group, devices), None
-        if config.trainer.resident_gib is not None and config.runtime != "streaming":
-            found = in_turns(problem, whole, int(config.trainer.resident_gib * GIB))
-        sets.append(found or whole)
+    """Return the plan of a configuration, with predicted seconds."""
+    config, sets = problem.config, configured_sets(problem)
     if config.runtime == "streaming":
         return streaming_plan(problem, sets, config.trainer.max_staleness)
     return synchronous_plan(problem, config.runtime, sets)
 
 
-def configured_pools(problem: Problem) -> list[dict[str, Deployed]]:
-    """Return the pools of a configuration: the deployments of their roles, under streaming by the worker group's name."""
-    config, models, flow = problem.config, problem.models, problem.flow
+def configured_sets(problem: Problem) -> list[SetChoice]:
+    """Return the configured deployments of the roles of each pool, under streaming by the worker group's name.
+
+    Roles are offloaded as the configuration's budget says.
+    """
+    config, models, flow, kind = problem.config, problem.models, problem.flow, problem.cluster.groups[0]
     generating = tuple(model.role for model in models.values() if model.generates)
     if config.runtime == "streaming":
         made: Sequence[Pool] = pools_of(worker_groups(config, flow, None), config)
@@ -59,19 +40,26 @@ def configured_pools(problem: Problem) -> list[dict[str, Deployed]]:
         made = place(config.placement, flow.roles, generating, config.workers)
     else:
         made = [Pool(tuple(models), config.workers if config.runtime == "distributed" else 1, generating=generating)]
-    groups = groups_of_pools(made, flow)
-    split, ranks = {use.role for group in groups for use in group.uses if use.apart}, generation_layout(config).ranks
-    pools = []
+    groups, ranks, sets = groups_of_pools(made, flow), generation_layout(config).ranks, list[SetChoice]()
+    # Roles whose generation has a pool of its own.
+    split = {use.role for group in groups for use in group.uses if use.apart}
     for group in groups:
-        found = {}
+        roles: dict[str, Choice] = {}
         for asked in group.uses:
-            whole, name = asked.role not in split, asked.role + GENERATE * asked.apart
-            stages = models[asked.role].stages
-            stages = tuple(s for s in stages if whole or (s.kind is Kind.GENERATE) == asked.apart)
             use = deployment(asked, config, flow, group.devices, ranks)
-            found[name] = Deployed(use, group.devices, stages, asked.apart)
-        pools.append(found)
-    return pools
+            costs = {
+                s.name: problem.stage_cost(s, use, kind, group.devices, asked.apart)
+                for s in models[asked.role].stages
+                if asked.role not in split or (s.kind is Kind.GENERATE) == asked.apart
+            }
+            resident, working = role_memory(use)
+            name = asked.role + GENERATE * asked.apart
+            roles[name] = Choice(use, costs, resident, sum(working.values()))
+        whole, found = all_resident(roles, kind, group.devices), None
+        if config.trainer.resident_gib is not None and config.runtime != "streaming":
+            found = in_turns(problem, whole, int(config.trainer.resident_gib * GIB))
+        sets.append(found or whole)
+    return sets
 
 
 def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:

@@ -19,42 +19,56 @@ from braidrl.queue.storage import Place, open_storage
 from braidrl.queue.transport import QueueServer
 
 
-class Owner:
-    """The owner of a run's shared memory on this node: chooses the run's name, and frees everything at the end."""
+class StorageNode:
+    """The memory of a run on one node, its lock, and the thread that serves it to others; lives as long as the run.
 
-    def __init__(self, folder: Path | None = None, storage: str = "shared_memory") -> None:
-        """First remove the remains of killed runs. `storage` holds the run's segments, `folder` the lock.
+    Each node's memory has its own name, also if two nodes are on one machine.
+    """
 
-        Raises UserError for a storage that cannot be used.
+    def __init__(self, host: str, ip: str, secret: str | None = None, storage: str = "shared_memory") -> None:
+        """Remove the remains of killed runs, then serve a node; `host` is its name in the run, `ip` its address for clients.
+
+        These must know the secret. `storage` holds the run's segments. Raises UserError for a storage that cannot be used.
         """
-        self.folder, self.storage = folder or shared_folder(), storage
-        remove_abandoned(self.folder)
-        self.run = secrets.token_hex(6)
-        self.segments = open_storage(storage, self.run, "owner", folder)
-        self.path = self.folder / f"{PREFIX}{self.run}.owner"
+        remove_abandoned()
+        self.run, self.storage = secrets.token_hex(6), storage
+        self.data = DataPlane(Place(host, self.run, "", storage), "node", secret=secret)
+        self.path = lock_of(self.run)
         self._handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
         # A later run that finds the file unlocked reads from it where the segments are.
-        os.write(self._handle, self.storage.encode())
+        os.write(self._handle, storage.encode())
+        self.server = QueueServer(self.data.answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
+        self.data.address = self.server.address
+
+    def place(self) -> Place:
+        """Return the description of this node for its processes."""
+        return Place(self.data.host, self.run, self.server.address, self.storage)
 
     def close(self) -> None:
-        """Free every segment of the run, whichever process wrote it. The run's processes must have ended."""
-        self.segments.unlink(self.segments.names())
-        self.path.unlink(missing_ok=True)
+        """Free the port, and every segment of the run, whichever process wrote it. The run's processes on this node must have ended."""
+        self.server.close()
+        self.data.close()
+        remove_run(self.run, self.storage)
         os.close(self._handle)
 
 
-def remove_run(folder: Path, run: str, storage: str = "shared_memory") -> None:
+def lock_of(run: str) -> Path:
+    """Return the path of the file that is locked while a run's owner lives."""
+    return shared_folder() / f"{PREFIX}{run}.owner"
+
+
+def remove_run(run: str, storage: str) -> None:
     """Free everything with the run's name."""
-    segments = open_storage(storage, run, "remover", folder)
+    segments = open_storage(storage, run, "remover")
     segments.unlink(segments.names())
-    (folder / f"{PREFIX}{run}.owner").unlink(missing_ok=True)
+    lock_of(run).unlink(missing_ok=True)
 
 
-def remove_abandoned(folder: Path) -> list[str]:
+def remove_abandoned() -> list[str]:
     """Free the remains of runs without an owner; return their names."""
     removed = []
-    for path in folder.glob(f"{PREFIX}*.owner"):
+    for path in shared_folder().glob(f"{PREFIX}*.owner"):
         run = path.name.removeprefix(PREFIX).removesuffix(".owner")
         try:
             handle = os.open(path, os.O_RDWR)
@@ -68,32 +82,8 @@ def remove_abandoned(folder: Path) -> list[str]:
             continue  # Its owner lives and holds the lock, so nothing is abandoned.
         else:
             with suppress(UserError):  # A storage that is unreachable now is cleaned up later.
-                remove_run(folder, run, os.read(handle, 4096).decode() or "shared_memory")
+                remove_run(run, os.read(handle, 4096).decode() or "shared_memory")
                 removed.append(run)
         finally:
             os.close(handle)
     return removed
-
-
-class StorageNode:
-    """The memory of a run on one node, and the thread that serves it to others; lives as long as the run.
-
-    Each node's memory has its own name, also if two nodes are on one machine.
-    """
-
-    def __init__(self, host: str, ip: str, secret: str | None = None, storage: str = "shared_memory") -> None:
-        """Serve a node; `host` is its name in the run, `ip` its address for clients, which must know the secret."""
-        self.owner = Owner(storage=storage)
-        self.data = DataPlane(Place(host, self.owner.run, "", storage), "node", secret=secret)
-        self.server = QueueServer(self.data.answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
-        self.data.address = self.server.address
-
-    def place(self) -> Place:
-        """Return the description of this node for its processes."""
-        return Place(self.data.host, self.owner.run, self.server.address, self.owner.storage)
-
-    def close(self) -> None:
-        """Free the memory and the port. The run's processes on this node must have ended."""
-        self.server.close()
-        self.data.close()
-        self.owner.close()

@@ -8,7 +8,7 @@ A sampler decides which worker does a row and when, and so affects speed; withou
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from braidrl.errors import UserError
+from braidrl.errors import UserError, users_errors
 from braidrl.importing import PluginRegistry
 
 
@@ -89,8 +89,9 @@ def sampler_named(name: str) -> Sampler:
 
 
 def checked(sampler: Sampler, ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
-    """Return the choice of a sampler. Raises UserError unless it is 1 to `most` different positions in `ready`."""
-    chosen = [int(place) for place in sampler.choose(ready, most, ranks)]
+    """Return the choice of a sampler. Raises UserError if it fails, and unless it is 1 to `most` different positions in `ready`."""
+    with users_errors(f"sampler {sampler.name}", sampler.choose):
+        chosen = [int(place) for place in sampler.choose(ready, most, ranks)]
     if not 0 < len(chosen) <= most or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(len(ready))):
         raise UserError(
             f"sampler {sampler.name} chose {chosen[:8]} of {len(ready)} rows where at most {most} are wanted; "

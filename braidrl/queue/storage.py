@@ -68,20 +68,19 @@ class StorageBackend(ABC):
         """Return the names of the run's segments, of all writers or of one."""
 
 
-def open_storage(storage: str, run: str, writer: str, folder: Path | None = None) -> StorageBackend:
+def open_storage(storage: str, run: str, writer: str) -> StorageBackend:
     """Return a process's access to a run's segments.
 
     Args:
         storage: `shared_memory`, `file:/path` or `redis://host:port/0`.
         run: The run's name, hexadecimal.
         writer: The process's name.
-        folder: A folder in place of shared memory.
 
     Raises:
         UserError: The storage is unknown, or it cannot be reached.
     """
     if storage == "shared_memory":
-        return Segments(run, writer, folder)
+        return Segments(run, writer)
     if storage.startswith("file:"):
         folder = Path(storage.removeprefix("file:"))
         if not folder.is_dir():

@@ -21,8 +21,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,8 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.process import LOOPBACK
+from braidrl.cluster.shared_memory import machine
 from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Objects, Rows
@@ -42,7 +43,6 @@ from braidrl.queue.storage import Place
 from braidrl.queue.table import StoredRows, row_name
 from braidrl.queue.transport import Connection, QueueServer, QueueTimeout
 
-LOOPBACK = "127.0.0.1"
 ASK_AGAIN_S = 5.0
 """Longest wait of one request for rows at the server; a longer wait repeats it, which serves as a heartbeat."""
 
@@ -118,7 +118,7 @@ def as_column(value: Any) -> Column:
     return Objects(tuple(rows))
 
 
-class TransferQueue:
+class TransferQueue(AbstractContextManager["TransferQueue"]):
     """One process's view of a queue. Thread-safe."""
 
     def __init__(
@@ -160,7 +160,7 @@ class TransferQueue:
         if ip != LOOPBACK and secret is None:
             raise UserError(f"a queue at {ip} can be reached by others: write serve(ip=..., secret=...)")
         with ExitStack() as resources:
-            node = StorageNode(node_name(), ip, secret, storage)
+            node = StorageNode(machine(), ip, secret, storage)
             resources.callback(node.close)
             controller = ColumnController(tasks, chosen, node.data, node.place(), lease_s, budget_bytes)
             server = QueueServer(controller.handle, controller.tick, f"tcp://{ip}:*", secret)
@@ -194,8 +194,8 @@ class TransferQueue:
             resources.callback(connection.close)
             directory = connection.ask({"request": "directory"})[0]
             place = Place(*directory["place"])
-            if place.host != node_name():
-                node = StorageNode(node_name(), ip, secret)
+            if place.host != machine():
+                node = StorageNode(machine(), ip, secret)
                 resources.callback(node.close)
                 place = node.place()
             data = DataPlane(place, holder, limit_s, secret)
@@ -339,7 +339,7 @@ class TransferQueue:
         return {name: usage[name] for name in ("bytes", "rows", "undone", "held")}
 
     def lost(self) -> dict[Any, list[str]]:
-        """Return by row the columns with lost payload, and the machine or file that held it; they may be put again."""
+        """Return the columns with lost payload by row; they may be put again."""
         return {row_name(row): columns for row, columns in self._client.ask("usage")[0]["lost"]}
 
     async def put_async(self, columns: Any, rows: Sequence[Any], **options: Any) -> None:
@@ -361,14 +361,5 @@ class TransferQueue:
         atexit.unregister(self.close)
         self._resources.close()
 
-    def __enter__(self) -> "TransferQueue":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def node_name() -> str:
-    """Return a name shared by all processes that share memory: the machine since its boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}-{boot.read_text().strip()[:8] if boot.exists() else ''}"

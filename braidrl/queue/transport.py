@@ -15,7 +15,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -148,33 +148,33 @@ class Connections:
     def __init__(self, limit_s: float, secret: str | None = None) -> None:
         self.limit_s, self.secret = limit_s, secret
         self._idle: defaultdict[str, deque[Connection]] = defaultdict(deque)
-        self._telling = threading.Lock()
-        self._told: dict[str, Connection] = {}
 
     def ask(
         self, address: str, request: Mapping[str, Any], frames: Sequence[Frame] = (), wait_s: float = 0.0
     ) -> Answer:
         """Do as `Connection.ask`."""
+        with self._taken(address) as connection:
+            return connection.ask(request, frames, wait_s)
+
+    def tell(self, address: str, request: Mapping[str, Any]) -> None:
+        """Do as `Connection.tell`."""
+        with self._taken(address) as connection:
+            connection.tell(request)
+
+    @contextlib.contextmanager
+    def _taken(self, address: str) -> Iterator[Connection]:
+        """Take the idle connection that was used last, or a new one, for the block."""
         try:
             connection = self._idle[address].pop()
         except IndexError:
             connection = Connection(address, self.limit_s, self.secret)
         try:
-            return connection.ask(request, frames, wait_s)
+            yield connection
         finally:
             self._idle[address].append(connection)
 
-    def tell(self, address: str, request: Mapping[str, Any]) -> None:
-        """Do as `Connection.tell`, in the order of calls."""
-        with self._telling:
-            if address not in self._told:
-                self._told[address] = Connection(address, self.limit_s, self.secret)
-            self._told[address].tell(request)
-
     def close(self) -> None:
         """Close all connections; no request may be pending."""
-        while self._told:
-            self._told.popitem()[1].close()
         for idle in self._idle.values():
             while idle:
                 idle.pop().close()

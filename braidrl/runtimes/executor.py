@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from braidrl.config import RoleConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, retokenized
-from braidrl.errors import BadUpdate
+from braidrl.errors import BadUpdate, users_errors
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import checked, computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
@@ -129,12 +129,18 @@ class StageExecutor:
             return {stage.writes[0]: found.values, **added}
 
     def own_method(self, stage: Stage) -> Callable[..., Any]:
-        """Return the method of a user's class that a stage names, bound to the role's worker."""
+        """Return a call of the method of a user's class that a stage names, bound to the role's worker."""
         owner, method = class_and_method(stage.type)
         role = str(stage.role)
         if (role, owner) not in self.methods:
             self.methods[role, owner] = owner(self.workers[role])
-        return cast(Callable[..., Any], getattr(self.methods[role, owner], method))
+        own = getattr(self.methods[role, owner], method)
+
+        def call(*arguments: Any, **settings: Any) -> Any:
+            with users_errors(stage.name, own):
+                return own(*arguments, **settings)
+
+        return call
 
     def is_collective(self, stage: Stage) -> bool:
         """Return True if a rank without rows takes part in a stage, because ranks sum, infer or generate together."""

@@ -52,6 +52,10 @@ class Session(AbstractContextManager["Session"]):
         """Start everything; a distributed session joins the ranks of `torchrun`. Raises UserError if the configuration cannot run."""
         if config.runtime == "streaming":
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
+        if (tokens := config.rollout.tokens_per_iteration) is not None:
+            raise UserError(
+                f"rollout.tokens_per_iteration={tokens} suspends responses, and a session resumes none; remove it, or use `braid train`"
+            )
         self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
         self.world = world or self.joined or World()
         config = with_fetched(config)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from braidrl.agents.trajectory import Trajectory
 from braidrl.cluster.devices import choose_device
@@ -33,21 +34,31 @@ from braidrl.training.roles.worker import RoleWorker
 
 
 class Drawn(NamedTuple):
-    """Tokens drawn for a row, and the sum of the context lengths at which they were drawn."""
+    """Numbers of tokens (B,) drawn for rows, and the sums (B,) of the context lengths at which they were drawn."""
 
-    tokens: int
-    seen: int
+    tokens: NDArray[np.int64]
+    seen: NDArray[np.int64]
 
     @staticmethod
-    def of(prompt: int, ended: Response | Trajectory) -> "Drawn":
-        """Return the tokens drawn after a prompt of this length, or in all turns of a trajectory."""
-        if isinstance(ended, Response):
-            tokens = len(ended.tokens)
-            return Drawn(tokens, tokens * prompt + tokens * (tokens - 1) // 2)
-        actions = np.array(ended.actions, dtype=bool)
-        lengths = np.array(ended.sequence_lengths, dtype=np.int64)
-        places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return Drawn(int(actions.sum()), int(places[actions].sum()))
+    def after(prompts: Sequence[int], drawn: Sequence[Response]) -> "Drawn":
+        """Return the tokens drawn after prompts of these lengths."""
+        tokens = np.array([len(response.tokens) for response in drawn], dtype=np.int64)
+        return Drawn(tokens, tokens * np.array(prompts, dtype=np.int64) + tokens * (tokens - 1) // 2)
+
+    @staticmethod
+    def played(trajectories: Sequence[Trajectory]) -> "Drawn":
+        """Return the tokens drawn in all turns of trajectories."""
+        tokens, seen = np.zeros((2, len(trajectories)), dtype=np.int64)
+        for row, one in enumerate(trajectories):
+            actions, lengths = np.array(one.actions, dtype=bool), np.array(one.sequence_lengths, dtype=np.int64)
+            places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            tokens[row], seen[row] = actions.sum(), places[actions].sum()
+        return Drawn(tokens, seen)
+
+    @staticmethod
+    def cat(parts: "Sequence[Drawn]") -> "Drawn":
+        """Return the rows of all parts."""
+        return Drawn(np.concatenate([one.tokens for one in parts]), np.concatenate([one.seen for one in parts]))
 
 
 class DeviceUsage:
@@ -111,24 +122,24 @@ class DeviceUsage:
         return self._sizes[role]
 
     def decoded(
-        self, stage: Stage, drawn: Sequence[Drawn], slots: int, seconds: float, sums: Sums, crowd: int | None = None
+        self, stage: Stage, drawn: Drawn, slots: int, seconds: float, sums: Sums, crowd: int | None = None
     ) -> None:
         """Add the utilisation of memory bandwidth of a generate stage that took `seconds` for tokens drawn in `slots` at once.
 
         `crowd` is the largest number of rows under way at once if others took turns with these.
         """
-        config, drawn = self.config, [row for row in drawn if row.tokens]
-        if not drawn or config.rollout.engine == "http" or self.rates is None:
+        config, tokens = self.config, drawn.tokens[drawn.tokens > 0]
+        if not len(tokens) or config.rollout.engine == "http" or self.rates is None:
             return
         # The model copies that decode for this process, the ranks per copy, and their bytes per second.
         copies, bandwidth = engine_processes(config), self.rates.bandwidth
         ranks = generation_layout(config).ranks if copies or pools_ranks(config) else 1
         if copies:
             ranks, bandwidth = 1, copies * ranks * bandwidth
-        tokens, seen = zip(*drawn, strict=True)
         own_slots = max(1, slots // ranks)
-        steps = decoding(np.array(tokens), own_slots).steps if crowd is None else sum(tokens) / crowd
+        steps = decoding(tokens, own_slots).steps if crowd is None else int(tokens.sum()) / crowd
         role, dtype = str(stage.role), config.rollout.dtype
         element_bytes = (DTYPES[dtype] if dtype else settings_of(role, config).dtype).itemsize
-        read = operations.decoding_bytes(self._sizes_of(role), element_bytes, steps * max(1, copies) / ranks, sum(seen))
+        steps, seen = steps * max(1, copies) / ranks, int(drawn.seen.sum())
+        read = operations.decoding_bytes(self._sizes_of(role), element_bytes, steps, seen)
         sums.add(f"utilisation/bandwidth/{stage.name}", read, seconds * bandwidth)

@@ -205,6 +205,11 @@ def {name}_in_place(reward):
     return reward.sub_(reward.mean())
 
 
+@advantages.register(writes=["advantage"])
+def {name}_raises(reward):
+    return reward + torch.ones(7)
+
+
 @selections.register(scope="group")
 def {name}_mask(group):
     return group > 0
@@ -277,6 +282,7 @@ def table() -> Rows:
         ("list", r"returned \[0.0, 1.0, 2.0, 3.0\] as 'advantage' for 4 rows"),
         ("two", r"returned 2 columns and is registered with writes=\['advantage'\]"),
         ("in_place", r"changes its argument 'reward' in place"),
+        ("raises", r"_raises raised RuntimeError: The size of tensor a .* \(wrong_\w+.py:33\); mend the function"),
     ],
 )
 def test_a_column_that_is_not_one_number_per_row_is_refused(tmp_path, function, message):

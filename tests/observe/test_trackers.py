@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -91,6 +93,18 @@ def test_tensorboard_keeps_its_contract_and_shows_configuration_and_samples(tmp_
     heads, _, row = dict(texts("samples"))[1].splitlines()
     assert heads == "| step | set | prompt | response | answer | finish_reason | score | correct |"
     assert row == "| 1 | " + "∑ 😀 \\|<br> | " * 5 + " | True |"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_in_a_folder_that_vanished_costs_a_line(tmp_path: Path) -> None:
+    opened, said = trackers(tmp_path / "run", TrackerConfig(name="tensorboard"))
+    opened.write(1, {"reward/mean": 0.5})
+    shutil.rmtree(tmp_path / "run")
+    for step in (2, 3):
+        opened.write(step, {"reward/mean": 0.5})
+    opened.write_samples(10, lambda: [{"step": 10}])
+    opened.close()
+    assert len(said) == 1 and re.match(r"tracker tensorboard: FileNotFoundError: .*/run/tensorboard", said[0])
 
 
 def test_run_passes_due_samples_and_report_to_trackers(workshop: Workshop) -> None:

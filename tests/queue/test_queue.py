@@ -27,7 +27,7 @@ from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.queue.client import Client, DataPlane, Evicted, assembled, write_columns
-from braidrl.queue.owner import Owner, StorageNode, remove_abandoned
+from braidrl.queue.owner import StorageNode, remove_abandoned
 from braidrl.queue.storage import Place, Segments
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
 from braidrl.runtimes.streaming.control import ControlPlane
@@ -225,7 +225,7 @@ def test_dead_worker_rows_are_leased_again_and_unreported_blocks_freed() -> None
 
 
 def owner_names(node: StorageNode, writer: str) -> list[str]:
-    return Segments(node.owner.run, "looker").names(writer)
+    return Segments(node.run, "looker").names(writer)
 
 
 def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
@@ -238,12 +238,12 @@ def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
         stop.set()
         thread.join()
         assert control.training.table.parts and not any(control.training.table.parts.values())
-        names = Segments(node.owner.run, "looker").names()
+        names = Segments(node.run, "looker").names()
         assert names, "finished iterations keep their payload until it has been read"
         finished.clear()
         gc.collect()
         control.change(lambda: None)
-        assert Segments(node.owner.run, "looker").names() == []
+        assert Segments(node.run, "looker").names() == []
         worker.close()
 
 
@@ -270,7 +270,7 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
         near.close()
         far.close()
         node.close()
-    assert Segments(node.owner.run, "looker").names() == [] and not node.owner.path.exists()
+    assert Segments(node.run, "looker").names() == [] and not node.path.exists()
 
 
 def test_two_nodes_exchange_only_requested_rows() -> None:
@@ -301,7 +301,7 @@ def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
 def test_remote_memory_is_freed_even_of_dead_worker() -> None:
     with two_nodes() as (control, _, far, node):
         work = far.take(["generate"], 8, 0.0)
-        known, names = far.data.write([b"x"]), Segments(node.owner.run, "looker").names
+        known, names = far.data.write([b"x"]), Segments(node.run, "looker").names
         control.data.free([known])
         wait_until(lambda: names() == [])
         with pytest.raises(Evicted):
@@ -361,7 +361,7 @@ def test_selected_group_continues_and_dropped_group_frees_memory() -> None:
         outcome = control.training.records[1].outcome
         assert outcome is not None and outcome.dropped == {"odd": 1}
         assert {uid[1] for uid in control.training.table.parts["generate"]} == {2}
-        assert len(Segments(node.owner.run, "looker").names()) == 2, "prompt and tokens of the group that was kept"
+        assert len(Segments(node.run, "looker").names()) == 2, "prompt and tokens of the group that was kept"
         worker.close()
 
 
@@ -392,17 +392,15 @@ def even_groups(length: torch.Tensor, group: torch.Tensor) -> dict[int, str]:
     return {number: "odd" for number in group.unique().tolist() if number % 2}
 
 
-def test_later_run_removes_segments_of_killed_run(tmp_path: Path) -> None:
-    dead = Owner(tmp_path)
-    Segments(dead.run, "worker", tmp_path).write([b"left behind"])
-    alive = Owner(tmp_path)
-    Segments(alive.run, "worker", tmp_path).write([b"in use"])
+def test_later_run_removes_segments_of_killed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAID_SHARED_MEMORY", str(tmp_path))
+    dead, alive = (StorageNode("here", "127.0.0.1") for _ in range(2))
+    for node in (dead, alive):
+        Segments(node.run, "worker").write([b"of a worker"])
     os.close(dead._handle)
-    assert remove_abandoned(tmp_path) == [dead.run]
-    assert {path.name for path in tmp_path.iterdir()} == {
-        alive.path.name,
-        f"braid-{alive.run}-worker-0",
-    }
+    assert remove_abandoned() == [dead.run]
+    assert {path.name for path in tmp_path.iterdir()} == {alive.path.name, f"braid-{alive.run}-worker-0"}
+    dead.server.close()
     alive.close()
     assert list(tmp_path.iterdir()) == []
 

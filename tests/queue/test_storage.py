@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from braidrl.errors import UserError
-from braidrl.queue.owner import Owner, remove_abandoned
+from braidrl.queue.owner import StorageNode, remove_abandoned
 from braidrl.queue.storage import check_storage, open_storage
 from braidrl.queue.transfer_queue import TransferQueue
 
@@ -39,11 +39,12 @@ def test_queue_returns_put_rows_on_any_storage_without_remains(storage: str) -> 
 
 
 def test_next_run_removes_remains_of_killed_run(storage: str) -> None:
-    dead = Owner(storage=storage)
-    dead.segments.write([b"left behind"])
+    dead = StorageNode("here", "127.0.0.1", storage=storage)
+    dead.data.segments.write([b"left behind"])
     os.close(dead._handle)
-    assert dead.run in remove_abandoned(dead.folder)
-    assert dead.segments.names() == []
+    assert dead.run in remove_abandoned()
+    assert dead.data.segments.names() == []
+    dead.server.close()
 
 
 def test_unknown_storage_error_lists_known_ones(tmp_path: Path) -> None:
@@ -51,3 +52,8 @@ def test_unknown_storage_error_lists_known_ones(tmp_path: Path) -> None:
         open_storage("shred_memory", "0", "test")
     with pytest.raises(UserError, match="there is no folder"):
         open_storage(f"file:{tmp_path}/nothing", "0", "test")
+
+
+def test_a_file_storage_writes_into_its_folder(tmp_path: Path) -> None:
+    name, _ = open_storage(f"file:{tmp_path}", "0", "test").write([b"abc"])
+    assert (tmp_path / name).is_file()

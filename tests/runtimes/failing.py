@@ -12,3 +12,7 @@ def fails_on_rank_1(reward, rollout_log_probs: Ragged):
     if os.environ.get("RANK") == "1":
         raise ValueError("no such luck")
     return reward
+
+
+# As a defect of Braid, which ends with its traceback; one of a user ends in a line.
+fails_on_rank_1.__module__ = "braidrl.failing"

@@ -19,13 +19,23 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
-from braidrl.flow import advantage, loss, select
+from braidrl.flow import actor, advantage, loss, select
 from braidrl.runtimes.session import Session
-from tests.invariants.traces import assert_same_weights
+from tests.invariants.traces import assert_same_weights, merged
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, TOKENIZER, Workshop, load_module, weights_of
 
 STEPS = 3
+FAILING = """
+from braidrl.runtimes.hybrid.protocols import register
+
+class Own:
+    def __init__(self, worker): ...
+
+    @register(protocol="DP", reads=("tokens",), writes=("surprise",))
+    def surprise(self, rows):
+        return 1 / 0
+"""
 
 
 def settings(runtime: str = "eager") -> dict[str, Any]:
@@ -140,9 +150,21 @@ def test_session_rows_as_text_and_errors_name_missing_column(
         session.actor.log_probs(rows)
 
 
-def test_runtimes_without_one_loop_are_refused(workshop: Workshop) -> None:
+def test_an_exception_in_a_users_method_has_its_line(workshop: Workshop, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FAILING)
+    with Session(workshop.config(**settings())) as session:
+        rows = session.actor.generate(session.prompts())
+        with pytest.raises(
+            UserError, match=r"^actor.surprise raised ZeroDivisionError: .* \(own.py:9\); mend the function$"
+        ):
+            session.run(actor.method(f"{tmp_path / 'own.py'}:Own.surprise"), rows)
+
+
+def test_what_a_loop_cannot_do_is_refused(workshop: Workshop) -> None:
     with pytest.raises(UserError, match="runtime=streaming has one for each stage; write runtime=hybrid"):
         Session(workshop.config(**{**settings("streaming"), "placement": "colocate"}))
+    with pytest.raises(UserError, match="suspends responses, and a session resumes none"):
+        Session(workshop.config(**merged(settings(), {"rollout": {"tokens_per_iteration": 4}})))
     with pytest.raises(UserError, match="start the script by `torchrun`"):
         Session(workshop.config(**{**settings("distributed"), "placement": "colocate"}))
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from braidrl.agents.trajectory import Trajectory
+from braidrl.data.rows import FinishReason
+from braidrl.engines.requests import Response
 from braidrl.flow import Kind, Stage
 from braidrl.observe.metrics import REQUIRED_KEYS, Sums
 from braidrl.runtimes.step_metrics import summary
@@ -20,7 +23,7 @@ GENERATE = Stage("actor.generate", "generate", "actor", kind=Kind.GENERATE)
 VERIFY = Stage("reward.verify", "verify", "reward", kind=Kind.COMPUTE)
 BANDWIDTH = "utilisation/bandwidth/actor.generate"
 RATES = DeviceRates({"float32": 1e12}, 1e9)
-DRAWN = [Drawn(3, 30), Drawn(1, 10), Drawn(2, 21), Drawn(0, 0)]
+DRAWN = Drawn(np.array([3, 1, 2, 0]), np.array([30, 10, 21, 0]))
 
 
 def usage_of(workshop: Workshop, rates: DeviceRates | None = RATES, **sections: object) -> DeviceUsage:
@@ -43,7 +46,7 @@ def test_decoding_reads_weights_and_context_each_step(workshop: Workshop, slots:
 
 def test_rows_among_others_read_their_share_of_the_steps_weights(workshop: Workshop) -> None:
     sums = Sums()
-    usage_of(workshop).decoded(GENERATE, DRAWN[:1], 16, 2.0, sums, crowd=4)
+    usage_of(workshop).decoded(GENERATE, Drawn(*(counts[:1] for counts in DRAWN)), 16, 2.0, sums, crowd=4)
     assert sums.pairs()[BANDWIDTH][0] == decoding_bytes(sizes_of(workshop), 4, 0.75, 30)
 
 
@@ -83,10 +86,12 @@ def test_single_turn_episode_counts_like_plain_generation() -> None:
     trajectory = Trajectory((0, 0, 0))
     trajectory.append([5, 6, 7], opens=True)
     trajectory.append([1, 2], log_probs=torch.zeros(2), versions=torch.zeros(2, dtype=torch.int64))
-    assert Drawn.of(3, trajectory) == Drawn(2, 3 + 4)
+    tokens = torch.tensor([1, 2])
+    plain = Response((0, 0, 0), tokens, torch.zeros(2), FinishReason.LENGTH, torch.zeros(2, dtype=torch.int64))
+    assert [*Drawn.played([trajectory])] == [*Drawn.after([3], [plain])] == [2, 3 + 4]
     trajectory.append([8], opens=True)
     trajectory.append([9], log_probs=torch.zeros(1), versions=torch.zeros(1, dtype=torch.int64))
-    assert Drawn.of(3, trajectory) == Drawn(3, 3 + 4 + 1)
+    assert [*Drawn.played([trajectory])] == [3, 3 + 4 + 1]
 
 
 def test_memory_is_reported_for_stages_with_a_model(workshop: Workshop) -> None:

@@ -167,7 +167,7 @@ class Generation:
             done, start = dict(partial.complete) if partial else {}, time.perf_counter()
             drawn = engine.generate(requests, ended, rows_to_end)
             seconds = time.perf_counter() - start
-            new = [Drawn.of(len(request.prompt), response) for request, response in zip(requests, drawn, strict=True)]
+            new = Drawn.after([len(request.prompt) for request in requests], drawn)
             self.usage.decoded(stage, new, engine.slots, seconds, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
             finished = [done[uid] if uid in done else replace(done[other], uid=uid) for uid, other in first.items()]
@@ -198,8 +198,7 @@ class Generation:
                     running, stage, rows, limits, lambda ended: bar.update(1, ended.action_tokens, engine.in_flight)
                 )
             )
-            drawn = [Drawn.of(n, one) for n, one in zip(rows["prompt"].lengths.tolist(), played, strict=True)]
-            self.usage.decoded(stage, drawn, engine.slots, time.perf_counter() - start, sums)
+            self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
             return self.trajectory_columns(stage, played, limits, sums)
 
     async def played(

@@ -193,7 +193,7 @@ class HybridBackend:
         pairs = [
             pair for rows, answer in zip(parts, answers, strict=True) for pair in zip(rows, answer.result, strict=True)
         ]
-        return [RowText(*text) for _, text in sorted(pairs)]
+        return [text for _, text in sorted(pairs)]
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         """Write the rows from the ranks that generated them."""

@@ -43,7 +43,7 @@ from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.prepare.setup import Prepared, after_first, set_up_torch, with_data, without_data
-from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowStore
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowStore, RowText
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.parallel.layouts import DataParallel
@@ -273,9 +273,8 @@ class HybridWorker:
             self.rows.record(part_path(path, self.rank), rows, later)
 
     @register(protocol="ALL_TO_ALL")
-    def texts(self, part: Part) -> CallResult:
-        rows = self._rows_of(part, TEXT_COLUMNS)
-        return CallResult(result=[list(text) for text in self.rows.row_texts(rows)])
+    def texts(self, part: Part) -> list[RowText]:
+        return self.rows.row_texts(self._rows_of(part, TEXT_COLUMNS))
 
     @register(protocol="ALL_TO_ALL")
     def keep(self, path: Path, part: Part) -> None:

@@ -29,7 +29,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.row_store import Admission, Origin, RowStore, RowText
-from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
@@ -81,9 +81,11 @@ class RankBackend:
         if isinstance(origin, Admission):
             samples = self.config.rollout.samples_per_prompt
             group_of = [group for group in origin.numbers for _ in range(samples)]
-            # If selection may not need the last groups, every rank starts with the first ones.
-            selects = bool(self.flow.sampling_segment)
-            owner = torch.tensor(in_turn(group_of, size)) if selects else equal_shares(len(group_of), size)
+            # If selection may not need the last groups, every rank starts with the first ones; else with neighbouring rows.
+            if self.flow.sampling_segment:
+                owner = torch.tensor(in_turn(group_of, size))
+            else:
+                owner = torch.arange(len(group_of)) * size // max(len(group_of), 1)
             mine = (owner == rank).nonzero().flatten().tolist()
             place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
             if mine:

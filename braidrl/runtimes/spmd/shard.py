@@ -92,7 +92,7 @@ class ShardExchange:
         self.world, self.interrupts, self.trace = world, interrupts, trace
         # A process alone has no others to wait for.
         self.waits = trace if world.size > 1 else None
-        self.iteration = self.version = self.moved_rows = 0
+        self.iteration = self.version = 0
 
     def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
         """Return the table with each row's payload, or its columns `needed`, on rank `owner` (B,), by one message per pair of ranks."""
@@ -101,7 +101,6 @@ class ShardExchange:
             return table
         if needed is not None:
             rows = rows.only([name for name in dict.fromkeys(needed) if name in rows])
-        self.moved_rows += int(((owner == rank) & (source != rank)).sum())
         with traced(self.waits, "ranks", edge, self.iteration, state="waiting", version=self.version):
             wanted = owner[source == rank]
             messages: list[bytes | bytearray] = [b""] * self.world.size
@@ -174,8 +173,3 @@ def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Seq
     for rank, part in {**chosen, **dict(zip(unused, others, strict=True))}.items():
         target[part] = rank
     return target
-
-
-def equal_shares(rows: int, ranks: int) -> Tensor:
-    """Return owners (B,) of rows without known lengths: equal shares of neighbouring rows for each of `ranks`."""
-    return torch.arange(rows) * ranks // max(rows, 1)

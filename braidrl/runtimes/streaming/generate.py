@@ -13,22 +13,20 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from braidrl.agents.trajectory import Trajectory, response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import ServedEngine
-from braidrl.engines.requests import Request, Response
+from braidrl.engines.requests import Response
 from braidrl.engines.routing.router import ResumingEngine
-from braidrl.flow import Stage
 from braidrl.flow.compute import of_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
 from braidrl.queue.client import Client, WorkItem, write_columns
-from braidrl.runtimes.generating.generation import TO_THE_END, limits_of, requests_of
+from braidrl.runtimes.generating.generation import PartialResponses, limits_of, requests_of
 from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
@@ -53,8 +51,6 @@ class GenerateLoop:
         self.engine = self.generation.engines[self.role]
         # The queue limits the number of episodes.
         self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens, DataParallel())
-        self.has_budget = context.executor.config.rollout.tokens_per_iteration is not None
-        """True if rows are suspended after a number of tokens (partial rollout)."""
         self.version = 0
         self.leases: dict[int, WorkItem] = {}
         """The leases with rows that are running or being reported."""
@@ -62,8 +58,10 @@ class GenerateLoop:
         """The rows that are running or being reported: None until the row has ended."""
         self.keys: dict[Uid, Key] = {}
         """The running rows that are one request to the engine."""
-        self.tasks: dict[Key, asyncio.Task[Ended]] = {}
-        """The other running rows: episodes, and responses drawn in pieces."""
+        self.episodes: dict[Key, asyncio.Task[list[Trajectory]]] = {}
+        """The running rows that are episodes."""
+        self.earlier: dict[int, PartialResponses] = {}
+        """By lease, the earlier tokens of rows that may be suspended (partial rollout)."""
         self.ended: list[Key] = []
         self.reporting: dict[asyncio.Task[None], list[Key]] = {}
         """Tasks that check and write finished rows, with these. The rows stay in `flight` until their task has ended."""
@@ -135,42 +133,41 @@ class GenerateLoop:
         self.leases[work.lease] = work
         work.left, work.ended = len(keys), work.size - len(keys)
         self.flight.update(dict.fromkeys(keys))
-        if "environment" not in stage.params and not self.has_budget:
-            self.keys.update(zip((request.uid for request in requests), keys, strict=True))
-            self.running.start_rows(requests, self._row_ended)
-        else:
-            to_the_end = set(work.message.get("to_the_end", ()))
+        if "environment" in stage.params:
             for number, key in enumerate(keys):
-                own = replace(stage, params={**stage.params, TO_THE_END: True}) if key[1] in to_the_end else stage
-                task = asyncio.create_task(self._draw(own, rows.take([number]), requests[number]))
-                task.add_done_callback(partial(self._task_ended, key))
-                self.tasks[key] = task
+                played = self.generation.played(self.running, stage, rows.take([number]), self.limits)
+                self.episodes[key] = asyncio.create_task(played)
+                self.episodes[key].add_done_callback(partial(self._episode_ended, key))
+        else:
+            own = dict(zip((request.uid for request in requests), keys, strict=True))
+            # Rows that may be suspended resume within their budgets; an evaluation's rows are drawn whole.
+            if (earlier := self.generation.partial(stage, rows, self.version)) is not None:
+                self.earlier[work.lease] = earlier
+                to_the_end = {(work.lease, place) for place in work.message["to_the_end"]}
+                earlier.budgets |= {uid: None for uid, key in own.items() if key in to_the_end}
+                requests = earlier.rest(requests)
+                for uid, complete in earlier.complete.items():
+                    self._note_end(own.pop(uid), (complete, Drawn.after([], [])))
+            self.keys.update(own)
+            self.running.start_rows(requests, self._row_ended)
         if stage.name not in self.spans:
             span = self.context.trace.begin(stage.name, work.iteration, self.version)
             self.spans[stage.name] = span, WORK.begin(stage.name)
         self.crowd = max(self.crowd, len(self.flight))
 
-    async def _draw(self, stage: Stage, row: Rows, request: Request) -> Ended:
-        """Play an episode, or draw tokens of a row within its budget."""
-        if "environment" in stage.params:
-            (played,) = await self.generation.played(self.running, stage, row, self.limits)
-            return played
-        # The row may have tokens, and stays as it is if it has ended.
-        earlier = self.generation.partial(stage, row, self.version)
-        assert earlier is not None
-        if complete := earlier.complete:
-            return next(iter(complete.values())), Drawn(0, 0)
-        (rest,) = earlier.rest([request])
-        response = await self.running.submit(rest)
-        return earlier.joined(response, self.engine.max_sequence_tokens), Drawn.of(len(rest.prompt), response)
-
     def _row_ended(self, uid: Uid, result: Response | BaseException) -> None:
-        self._note_end(self.keys.pop(uid), result)
+        key = self.keys.pop(uid)
+        earlier = self.earlier.get(key[0])
+        if earlier is None or isinstance(result, BaseException):
+            self._note_end(key, result)
+            return
+        drawn = Drawn.after([len(earlier.asked[uid].prompt)], [result])
+        self._note_end(key, (earlier.joined(result, self.engine.max_sequence_tokens), drawn))
 
-    def _task_ended(self, key: Key, task: asyncio.Task[Ended]) -> None:
-        del self.tasks[key]
+    def _episode_ended(self, key: Key, task: asyncio.Task[list[Trajectory]]) -> None:
+        del self.episodes[key]
         if not task.cancelled():
-            self._note_end(key, task.exception() or task.result())
+            self._note_end(key, task.exception() or task.result()[0])
 
     def _note_end(self, key: Key, result: Ended | BaseException) -> None:
         self.flight[key] = result
@@ -219,14 +216,14 @@ class GenerateLoop:
     ) -> None:
         consumer = self.context.consumers[work.consumer]
         stage, sums, usage, trace = consumer.stages[0], Sums(), self.generation.usage, self.context.trace
-        if self.has_budget:
-            ended, drawn = [response for response, _ in ended], [new for _, new in ended]
-        else:
-            lengths = rows["prompt"].lengths.tolist()
-            drawn = [Drawn.of(length, one) for length, one in zip(lengths, ended, strict=True)]
         if "environment" in stage.params:
+            drawn = Drawn.played(ended)
             columns = dict(self.generation.trajectory_columns(stage, ended, self.limits, sums))
         else:
+            if isinstance(ended[0], tuple):
+                drawn, ended = Drawn.cat([new for _, new in ended]), [response for response, _ in ended]
+            else:
+                drawn = Drawn.after(rows["prompt"].lengths.tolist(), ended)
             columns = dict(self.generation.named(stage, response_columns(rows, ended)))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
@@ -254,10 +251,12 @@ class GenerateLoop:
         uids = [uid for uid, key in self.keys.items() if key in gone]
         for uid in uids:
             del self.keys[uid]
-        tasks = [self.tasks[key] for key in gone if key in self.tasks]
+        tasks = [self.episodes[key] for key in gone if key in self.episodes]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(self.running.withdraw(uids), *tasks, return_exceptions=True)
+        # Not as a task: until that began, the engine could end one of the rows.
+        await self.running.withdraw(uids)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._forget(gone)
 
     def _forget(self, keys: Collection[Key]) -> None:
@@ -268,6 +267,7 @@ class GenerateLoop:
             lease.left -= rows
             if not lease.left:
                 del self.leases[number]
+                self.earlier.pop(number, None)
                 self.client.held.discard(number)
         if self.flight and len(self.spans) == 1:
             return

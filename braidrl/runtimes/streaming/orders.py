@@ -69,12 +69,14 @@ class StreamingBackend:
         groups = len(set(rows.index["group"].tolist()))
         sizes = Sizes(1, groups, len(rows) // groups, len(rows))
         stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published, held=self.control.held)
-        with self.control.changed:
+
+        def begin() -> None:
             self.control.loading.pinned = True
             self.control.add_stream(stream)
             stream.schedule.groups_wanted(0)
-        self.control.admit(stream, rows)
-        self.control.change(lambda: None)
+            stream.admit(rows)
+
+        self.control.change(begin)
         return rows
 
     def run(self, stage: Stage, table: StoredRows, iteration: int, sums: Sums) -> StoredRows:
@@ -106,14 +108,6 @@ class StreamingBackend:
         assert made is not None
         return made
 
-    def write_rows(self, do: str, path: Path, rows: StoredRows) -> None:
-        """Write rows to a file: `record` for people and replays, or `keep` for a checkpoint.
-
-        Raises OSError if the disk is full or gone.
-        """
-        result, _ = self._ask_for_rows({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
-        check_written(result["trouble"])
-
     def _ask_for_rows(
         self, order: dict[str, Any], rows: StoredRows | None = None
     ) -> tuple[dict[str, Any], StoredRows | None]:
@@ -138,11 +132,12 @@ class StreamingBackend:
         pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in final.payload)
         later = {name: column for name, column in final.index.items() if name not in known}
         payload = [*table.payload, *(piece for piece in pieces if piece["columns"])]
-        self.write_rows("record", path, StoredRows(table.index.with_columns(later), payload))
+        self.save_rows(path, StoredRows(table.index.with_columns(later), payload), do="record")
 
-    def save_rows(self, path: Path, table: StoredRows) -> None:
-        """Write rows into a checkpoint."""
-        self.write_rows("keep", path, table)
+    def save_rows(self, path: Path, table: StoredRows, do: str = "keep") -> None:
+        """Write rows into a checkpoint, or `record` them for people and replays. Raises OSError if the disk is full or gone."""
+        result, _ = self._ask_for_rows({"do": do, "path": str(path.resolve()), "payload": table.payload}, table)
+        check_written(result["trouble"])
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Let the leader of every role that changes write it; with `copy` it continues as soon as it has copies."""
@@ -180,9 +175,7 @@ class StreamingBackend:
                 self._wait_until(limit, holder)
 
     def _give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Give every leader an order; return the leaders by order number. Raises WorkerError for a leader that does not register in
-        time.
-        """
+        """Give every leader an order; return the leaders by order number. Raises WorkerError if a leader does not register in time."""
         limit, given = time.monotonic() + ORDER_LIMIT_S, {}
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:

@@ -19,7 +19,6 @@ from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
-from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import World, world_at
 from braidrl.config import Config, parse_config
@@ -27,6 +26,7 @@ from braidrl.engines.engine import NodePart
 from braidrl.engines.factory import follow_engines
 from braidrl.engines.spanning import OneOf, SpanningEngine
 from braidrl.errors import LostProcess, WorkerError
+from braidrl.observe.progress import Progress
 from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client, DataPlane
 from braidrl.queue.owner import StorageNode, remove_run
@@ -39,7 +39,7 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
 from braidrl.runtimes.streaming.weights import remove_weights
-from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext, serve_rows
+from braidrl.runtimes.streaming.worker import StageLoop, WorkerContext, serve_rows
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.layouts import DataParallel
 
@@ -157,17 +157,12 @@ class Processes:
             member.starts, member.started = member.starts + 1, time.monotonic()
             member.process = self._start(member.group, member.number, member.starts)
 
-    def close(self) -> None:
+    def close(self, limit_s: float = END_LIMIT_S) -> None:
         """Wait for the end of all processes, which the queue notifies, and kill those that are late."""
-        limit = time.monotonic() + END_LIMIT_S
+        limit = time.monotonic() + limit_s
         while self.members:
             self.members[-1].process.close(max(0.0, limit - time.monotonic()))
             self.members.pop()
-
-    def kill(self) -> None:
-        """Kill the remaining processes."""
-        for member in self.members:
-            member.process.close(0.0)
         # A traceback would keep the store, and with it its port.
         self._store = None
 
@@ -212,7 +207,7 @@ def work(arguments: Mapping[str, Any]) -> None:
         with closing(Client(arguments["queue"], arguments["holder"], data)) as client:
             serve_rows(client, config, arguments["kept"], config.streaming.wait_s)
         return
-    flow, progress = build_flow(config), LeaseProgress()
+    flow = build_flow(config)
     prepared = Prepared(config, flow, evaluation_flow(config, flow), load_tokenizer(config.model))
     generating = [str(group.role)] if group.kind == "generate" else []
     ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
@@ -228,10 +223,10 @@ def work(arguments: Mapping[str, Any]) -> None:
     consumers = {**Consumers(flow).by_name, **Consumers(prepared.evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
     held = [str(group.role)] if group.kind == "model" else []
-    executor = StageExecutor(prepared, held, progress, generating, ranks, group.trained, checks)
+    executor = StageExecutor(prepared, held, Progress(bars=False), generating, ranks, group.trained, checks)
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
     leader = arguments["leader"], arguments["queue"]
-    context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, place.run, ip)
+    context = WorkerContext(group, config.streaming, consumers, executor, data, trace, *leader, place.run, ip)
     try:
         # Only leading ranks take from the queue.
         if not world.first:
@@ -274,5 +269,5 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
 def orphaned(arguments: Mapping[str, Any]) -> None:
     """Remove the run's shared memory after its main process was killed; no other process does."""
     place = Place(*arguments["place"])
-    remove_run(shared_folder(), place.run, place.storage)
+    remove_run(place.run, place.storage)
     remove_weights(place.run)

@@ -35,7 +35,6 @@ from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import (
     Group,
-    check_streaming,
     most_out,
     older_groups,
     samplers_of,
@@ -52,9 +51,8 @@ class StreamingProgram:
     """Drives iterations by admission and permits; the available rows decide which stage runs when."""
 
     def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress) -> None:
-        """Start the queue and all workers. Raises UserError, before anything starts, if the run cannot stream."""
+        """Start the queue and all workers of a run that `check_streaming` accepts."""
         config, flow = prepared.config, prepared.flow
-        check_streaming(config, flow)
         self.loader, self.progress = loader, progress
         trainer, samples = config.trainer, config.rollout.samples_per_prompt
         sizes = Sizes(
@@ -103,7 +101,7 @@ class StreamingProgram:
         self.processes = Processes(
             config, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
         )
-        resources.callback(self.processes.kill)
+        resources.callback(self.processes.close, 0.0)
         self.processes.start(self.groups)
 
     def iterate(

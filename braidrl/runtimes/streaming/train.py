@@ -6,9 +6,9 @@ step ──optim_step──▶ the next update ... the last one ──▶ later 
 Stages run through the executor, as in every runtime. All ranks of the role call the same methods in the same order.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from braidrl.flow.batches import UpdatesInProgress, trained_on
 from braidrl.flow.compute import State, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
-from braidrl.observe.progress import Bar
 from braidrl.observe.trace import BusySpan, WorkerTrace
 from braidrl.queue.client import DataPlane, WorkItem, write_columns
 from braidrl.queue.table import StoredRows
@@ -31,29 +30,15 @@ from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.training.objective import COUNTED, UpdateCounts
 
 
-class FinishedBatch(NamedTuple):
-    """The result of a rank for a batch."""
-
-    part: StoredRows | None
-    """The columns that this rank has written; None if there are none."""
-    places: list[tuple[int, list[int]]]
-    """The rows of these, by lease and positions in it."""
-    leases: list[int]
-    reports: list[dict[str, Any]]
-    totals: dict[str, dict[str, float]]
-    """By stage with a state, sums over the batch."""
-
-
 class Trainer:
     """One rank."""
 
     def __init__(
-        self, consumer: Consumer, executor: StageExecutor, trace: WorkerTrace, data: DataPlane, world: World, most: int,
-        advanced: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """Begin without a batch. At most `most` rows pass through the model at a time, over all ranks; `advanced` is called as they do."""
+        self, consumer: Consumer, executor: StageExecutor, trace: WorkerTrace, data: DataPlane, world: World, most: int
+    ) -> None:
+        """Begin without a batch. At most `most` rows pass through the model at a time, over all ranks."""
         self.consumer, self.executor, self.trace, self.data = consumer, executor, trace, data
-        self.world, self.most, self.advanced = world, most, advanced
+        self.world, self.most = world, most
         self._forget()
 
     def _forget(self) -> None:
@@ -142,10 +127,13 @@ class Trainer:
             self.updates.add(piece, piece.message["updates"])
         self._accumulate()
 
-    def finish(self) -> FinishedBatch | None:
-        """End the batch if its last stage has run; return None before."""
-        if not self.iteration or self.at < len(self.stages) or self.rows_left:
-            return None
+    @property
+    def is_finished(self) -> bool:
+        """Return True if the batch's last stage has run."""
+        return bool(self.iteration) and self.at == len(self.stages) and not self.rows_left
+
+    def finish(self) -> tuple[StoredRows | None, list[tuple[int, list[int]]], dict[str, Any]]:
+        """End the batch; return the columns that this rank has written, if any, their rows, and the further fields of `Client.done`."""
         names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
         own = [piece for piece in self.pieces if piece.own]
         part = None
@@ -155,10 +143,9 @@ class Trainer:
         reports = [
             {"stage": name, "seconds": seconds, "sums": sums.pairs()} for name, (seconds, sums) in self.reports.items()
         ]
-        places, leases = [(piece.lease, piece.own) for piece in own], [piece.lease for piece in self.pieces]
-        found = FinishedBatch(part, places, leases, reports, self.totals)
+        done, totals = [(piece.lease, None) for piece in self.pieces], self.totals
         self._forget()
-        return found
+        return part, [(piece.lease, piece.own) for piece in own], {"done": done, "reports": reports, "totals": totals}
 
     def _next_update(self, start: int) -> int:
         """Return the position of the first train stage from a position on; without one the end."""
@@ -245,9 +232,9 @@ class Trainer:
         with self._busy(stage, rows.uids() if len(rows) else ()) as span:
             # Ranks that shard the model meet also if one has no row.
             if len(rows) or self.executor.workers[str(stage.role)].ranks.forward_is_collective:
-                bar = Bar(stage.name, len(rows), 0.0, self.advanced)
                 span.tokens = tokens_of(rows)
-                losses = self.executor.forward_backward(stage, rows, span.sums, bar)
+                with self.executor.progress.stage(stage.name) as bar:
+                    losses = self.executor.forward_backward(stage, rows, span.sums, bar)
         for found in self._gathered(losses, span):
             for name, loss in found.items():
                 self.losses[name] = self.losses.get(name, 0.0) + loss

@@ -10,8 +10,7 @@ Rows of a frozen role pass through; rows of a trained role stay with its `Traine
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.errors import UserError, first_line
 from braidrl.flow.flow import is_optimized
-from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled, write_columns
@@ -45,23 +43,6 @@ SOON_S = 0.2
 """Longest wait of a leader for work while other ranks wait for it."""
 
 
-class LeaseProgress(Progress):
-    """Reports progress to stall detection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_advance: Callable[[], object] = lambda: None
-
-    def advanced(self) -> None:
-        """Record progress of this process."""
-        self.on_advance()
-
-    @contextmanager
-    def stage(self, name: str, total_rows: int | None = None) -> Iterator[Bar]:
-        """Return a bar that is not displayed."""
-        yield Bar(name, total_rows, time.monotonic(), self.advanced)
-
-
 @dataclass
 class WorkerContext:
     """The parts and connections of one process of a group."""
@@ -72,7 +53,6 @@ class WorkerContext:
     """The consumers of the flow, and of the evaluation's flow."""
     executor: StageExecutor
     data: DataPlane
-    progress: LeaseProgress
     trace: WorkerTrace
     leader: str
     """Name of the worker at the queue."""
@@ -98,7 +78,7 @@ class StageLoop:
         self.trainer: Trainer | None = None
         if trained is not None:
             parts = context.executor, context.trace, context.data
-            self.trainer = Trainer(trained, *parts, world, self.most, context.progress.advanced)
+            self.trainer = Trainer(trained, *parts, world, self.most)
         self.writing = BackgroundWriter()
         self.exports = BackgroundWriter("new weights")
         """Writes this rank's share of a version while the next rows are trained on; no step may change the weights meanwhile."""
@@ -111,7 +91,7 @@ class StageLoop:
         assert self.client is not None
         settings, client, wait_s = self.context.settings, self.client, self.context.settings.wait_s
         # Heartbeats while this worker computes.
-        self.context.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
+        WORK.on_advance = lambda: client.renew(settings.lease_s / 3)
         with self.exports:
             while True:
                 asks = {"role": self.role, "ready": self.trainer.ready()} if self.trainer else {}
@@ -208,12 +188,12 @@ class StageLoop:
 
     def _report_batch(self, trainer: Trainer) -> None:
         """Report the batch's rows as done if its last stage has run."""
-        if (batch := trainer.finish()) is None:
+        if not trainer.is_finished:
             return
-        parts = self._gathered(batch.part, batch.places)
+        part, places, fields = trainer.finish()
+        written = self._gathered(part, places)
         if self.client is not None:
-            done = [(lease, None) for lease in batch.leases]
-            self.client.done(trainer.consumer.name, done, parts, batch.reports, batch.totals)
+            self.client.done(trainer.consumer.name, written=written, **fields)
 
     def _gathered(self, part: StoredRows | None, rows: Any) -> list[tuple[StoredRows, Any]]:
         """Return the locations of all ranks' columns, with their rows as for `Client.done`, for the leader to report."""

@@ -181,6 +181,13 @@ def test_rows_suspended_by_streaming_resume_under_another_runtime(workshop: Work
     assert trained & set(state["sampling"]["pending"])
 
 
+def test_streaming_draws_an_evaluations_responses_whole(workshop: Workshop) -> None:
+    evaluation = {"every": 1, "samples": 2, "max_prompts": 3}
+    sections = merged(SECTIONS, {"trainer": {"steps": 1}, "data": {"eval": {"sums": str(workshop.data)}}})
+    run = workshop.run("evaluated", runtime="streaming", evaluation=evaluation, **sections)
+    assert read_metrics(run)[-1]["eval/sums/length_mean"] > SECTIONS["rollout"]["tokens_per_iteration"]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("way", ["end", "delayed", "rolling", "interrupt"])
 def test_streaming_resumes_suspended_rows_under_each_update_policy(workshop: Workshop, way: str) -> None:

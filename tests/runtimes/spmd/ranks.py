@@ -9,9 +9,11 @@ from typing import Any
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
+from braidrl.data.codec import unpack_rows
 from braidrl.data.rows import Rows
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.spmd.rank_backend import RankBackend
+from tests.runtimes.spmd.moving import received_by
 
 WAIT_S = 200.0
 
@@ -22,8 +24,7 @@ def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
     """
     counts = []
     for tree in task["runs"]:
-        before = world.exchanged_bytes
-        with TrainingRun(parse_config(tree), world=world) as run:
+        with received_by(world) as received, TrainingRun(parse_config(tree), world=world) as run:
             assert isinstance(run.backend, RankBackend)
             make, made = run.backend.store.make, [0]
 
@@ -34,8 +35,8 @@ def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
 
             run.backend.store.make = noted  # type: ignore[method-assign]
             run.train()
-            moved = run.backend.exchange.moved_rows
-            count = {"rows": moved, "bytes": world.exchanged_bytes - before, "made": max(made)}
+            rows = sum(len(unpack_rows(message)) for message in received)
+            count = {"rows": rows, "bytes": sum(map(len, received)), "made": max(made)}
             counts.append([json.loads(bytes(c)) for c in world.gather("counts", json.dumps(count).encode())])
     return counts
 

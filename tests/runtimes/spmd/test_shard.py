@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.data.packing import balanced_partition, imbalance
-from braidrl.runtimes.spmd.shard import IN_PLACE, balanced_owners, equal_shares
+from braidrl.runtimes.spmd.shard import IN_PLACE, balanced_owners
 from tests.runtimes.spmd.moving import RANKS
 
 Answers = dict[str, list[dict[str, Any]]]
@@ -70,10 +70,3 @@ def test_rows_move_only_to_reach_best_balance(
 def test_new_partition_keeps_rows_with_their_main_rank() -> None:
     target = balanced_owners([10, 7, 5, 1], torch.tensor([2, 2, 0, 0]), 4)
     assert target.tolist()[0] == 2 and target.tolist()[2] == 0 and sorted(target.tolist()) == [0, 1, 2, 3]
-
-
-@given(st.integers(0, 50), st.integers(1, 8))
-def test_equal_shares_differ_by_one_row_and_keep_order(rows: int, ranks: int) -> None:
-    shares = equal_shares(rows, ranks).tolist()
-    counts = [shares.count(rank) for rank in range(ranks)]
-    assert shares == sorted(shares) and sum(counts) == rows and max(counts) - min(counts) <= 1

@@ -80,14 +80,14 @@ def cluster() -> Iterator[RayNodes]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster: RayNodes) -> Iterator[None]:
     """Fails a test after which an actor or memory is left on a node; the ports that actors listen on are theirs."""
-    remove_abandoned(shared_folder())
+    remove_abandoned()
     before = without_owner()
     yield
     deadline = time.monotonic() + ENDED_S
     while cluster.actors():
         assert time.monotonic() < deadline, f"processes {cluster.actors()} are still there"
         time.sleep(0.1)
-    assert remove_abandoned(shared_folder()) == []
+    assert remove_abandoned() == []
     assert without_owner() <= before
 
 

@@ -82,12 +82,12 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Fails a test after which a port or memory is left of a run that has ended; other runs on this machine are let be."""
-    remove_abandoned(shared_folder())
+    remove_abandoned()
     before, sockets = without_owner(), listening(family())
     yield
     assert listening(family()) <= sockets
     assert not [path for path in Path("/proc/self/fd").iterdir() if PREFIX in os.path.realpath(path)]
-    assert remove_abandoned(shared_folder()) == []
+    assert remove_abandoned() == []
     assert without_owner() <= before
 
 
@@ -347,7 +347,8 @@ def faulty(workshop: Workshop) -> dict[str, Any]:
     (workshop.folder / "faulty.py").write_text(
         "from braidrl.algorithms.registry import shapes\n\n\n"
         "@shapes.register(writes=['reward'])\n"
-        "def faulty(reward, *, factor=1.0):\n    raise RuntimeError('the shape of water')\n"
+        "def faulty(reward, *, factor=1.0):\n    raise RuntimeError('the shape of water')\n\n\n"
+        "faulty.__module__ = 'braidrl.faulty'  # a defect of Braid ends with its traceback\n"
     )
     (workshop.folder / "faulty-flow.yaml").write_text(
         "flow: faulty\nstages:\n- {type: generate, role: actor}\n- {type: verify, role: reward}\n"

@@ -18,7 +18,7 @@ from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, parse_config
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.queue.owner import Owner, remove_run
+from braidrl.queue.owner import StorageNode, remove_run
 from braidrl.runtimes.streaming.weights import (
     VersionWriter,
     WeightLocation,
@@ -36,8 +36,8 @@ from tests.tiny import MODELS, TOKENIZER
 
 
 @pytest.fixture
-def owner() -> Iterator[Owner]:
-    made = Owner()
+def owner() -> Iterator[StorageNode]:
+    made = StorageNode("here", "127.0.0.1")
     yield made
     made.close()
 
@@ -64,7 +64,7 @@ def config(**rollout: object) -> Config:
     )
 
 
-def writer(trainer: PreTrainedModel, owner: Owner, **rollout: object) -> VersionWriter:
+def writer(trainer: PreTrainedModel, owner: StorageNode, **rollout: object) -> VersionWriter:
     return VersionWriter("actor", lambda: weight_parts(trainer), World(), config(**rollout), owner.run)
 
 
@@ -75,7 +75,7 @@ def load(engine: PreTrainedModel, place: WeightLocation) -> None:
 
 @pytest.mark.parametrize("way", ["file", "collective"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_engine_holds_exactly_one_version_of_every_tensor(owner: Owner, name: str, way: str) -> None:
+def test_engine_holds_exactly_one_version_of_every_tensor(owner: StorageNode, name: str, way: str) -> None:
     trainer, engine = model(name, 1), model(name, 2)
     versions = writer(trainer, owner, weights=way)
     wanted, place = logits(trainer), versions.begin()()
@@ -88,7 +88,7 @@ def test_engine_holds_exactly_one_version_of_every_tensor(owner: Owner, name: st
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_every_dtype_travels(owner: Owner, dtype: torch.dtype) -> None:
+def test_every_dtype_travels(owner: StorageNode, dtype: torch.dtype) -> None:
     trainer, engine = model("qwen2", 1, dtype), model("qwen2", 2, dtype)
     load(engine, writer(trainer, owner).begin()())
     for name, tensor in trainer.state_dict().items():
@@ -109,7 +109,7 @@ def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
     return found
 
 
-def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: Owner, tmp_path: Path) -> None:
+def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: StorageNode, tmp_path: Path) -> None:
     trainer, lower = model("qwen3", 1), model("qwen3", 3)
     halves = [half(trainer, True), half(trainer, False)]
     parts_of = [[(p.names, p.shape, "float32", p.box) for p in parts.values()] for parts in halves]
@@ -134,7 +134,7 @@ def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: Owner, tmp_p
 
 
 @pytest.mark.parametrize("way", ["file", "collective"])
-def test_a_role_that_copies_another_keeps_its_share(owner: Owner, way: str) -> None:
+def test_a_role_that_copies_another_keeps_its_share(owner: StorageNode, way: str) -> None:
     trainer, copy = model("qwen2", 1), model("qwen2", 2)
     expected = {
         name: 0.75 * own.local + 0.25 * weight_parts(trainer)[name].local for name, own in weight_parts(copy).items()
@@ -146,7 +146,7 @@ def test_a_role_that_copies_another_keeps_its_share(owner: Owner, way: str) -> N
         torch.testing.assert_close(part.local, expected[name])
 
 
-def test_another_models_weights_are_refused_before_anything_changes(owner: Owner) -> None:
+def test_another_models_weights_are_refused_before_anything_changes(owner: StorageNode) -> None:
     other = model("qwen2", 2)
     before = logits(other)
     for way in ("file", "collective"):
@@ -158,7 +158,7 @@ def test_another_models_weights_are_refused_before_anything_changes(owner: Owner
     assert torch.equal(logits(other), before)
 
 
-def test_version_file_exists_until_freed_or_run_ends(owner: Owner) -> None:
+def test_version_file_exists_until_freed_or_run_ends(owner: StorageNode) -> None:
     versions = writer(model("qwen2", 1), owner)
     first, second, third = (versions.begin()() for _ in range(3))
     assert all(Path(place["path"]).parent == shared_folder() for place in (first, second, third))
@@ -166,11 +166,11 @@ def test_version_file_exists_until_freed_or_run_ends(owner: Owner) -> None:
     assert not Path(first["path"]).exists() and Path(second["path"]).exists()
     versions.forget([first["number"], second["number"]])
     assert not Path(second["path"]).exists()
-    remove_run(shared_folder(), owner.run)
+    remove_run(owner.run, owner.storage)
     assert not Path(third["path"]).exists()
 
 
-def test_servers_read_a_folder_with_every_name(owner: Owner, tmp_path: Path) -> None:
+def test_servers_read_a_folder_with_every_name(owner: StorageNode, tmp_path: Path) -> None:
     trainer = model("qwen2", 1)
     servers = {"urls": "http://127.0.0.1:9", "folder": str(tmp_path)}
     versions = writer(trainer, owner, engine="http", servers=servers)
@@ -182,7 +182,7 @@ def test_servers_read_a_folder_with_every_name(owner: Owner, tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_weight_file_needs_no_second_host_copy(owner: Owner) -> None:
+def test_weight_file_needs_no_second_host_copy(owner: StorageNode) -> None:
     trainer = model("qwen2", 1)
     parts = weight_parts(trainer)
     file_writer = WeightWriter(parts, Ranks())
