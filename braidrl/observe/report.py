@@ -5,9 +5,11 @@ rollouts/ ──▶ the same held-out prompts over time, and the best and worst 
 Trackers get the samples of a step.
 """
 
+import functools
 import json
 import math
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -144,13 +146,19 @@ class SampleGroup(NamedTuple):
     prompt: str | None = None
 
 
-def write_report(run: Path) -> Path:
-    """Write `run`/report.html from the run's metrics and recordings. Raises UserError without metrics or plotly."""
+@functools.cache
+def plotly_script() -> bytes:
+    """Return the 5 MB of plotly.js. Raises UserError without plotly."""
     try:
         from plotly.offline import get_plotlyjs  # only here: a run without plotly skips its report
     except ImportError as error:
         raise UserError(f"report.html needs plotly ({first_line(error)}); write `pip install plotly`") from error
-    lines = read_metrics(run)
+    return get_plotlyjs().encode()
+
+
+def write_report(run: Path) -> Path:
+    """Write `run`/report.html from the run's metrics and recordings. Raises UserError without metrics or plotly."""
+    script, lines = plotly_script(), read_metrics(run)
     points: dict[str, list[tuple[int, float | None]]] = {}
     for line in lines:
         for key, value in line.items():
@@ -171,6 +179,8 @@ def write_report(run: Path) -> Path:
     if len(lines) >= SMOOTH_FROM:
         summary += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
     path, config = run / "report.html", run / "config.yaml"
+    # The script takes its place as bytes: the template would copy it four times. No response can contain this word.
+    place = secrets.token_hex(16)
     html = TEMPLATES.get_template("report.html").render(
         name=run.resolve().name, summary=summary, tiles=headlines(curves, series[EVALUATION]),
         sections=[
@@ -179,10 +189,10 @@ def write_report(run: Path) -> Path:
         ],
         samples=sample_groups(run), longest=SHOWN_CHARACTERS,
         other=[chart(name, [one]) for name, one in curves.items() if name not in known],
-        configuration=config.read_text(encoding="utf-8") if config.is_file() else "", plotly=get_plotlyjs(),
+        configuration=config.read_text(encoding="utf-8") if config.is_file() else "", plotly=place,
     )  # fmt: skip
     with whole_file(path) as unfinished:
-        unfinished.write_text(html, encoding="utf-8")
+        unfinished.write_bytes(html.encode().replace(place.encode(), script, 1))
     return path
 
 

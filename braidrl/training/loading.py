@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.utils import logging as transformers_logging
 
 from braidrl.data.chat import check_template
 from braidrl.errors import UserError, located, shown
@@ -124,9 +123,11 @@ def _load(
             if not on_meta and missing <= {HEAD}:
                 ParameterReader(folder, model, files=files)(model)
     if model is None:
-        # Silence transformers' table of missing weights: those that matter are reported in one line.
-        verbosity = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()
+        # Silence transformers' table of missing weights: those that matter are reported in one line. The handlers are silenced: a
+        # new level of the logger would clear the caches of thousands of loggers.
+        handlers = [(handler, handler.level) for handler in logging.getLogger("transformers").handlers]
+        for handler, _ in handlers:
+            handler.setLevel(logging.ERROR)
         try:
             model, loaded = auto.from_pretrained(
                 folder, config=config, dtype=dtype, attn_implementation=plan.attention,
@@ -135,7 +136,8 @@ def _load(
         except Exception as error:
             raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
         finally:
-            transformers_logging.set_verbosity(verbosity)
+            for handler, level in handlers:
+                handler.setLevel(level)
         missing = set(loaded["missing_keys"])
     use_fast_products(model)
     use_plan(model, plan)

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.observe.report import plotly_script
 from braidrl.observe.rollouts import recorded_steps, rollout_path
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import Workshop, sums, write_jsonl
@@ -80,6 +81,7 @@ def refused(workshop: Workshop, **sections: Any) -> str:
 def test_a_module_that_the_report_lacks_ends_the_run_before_its_first_step(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plotly_script.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert refused(workshop).startswith("report.html needs plotly")
 

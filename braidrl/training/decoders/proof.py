@@ -375,8 +375,6 @@ def proof_device() -> str:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Silence transformers' output and its warnings about kernels that a tiny twin does not need."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -385,4 +383,3 @@ def quietly() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-        transformers_logging.set_verbosity(level)
