@@ -14,8 +14,10 @@ import argparse
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -67,8 +69,13 @@ def convert(file: Path, folder: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        import gguf
+
+        # transformers parses the file three times, and makes the table of names once per module.
+        reader, table = cache(gguf.GGUFReader), cache(gguf.get_tensor_name_map)
+        with patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=table):
+            quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except ImportError as error:
         raise Unavailable(
             "the package gguf reads a GGUF file; install it with `pip install 'braidrl[gguf]'`"
@@ -79,8 +86,9 @@ def convert(file: Path, folder: Path) -> None:
     config = quantised.config.to_dict()
     # A model marked as quantised cannot be saved; its weights are plain numbers already.
     config.pop("quantization_config", None)
-    model = AutoModelForCausalLM.from_config(type(quantised.config)(**config), dtype=torch.float32)
-    model.load_state_dict(quantised.state_dict())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(type(quantised.config)(**config), dtype=torch.float32)
+    model.load_state_dict(quantised.state_dict(), assign=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as work:
         whole = Path(work) / "model"
