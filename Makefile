@@ -38,11 +38,13 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Where vLLM cannot be installed, its tests say so and are skipped. Most of what lint does it does while others install: mypy remembers it.
+# Where vLLM cannot be installed, its tests say so and are skipped. lint runs while others install.
 test: .venv/installed
-	-$(MAKE) --keep-going --jobs 3 --output-sync=target lint vllm environments
-	$(MAKE) lint
+	$(MAKE) --keep-going --jobs 3 --output-sync=target lint try-vllm try-environments
 	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+try-%:
+	-$(MAKE) $*
 
 # The documentation as a site, in build/site; a warning is an error.
 docs: .venv/installed
