@@ -162,7 +162,7 @@ def ray_cluster(pytestconfig: pytest.Config) -> Iterator[None]:
     )
     server.start()
     with pytest.MonkeyPatch.context() as patched:
-        # Two processes of Ray read its logs and its load all the time, for nothing that a test needs.
+        # Three processes of Ray read its logs, its load and its state all the time, for nothing that a test needs.
         settings = partial(
             ray._private.parameter.RayParams,
             setup_worker_path=ray_workers.__file__,
@@ -170,6 +170,7 @@ def ray_cluster(pytestconfig: pytest.Config) -> Iterator[None]:
             no_monitor=True,
         )
         patched.setattr(ray._private.parameter, "RayParams", settings)
+        patched.setattr(ray._private.node.Node, "start_api_server", lambda node, **_: None)
         ray.init(
             "local",
             num_cpus=16,

@@ -210,4 +210,4 @@ def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str], limit_
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             raise AssertionError(f"the run ended before step {steps}: {process.communicate()}")
-        time.sleep(0.002)
+        time.sleep(0.005)

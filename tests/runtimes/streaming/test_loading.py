@@ -124,7 +124,7 @@ def test_interrupted_rows_keep_log_probs_of_each_tokens_version(
 
 def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> None:
     (workshop.folder / "slow.py").write_text(SLOW_UNTIL_LOADED)
-    slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "slots": 3, "max_response_tokens": 40}
+    slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "slots": 3, "max_response_tokens": 20}
     run, backend = streamed(workshop, "rolling", "rolling", rollout=slow)
     check_bounds(run)
     assert backend.control.loading.most_out_seen == 1
@@ -153,7 +153,7 @@ def test_weight_bytes_are_those_that_engines_received_from_the_trainer(workshop:
 
 def test_delayed_weights_are_received_while_the_engine_generates(workshop: Workshop) -> None:
     (workshop.folder / "slow.py").write_text(SLOW_UNTIL_LOADED)
-    slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "weights": "collective", "max_response_tokens": 40}
+    slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "weights": "collective", "max_response_tokens": 20}
     trainer = {"steps": 3, "keep_checkpoints": 3}
     run, _ = streamed(workshop, "delayed-ahead", "delayed", rollout=slow, trainer=trainer)
     check_bounds(run)
