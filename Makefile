@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 3
 # What pip installs is compiled when it is first imported: most of it never is.
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo demo-smollm2 test same docs models vllm torchtitan environments trackers lint format soak chaos bench gpu clean
+.PHONY: demo demo-smollm2 test compiled same docs models vllm torchtitan environments trackers lint format soak chaos bench gpu clean
 
 # Two processes unpack the pinned packages, half of them each; whatever they cannot install is left to the last one.
 .venv/installed: pyproject.toml constraints.txt
@@ -38,10 +38,14 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Where vLLM cannot be installed, its tests say so and are skipped. lint runs while others install.
+# Where vLLM cannot be installed, its tests say so and are skipped. lint and compiled run while others install.
 test: .venv/installed
-	$(MAKE) --keep-going --jobs 3 --output-sync=target lint try-vllm try-environments
+	$(MAKE) --keep-going --jobs 3 --output-sync=target lint compiled try-vllm try-environments
 	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# One process compiles what tests import; the processes that run them would do it at the same time, each for itself.
+compiled: .venv/installed
+	-$(BIN)/pytest -m "not soak" --collect-only --quiet > /dev/null
 
 try-%:
 	-$(MAKE) $*

@@ -41,7 +41,7 @@ WIRES = {
         "sandbox/host.py", "sandbox/copies.py", "sandbox/fork_gate.py",  # also values of the kernel's
     },
     "safetensors": {
-        "weights/file.py", "weights/checkpoint_files.py",
+        "weights/checkpoint_files.py",
         "training/roles/checkpoint.py", "training/roles/worker.py", "runtimes/saving/checkpoints.py",
     },
     "pickle": {
