@@ -203,7 +203,7 @@ class WeightWriter:
         return Path(self._gather("creation of the weight file", said)[self.leader]["path"])
 
     def _gather(self, purpose: str, said: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank says. Raises OSError if one says an error."""
+        """Gather a message of every rank. Raises OSError if one of them is an error."""
         of_all = self.ranks.all_gather(purpose, said)
         for failed in of_all:
             if "error" in failed:

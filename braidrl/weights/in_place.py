@@ -70,7 +70,7 @@ class EngineWeights:
             check_shapes({name: tensor.shape for name, tensor in given.items()}, shapes)
             for name, tensor in given.items():
                 own = targets[name]
-                # A file's pages, which nobody changes, are the weights themselves where the tensor could be torch's own.
+                # The engine uses the file's pages, which no process changes.
                 if isinstance(source, WeightFile) and is_alike(own, tensor):
                     own.data = tensor
                 else:
