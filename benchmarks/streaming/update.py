@@ -6,8 +6,9 @@
 
 Every turn is a run of `braid train`: the medians of its steps, of the seconds that the trainer takes to write a version and those that
 the engine waits for it, and the peak of shared memory and of the memory of all processes (each page counted once), over the model's
-bytes. The first step is left out, because processes warm up in it. One more run of each policy, whose seconds do not count, adds up the
-bytes that trainer and engine copy in host memory for a version (`counted/sitecustomize.py`).
+bytes; of the latter also the median of the run's second half. The first step is left out, because processes warm up in it. One more
+run of each policy, whose seconds do not count, adds up the bytes that trainer and engine copy in host memory for a version
+(`counted/sitecustomize.py`).
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ def used_shared_memory() -> int:
 def measured(
     tree: Path, folder: Path, steps: int, size: int, policy: str = "end", counts: Path | None = None
 ) -> dict[str, float]:
-    """Run one version of the package, and return its figures; or those of copies alone, of which every process tells in `counts`."""
+    """Run one version of the package, and return its figures; or those of copies alone, which every process adds to the file `counts`."""
     settings = [*SETTINGS.split(), f"trainer.steps={steps + 1}", f"streaming.weights={policy}"]
     command = [sys.executable, "-m", "braidrl.cli", "train", *settings]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     if counts is not None:
         counts.unlink(missing_ok=True)
         environment |= {"BRAID_COUNTED": str(counts), "PYTHONPATH": f"{COUNTING}:{tree}"}
-    peak, held = [0, 0], used_shared_memory()
+    held, seen = used_shared_memory(), list[tuple[int, int]]()
     with (folder / "said.txt").open("w+") as said:
         run = psutil.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said)
         while run.poll() is None:
-            peak = [max(peak[0], used_shared_memory() - held), max(peak[1], memory_of(run))]
+            seen.append((used_shared_memory() - held, memory_of(run)))
             time.sleep(0.02)
         said.seek(0)
         lines = said.read().splitlines()
@@ -79,7 +80,9 @@ def measured(
         name: statistics.median(step[key] for step in metrics if step.get(key) is not None)
         for name, key in SECONDS.items()
     }
-    return found | {"shared_memory_models": peak[0] / size, "memory_models": peak[1] / size}
+    shared, memory = zip(*seen, strict=True)
+    found |= {"shared_memory_models": max(shared) / size, "memory_models": max(memory) / size}
+    return found | {"memory_models_later": statistics.median(memory[len(memory) // 2 :]) / size}
 
 
 def copies_in(counts: Path, size: int) -> dict[str, float]:
