@@ -6,9 +6,8 @@
 
 Every turn is a run of `braid train`: the medians of its steps, of the seconds that the trainer takes to write a version and those that
 the engine waits for it, and the peak of shared memory and of the memory of all processes (each page counted once), over the model's
-bytes; of the latter also the median of the run's second half. The first step is left out, because processes warm up in it. One more
-run of each policy, whose seconds do not count, adds up the bytes that trainer and engine copy in host memory for a version
-(`counted/sitecustomize.py`).
+bytes. The first step is left out, because processes warm up in it. One more run of each policy, whose seconds do not count, adds up
+the bytes that trainer and engine copy in host memory for a version (`counted/sitecustomize.py`).
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def measured(
         for name, key in SECONDS.items()
     }
     shared, memory = zip(*seen, strict=True)
-    found |= {"shared_memory_models": max(shared) / size, "memory_models": max(memory) / size}
-    return found | {"memory_models_later": statistics.median(memory[len(memory) // 2 :]) / size}
+    return found | {"shared_memory_models": max(shared) / size, "memory_models": max(memory) / size}
 
 
 def copies_in(counts: Path, size: int) -> dict[str, float]:
