@@ -126,7 +126,7 @@ def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError | WorkerError | LostPeers) or function.__module__.startswith("braidrl."):
+        if isinstance(error, UserError | WorkerError | LostPeers) or str(function.__module__).startswith("braidrl."):
             raise
         code = getattr(function, "__code__", None)
         file = code.co_filename if isinstance(code, CodeType) else ""

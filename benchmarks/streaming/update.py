@@ -55,7 +55,7 @@ def used_shared_memory() -> int:
 def measured(
     tree: Path, folder: Path, steps: int, size: int, policy: str = "end", counts: Path | None = None
 ) -> dict[str, float]:
-    """Run one version of the package, and return its figures; or those of copies alone, which every process adds to the file `counts`."""
+    """Run one version of the package and return its figures. With `counts`, a file to which each process adds its copies, return these."""
     settings = [*SETTINGS.split(), f"trainer.steps={steps + 1}", f"streaming.weights={policy}"]
     command = [sys.executable, "-m", "braidrl.cli", "train", *settings]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}

@@ -28,7 +28,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe, forkserver, resource_tracker, util
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -85,6 +85,8 @@ class LocalProcess(Process):
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
         self.stall: Stall | None = None
+        self.hung_up = False
+        """True when no more messages can arrive."""
         if spec.arguments is not None:
             with contextlib.suppress(OSError):  # If the process is gone already, waiting for its outcome reports it.
                 connection.send_bytes(pack_message(spec))
@@ -102,12 +104,14 @@ class LocalProcess(Process):
 
     @property
     def outcome(self) -> Outcome | None:
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while self._outcome is None and not self.connection.closed and self.connection.poll():
                 message, self._heard = self.connection.recv_bytes(), time.monotonic()
                 word = unpack_message(message, Stall | Outcome | None)  # None is a heartbeat.
                 self.stall = word if isinstance(word, Stall) else None
                 self._outcome = word if isinstance(word, Outcome) else None
+        except (EOFError, OSError):
+            self.hung_up = True
         return self._outcome
 
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
@@ -332,6 +336,15 @@ class LocalLauncher(Launcher):
         starts = ENGINES if pool in self._start_engines else ()
         spec = replace(spec, threads=self._threads, devices=given.every if given else None, starts=starts)
         return from_server(spec) if given is None else Spawned(spec)
+
+    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
+        lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}
+        deadline = time.monotonic() + seconds
+        while True:
+            spoken = [lines[line] for line in wait(list(lines), max(0.0, deadline - time.monotonic()))]  # type: ignore[index]
+            ended: list[Process] = [each for each in spoken if each.outcome is not None or each.hung_up]
+            if ended or time.monotonic() >= deadline:  # Most messages are heartbeats.
+                return ended
 
     def close(self) -> None:
         """Do nothing: local cores and devices are not reserved."""

@@ -210,5 +210,8 @@ class Launcher(Protocol):
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start the process with this number in a pool and set its threads and devices; the caller closes it."""
 
+    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
+        """Return the processes that have an outcome or are gone; wait at most `seconds` for the first of them."""
+
     def close(self) -> None:
         """Free what was reserved. The callers of `start` close their processes."""

@@ -29,8 +29,8 @@ STOPPING_S = 5.0
 """Seconds that ranks get to end after a request; then they are killed."""
 PATIENCE = 2
 """Number of interrupts that are passed on; the next one kills the ranks."""
-LOOK_EVERY_S = 0.1
-"""Seconds within which an interrupt is passed on, and the end of a rank is seen."""
+LOOK_EVERY_S = 0.2
+"""Seconds within which an interrupt is passed on."""
 
 
 def run_ranks(
@@ -70,7 +70,7 @@ def run_ranks(
                 )  # fmt: skip
                 ranks.append(launcher.start(pool.name, rank, spec))
             with FrozenWatch(silence_s, tell) as frozen:
-                return supervise(ranks, interrupts, silence_s, frozen.killed)
+                return supervise(launcher, ranks, interrupts, silence_s, frozen.killed)
     finally:
         # Ask each rank that still runs to end, then kill it.
         for each in ranks:
@@ -88,7 +88,9 @@ def tell(line: str) -> None:
     print(f"braid: {line}", file=sys.stderr, flush=True)
 
 
-def supervise(ranks: Sequence[Process], interrupts: Sequence[int], silence_s: float, killed: Sequence[str]) -> Any:
+def supervise(
+    launcher: Launcher, ranks: Sequence[Process], interrupts: Sequence[int], silence_s: float, killed: Sequence[str]
+) -> Any:
     """Wait for all ranks and return rank 0's result, or raise the first failure; `killed` has lines on frozen processes."""
     silent, outcomes = list(ranks), dict[str, Outcome]()
     deadline, passed_on = float("inf"), 0
@@ -98,8 +100,7 @@ def supervise(ranks: Sequence[Process], interrupts: Sequence[int], silence_s: fl
             passed_on += 1
             for rank in ranks:
                 rank.interrupt()
-        time.sleep(LOOK_EVERY_S)
-        for rank in [each for each in silent if each.outcome or not each.alive]:
+        for rank in launcher.answered(silent, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             silent.remove(rank)
             frozen = next((line for line in killed if f"(process {rank.pid})" in line), "")
             outcomes[rank.name] = rank.outcome or Outcome(

@@ -30,7 +30,7 @@ class ProcessActor:
 
     def last_word(self) -> Outcome | None:
         """Wait for the outcome of the process; None if it ends without one."""
-        while self.process.outcome is None and self.process.alive:
+        while self.process.outcome is None and not self.process.hung_up:
             self.process.connection.poll(BEAT_S)
             self.process.end_if_silent(mute_after(self.silence_s))
         return self.process.outcome
@@ -145,6 +145,11 @@ class RayLauncher(Launcher):
         # If an actor dies, only its process dies with it; the run and its shared memory stay.
         spec = replace(spec, orphaned="", devices=() if none else None)
         return RayProcess(self.cluster, place, spec)
+
+    def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
+        ended = {each.ended: each for each in processes if isinstance(each, RayProcess)}
+        self.cluster.look()
+        return [ended[one] for one in self.cluster.ray.wait(list(ended), timeout=seconds)[0]]
 
     def close(self) -> None:
         self.cluster.close()

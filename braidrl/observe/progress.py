@@ -59,7 +59,7 @@ class Progress:
     ) -> None:  # fmt: skip
         """Start without stages; the run has `steps` iterations. Of several equal processes only one is `shown`.
 
-        Without `bars` only what is printed is shown.
+        Without `bars` it shows no bars, only printed lines.
         """
         self.step: int | None = None
         """The iteration of the stages that follow, set by the run."""

@@ -179,7 +179,7 @@ def write_report(run: Path) -> Path:
     if len(lines) >= SMOOTH_FROM:
         summary += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
     path, config = run / "report.html", run / "config.yaml"
-    # The script takes its place as bytes: the template would copy it four times. No response can contain this word.
+    # A random word, which no response contains. The script replaces it in the page's bytes: a template would copy its 5 MB four times.
     place = secrets.token_hex(16)
     html = TEMPLATES.get_template("report.html").render(
         name=run.resolve().name, summary=summary, tiles=headlines(curves, series[EVALUATION]),

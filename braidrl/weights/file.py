@@ -42,7 +42,7 @@ METADATA = "__metadata__"
 WORD = 8
 """Bytes of the length at the start of the file."""
 ALIGNED = 64
-"""Where tensors begin, as in memory of torch's own, if their sizes are multiples of this; the header is padded to one."""
+"""The alignment of torch's own memory in bytes. The header is padded to it; tensors keep it while sizes are multiples of it."""
 
 
 class WeightFile:
@@ -160,7 +160,7 @@ class WeightWriter:
                     for name, tensor in self.tensors.items()
                 }
                 self.transfer.run(parts, into)
-                self._gather("blocks of other ranks", said_of(failed[0], path) if failed else {})
+                self._gather("blocks of other ranks", error_message(failed[0], path) if failed else {})
             except BaseException:
                 os.close(handle)
                 raise
@@ -199,7 +199,7 @@ class WeightWriter:
                 finally:
                     os.close(handle)
         except OSError as error:
-            said = said_of(error, named or self.within)
+            said = error_message(error, named or self.within)
         return Path(self._gather("creation of the weight file", said)[self.leader]["path"])
 
     def _gather(self, purpose: str, said: dict[str, Any]) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ def remove_version(path: Path) -> None:
         path.parent.rmdir()
 
 
-def said_of(error: OSError, path: Path | None) -> dict[str, Any]:
+def error_message(error: OSError, path: Path | None) -> dict[str, Any]:
     """Return an error as a message to other ranks."""
     return {"number": error.errno, "error": f"{error.filename or path}: {error.strerror}"}
 
@@ -231,7 +231,7 @@ class FilePart(WeightPart):
     starts: Sequence[int]
     """The byte at which it starts under each of its names."""
     failed: list[OSError]
-    """Errors: the rank goes on, because others exchange blocks with it."""
+    """Errors of writes. The rank continues after one, because other ranks exchange blocks with it."""
 
     def put(self, block: Tensor, box: Box) -> None:
         """Write a block of the tensor."""

@@ -23,7 +23,6 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import ClusterConfig
 from braidrl.errors import UserError
-from tests.cluster.test_processes import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINES = Pool(("actor",), 1, engines=2, engine_devices=2)
@@ -43,7 +42,7 @@ def seen_by(launcher: Any, pools: list[Pool]) -> list[str]:
             for number in range(pool.workers)
         ]
         for process in started:
-            wait_until(lambda process=process: process.outcome)
+            assert launcher.answered([process], 100.0), "the process printed nothing"
         found = [process.outcome.result for process in started]
         for process in started:
             process.close()

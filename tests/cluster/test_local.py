@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from braidrl.cluster.local import LocalProcess, Spawned, from_server
+from braidrl.cluster.local import LocalLauncher, LocalProcess, Spawned, from_server
 from braidrl.cluster.process import Failure, ProcessSpec
 from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import LostProcess, UserError, WorkerError
@@ -26,7 +26,7 @@ def spec(how: str, path: Path | None = None) -> ProcessSpec:
 def test_return_value_or_error_is_process_outcome(start: Start) -> None:
     processes = {how: start(spec(how)) for how in ("return", "refuse", "raise", "die")}
     for process in processes.values():
-        wait_until(lambda process=process: process.outcome or not process.alive)
+        assert LocalLauncher().answered([process], 100.0) == [process]
     outcomes = {how: process.outcome for how, process in processes.items()}
     ends = [process.describe_end() for process in processes.values()]
     for process in processes.values():
@@ -83,7 +83,7 @@ def test_subgroups_inherit_time_limit_of_global_group() -> None:
 
 def test_ranks_missing_from_group_are_named() -> None:
     process = Spawned(ProcessSpec("alone", "tests.cluster.ranks:lonely", {}))
-    wait_until(lambda: process.outcome)
+    assert LocalLauncher().answered([process], 100.0)
     outcome = process.outcome
     process.close()
     assert outcome and str(outcome.result).startswith("waited 0.5 s for ranks 1 to join")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CALLS = {
-    # Before 0450740's weights got a room of their own, and since.
+    # The first module is that of 0450740; the others are today's.
     "braidrl.runtimes.streaming.weights": {
         "WeightExport._write": "write",
         "WeightReceiver.load": "load",
