@@ -21,13 +21,18 @@ from benchmarks.duel import OURS, duel
 
 RESULTS = Path("benchmarks/results")
 BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
-    "decode": speed.decode, "decode_vocabulary": speed.decode_vocabulary, "grpo": speed.grpo,
-    "grpo_smollm2": speed.grpo_smollm2, "models": speed.models,
-    "shared_prompt": speed.shared_prompt, "memory": speed.memory,
-    "packing": packing.packing, "transport": transport.transport,
+    "decode": speed.decode,
+    "decode_vocabulary": speed.decode_vocabulary,
+    "grpo": speed.grpo,
+    "grpo_smollm2": speed.grpo_smollm2,
+    "models": speed.models,
+    "shared_prompt": speed.shared_prompt,
+    "memory": speed.memory,
+    "packing": packing.packing,
+    "transport": transport.transport,
     "queue_control": transport.queue_control,
     "planning": resharding.planning,
-}  # fmt: skip
+}
 
 
 def main() -> None:

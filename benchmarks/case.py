@@ -17,7 +17,10 @@ Rates = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """Sides that take turns, A B A B. Without `at_once` they run one after the other, and each has the machine's memory alone."""
+    """Sides that take turns, A B A B.
+
+    Without `at_once` they run one after the other, and each has the machine's memory alone.
+    """
 
     name: str
     sides: list[Side]

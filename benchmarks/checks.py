@@ -3,10 +3,10 @@
     python -m benchmarks.checks                         # on a quiet machine; writes benchmarks/results/checks.json
     python -m benchmarks.checks --rounds 1 --steps 3    # a smoke test; writes nothing
 
-Steps: `reward.sandbox=none` and a watchdog that never checks, against the defaults. Each run starts from the same model, which has
-imitated its teacher as in the demo; an untrained model would draw groups for a minute at each step. Checkpoints: a model of 30 million
-parameters with its optimizer, with and without checksums, alternating in one process, each until it is on disk. Takes some minutes:
-each round makes two runs.
+Steps: `reward.sandbox=none` and a watchdog that never checks, against the defaults. Each run starts from the same
+model, which has imitated its teacher as in the demo; an untrained model would draw groups for a minute at each step.
+Checkpoints: a model of 30 million parameters with its optimizer, with and without checksums, alternating in one
+process, each until it is on disk. Takes some minutes: each round makes two runs.
 """
 
 from __future__ import annotations
@@ -47,14 +47,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    given, begun = parser.parse_args(), time.perf_counter()
+    given, started = parser.parse_args(), time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         steps = step_seconds(Path(place) / "arithmetic", given.rounds, given.steps)
         saved = checkpoint_seconds(Path(place) / "checkpoints", given.rounds)
     result = {
-        "benchmark": "checks", "date": datetime.date.today().isoformat(), "rounds": given.rounds, "steps": given.steps,
-        "seconds": round(time.perf_counter() - begun), "step": compared(steps), "checkpoint": compared(saved),
-    }  # fmt: skip
+        "benchmark": "checks",
+        "date": datetime.date.today().isoformat(),
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "seconds": round(time.perf_counter() - started),
+        "step": compared(steps),
+        "checkpoint": compared(saved),
+    }
     if (given.rounds, given.steps) == (ROUNDS, STEPS):
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
@@ -74,9 +79,15 @@ def step_seconds(folder: Path, rounds: int, count: int) -> dict[str, list[float]
         for side, settings in (("without", WITHOUT), ("with", WITH)):
             name = f"{side}-{turn}"
             own = [
-                f"name={name}", f"output={folder}", f"model={folder}/warm-start-model", f"data.train={folder}/train.jsonl",
-                "data.eval={}", "evaluation.every=0", f"trainer.steps={count}", "trainer.checkpoint_every=0",
-            ]  # fmt: skip
+                f"name={name}",
+                f"output={folder}",
+                f"model={folder}/warm-start-model",
+                f"data.train={folder}/train.jsonl",
+                "data.eval={}",
+                "evaluation.every=0",
+                f"trainer.steps={count}",
+                "trainer.checkpoint_every=0",
+            ]
             command = [
                 sys.executable,
                 "-m",
@@ -105,11 +116,11 @@ def checkpoint_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
         for turn in range(rounds + UNCOUNTED):
             for side, write in sides.items():
                 checkpoints.write_manifest = write  # type: ignore[assignment]
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 run.checkpoints.save(run._snapshot(), run.backend)
                 run.checkpoints.wait()
                 if turn >= UNCOUNTED:  # The first checkpoints find no memory in the file system's cache.
-                    found[side].append(time.perf_counter() - begun)
+                    found[side].append(time.perf_counter() - started)
         checkpoints.write_manifest = checked
     return found
 

@@ -9,9 +9,12 @@ from typing import Any
 from benchmarks.case import Case, Found, Rates
 
 COLUMNS = [
-    ("tokens_per_second", "tokens/s", ".0f"), ("tokens_per_cpu_second", "per CPU s", ".0f"), ("seconds", "seconds", ".2f"),
-    ("fraction_of_floor", "of floor", ".0%"), ("peak_mebibytes", "peak MiB", ".0f"),
-]  # fmt: skip
+    ("tokens_per_second", "tokens/s", ".0f"),
+    ("tokens_per_cpu_second", "per CPU s", ".0f"),
+    ("seconds", "seconds", ".2f"),
+    ("fraction_of_floor", "of floor", ".0%"),
+    ("peak_mebibytes", "peak MiB", ".0f"),
+]
 
 
 @dataclass(frozen=True)

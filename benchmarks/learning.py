@@ -1,11 +1,13 @@
-"""GRPO on sums in words with SmolLM2-135M-Instruct: Braid beside TRL, the same model, prompts, reward, sizes and learning rate.
+"""GRPO on sums in words with SmolLM2-135M-Instruct: Braid beside TRL, the same model, prompts, reward, sizes and
+learning rate.
 
     make build/bench-venv/installed
     python -m benchmarks.learning --seeds 0 1 2
 
-Both sides train `--steps` steps of `--prompts` prompts with `--threads` threads; steps and prompts default to the configuration's.
-Seeds that benchmarks/results/learning.json already holds for these sizes are not repeated, so they may come from several days and
-machines. Finished runs in build/smollm2 are not repeated either. Writes that file and docs/results/smollm2-trl.md.
+Both sides train `--steps` steps of `--prompts` prompts with `--threads` threads; steps and prompts default to the
+configuration's. Seeds that benchmarks/results/learning.json already holds for these sizes are not repeated, so they may
+come from several days and machines. Finished runs in build/smollm2 are not repeated either. Writes that file and
+docs/results/smollm2-trl.md.
 """
 
 from __future__ import annotations
@@ -107,12 +109,24 @@ def task(config: Config, seed: int, threads: int, metrics: Path) -> dict[str, An
     """Return the settings for TRL's side, by our names."""
     trainer, rollout = config.trainer, config.rollout
     return {
-        "model": str(config.model), "train": "build/smollm2/sums.jsonl", "held_out": "build/smollm2/sums_held_out.jsonl",
-        "metrics": str(metrics), "seed": seed, "threads": threads, "evaluate_every": config.evaluation.every, "steps": trainer.steps,
-        "group": rollout.samples_per_prompt, "rows": trainer.prompts_per_step * rollout.samples_per_prompt, "batch_rows": BATCH_ROWS,
-        "response_tokens": rollout.max_response_tokens, "learning_rate": trainer.learning_rate, "warmup_steps": trainer.warmup_steps,
-        "betas": trainer.betas, "weight_decay": trainer.weight_decay, "max_grad_norm": trainer.max_grad_norm,
-    }  # fmt: skip
+        "model": str(config.model),
+        "train": "build/smollm2/sums.jsonl",
+        "held_out": "build/smollm2/sums_held_out.jsonl",
+        "metrics": str(metrics),
+        "seed": seed,
+        "threads": threads,
+        "evaluate_every": config.evaluation.every,
+        "steps": trainer.steps,
+        "group": rollout.samples_per_prompt,
+        "rows": trainer.prompts_per_step * rollout.samples_per_prompt,
+        "batch_rows": BATCH_ROWS,
+        "response_tokens": rollout.max_response_tokens,
+        "learning_rate": trainer.learning_rate,
+        "warmup_steps": trainer.warmup_steps,
+        "betas": trainer.betas,
+        "weight_decay": trainer.weight_decay,
+        "max_grad_norm": trainer.max_grad_norm,
+    }
 
 
 def read_lines(path: Path) -> Lines:
@@ -149,17 +163,29 @@ def write_page(config: Config, runs: dict[int, Run]) -> None:
         "response tokens per second",
         "machine",
     ]
-    write_markdown(PAGES / "smollm2-trl.md", "\n".join([
-        f"# {title}\n",
-        f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step} --threads 1 --seeds {' '.join(map(str, sorted(runs)))}\n",
-        f"GRPO without a KL term, {trainer.prompts_per_step} prompts with {rollout.samples_per_prompt} responses of up to "
-        f"{rollout.max_response_tokens} tokens a step, {trainer.steps} steps, float32. Scores are those of held-out sums, with four "
-        f"samples at temperature 1. The final scores are {' and '.join(finals)}, means with 95% intervals (Student's t).\n\nBraid makes "
-        f"{ratios.mean:.1f} times the tokens per second of TRL 1.16, which generates with transformers. The rate is response tokens over "
-        "the seconds of whole steps, a median per run, without evaluation. Both sides of a seed ran on the same machine, beside some "
-        "other load.\n",
-        table(header, rows), f"![{title}](smollm2-trl.svg)\n",
-    ]))  # fmt: skip
+    write_markdown(
+        PAGES / "smollm2-trl.md",
+        "\n".join(
+            [
+                f"# {title}\n",
+                f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step} --threads 1 --seeds "
+                f"{' '.join(map(str, sorted(runs)))}\n",
+                f"GRPO without a KL term, {trainer.prompts_per_step} prompts with {rollout.samples_per_prompt} "
+                "responses of up to "
+                f"{rollout.max_response_tokens} tokens a step, {trainer.steps} steps, float32. Scores are those of "
+                "held-out sums, with four "
+                f"samples at temperature 1. The final scores are {' and '.join(finals)}, means with 95% intervals "
+                "(Student's t).\n\nBraid makes "
+                f"{ratios.mean:.1f} times the tokens per second of TRL 1.16, which generates with transformers. The "
+                "rate is response tokens over "
+                "the seconds of whole steps, a median per run, without evaluation. Both sides of a seed ran on the "
+                "same machine, beside some "
+                "other load.\n",
+                table(header, rows),
+                f"![{title}](smollm2-trl.svg)\n",
+            ]
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def measure(threads: int) -> dict[str, float]:
-    """Return floating-point operations per second by dtype (the faster of torch's two libraries) and bytes read per second."""
+    """Return floating-point operations per second by dtype (the faster of torch's two libraries) and bytes read per
+    second.
+    """
     torch.set_num_threads(threads)
     found = {}
     for name in DTYPES:

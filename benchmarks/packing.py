@@ -1,4 +1,6 @@
-"""Packing against padding on real and long-tailed lengths, the balance of rows over ranks, and the memory of log-probs."""
+"""Packing against padding on real and long-tailed lengths, the balance of rows over ranks, and the memory of
+log-probs.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,43 @@ from benchmarks.duel import Side
 from benchmarks.shapes import Shape, long_tail, model_folder
 from braidrl.data.packing import balanced_partition, imbalance
 
-# Quantiles, in steps of 1/32, of question plus answer tokens in GSM8K's training set, under a byte-level BPE of 8,192 tokens trained on it.
+# Quantiles, in steps of 1/32, of question plus answer tokens in GSM8K's training set, under a byte-level BPE of 8,192
+# tokens trained on it.
 GSM8K_QUANTILES = [
-    47, 75, 83, 88, 93, 98, 102, 106, 109, 113, 117, 120, 124, 129, 133, 137, 141,
-    146, 150, 155, 161, 166, 171, 177, 183, 189, 197, 207, 218, 231, 248, 276, 443,
-]  # fmt: skip
+    47,
+    75,
+    83,
+    88,
+    93,
+    98,
+    102,
+    106,
+    109,
+    113,
+    117,
+    120,
+    124,
+    129,
+    133,
+    137,
+    141,
+    146,
+    150,
+    155,
+    161,
+    166,
+    171,
+    177,
+    183,
+    189,
+    197,
+    207,
+    218,
+    231,
+    248,
+    276,
+    443,
+]
 ROWS = 128
 PADDED_ROWS = 16
 RANKS = (8, 256)
@@ -91,8 +125,12 @@ def log_prob_memory() -> Comparison:
     """Return the case that computes log-probs of 8,192 tokens at a vocabulary of 152,064."""
     shape = Shape(152_064)
     case = {
-        "model": str(model_folder(shape)), "rows": 64, "tokens": 128, "vocabulary": shape.vocabulary, "dtype": "float32",
-    }  # fmt: skip
+        "model": str(model_folder(shape)),
+        "rows": 64,
+        "tokens": 128,
+        "vocabulary": shape.vocabulary,
+        "dtype": "float32",
+    }
     sides = [Side(way, "log_probs_braid", {**case, "way": way}) for way in ("chunked", "plain")]
     name = f"peak memory of log-probs, vocabulary {shape.vocabulary}, 8192 tokens"
     goals = [("chunked", "plain", 1.0)]

@@ -1,4 +1,6 @@
-"""Cost of planning a change of layout for one rank of 1,024, with the 771 tensors of a 32B model; see `sides/resharding_braid.py`."""
+"""Cost of planning a change of layout for one rank of 1,024, with the 771 tensors of a 32B model; see
+`sides/resharding_braid.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,14 @@ from benchmarks.case import Case, Found, Rates
 from benchmarks.duel import Side
 
 LAYOUTS = (
-    "FSDP", "tensor", "pipeline", "tensor and FSDP", "pipeline and tensor", "pipeline and FSDP", "pipeline, tensor and FSDP",
-)  # fmt: skip
+    "FSDP",
+    "tensor",
+    "pipeline",
+    "tensor and FSDP",
+    "pipeline and tensor",
+    "pipeline and FSDP",
+    "pipeline, tensor and FSDP",
+)
 RANKS = (0, 517)
 
 
@@ -36,8 +44,11 @@ def planning() -> list[Case]:
     """Return the cases: from each training layout to slices over 8 or 4 ranks."""
     return [
         PlanningCase(
-            layouts, [Side(f"rank {rank}", "resharding_braid", {"layouts": layouts, "rank": rank}) for rank in RANKS], 3, 1,
+            layouts,
+            [Side(f"rank {rank}", "resharding_braid", {"layouts": layouts, "rank": rank}) for rank in RANKS],
+            3,
+            1,
             at_once=False,
         )
         for layouts in LAYOUTS
-    ]  # fmt: skip
+    ]

@@ -54,31 +54,59 @@ def model_folder(shape: Shape) -> Path:
     if (folder / "tokenizer.json").is_file():
         return folder
     config = Qwen3Config(
-        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads,
-        head_dim=shape.head_width, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=END, pad_token_id=END,
-    )  # fmt: skip
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
+        head_dim=shape.head_width,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
     write_model(folder, config)
     return folder
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
-        "intermediate_size": 768, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "intermediate_size": 768,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
     },
     "gpt_oss": {"intermediate_size": 256, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v3": {
-        "intermediate_size": 768, "moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4,
+        "intermediate_size": 768,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 64,
+        "num_key_value_heads": 4,
     },
     "gemma4_text": {
-        "intermediate_size": 768, "num_key_value_heads": 2, "global_head_dim": 64, "hidden_size_per_layer_input": 64,
-        "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128, "num_experts": None, "top_k_experts": None,
+        "intermediate_size": 768,
+        "num_key_value_heads": 2,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 64,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 128,
+        "num_experts": None,
+        "top_k_experts": None,
     },
-}  # fmt: skip
+}
 """The settings of the hub's newest families beside the widths that all share."""
 
 
@@ -87,10 +115,22 @@ def family_folder(name: str, vocabulary: int) -> Path:
     folder = MODELS / f"{name}-{vocabulary}"
     if not (folder / "tokenizer.json").is_file():
         head = {} if name == "deepseek_v3" else {"head_dim": 64}
-        write_model(folder, AutoConfig.for_model(
-            name, vocab_size=vocabulary, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, bos_token_id=None,
-            eos_token_id=END, pad_token_id=END, tie_word_embeddings=True, **head, **FAMILIES[name],
-        ))  # fmt: skip
+        write_model(
+            folder,
+            AutoConfig.for_model(
+                name,
+                vocab_size=vocabulary,
+                hidden_size=256,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                bos_token_id=None,
+                eos_token_id=END,
+                pad_token_id=END,
+                tie_word_embeddings=True,
+                **head,
+                **FAMILIES[name],
+            ),
+        )
     return folder
 
 
@@ -128,7 +168,9 @@ def equal_lengths(rows: int, tokens: int) -> list[int]:
 
 
 def long_tail(rows: int, median: int, times: int) -> list[int]:
-    """Return log-normal lengths with this median, scaled in their logarithm so that the longest is `times` the median."""
+    """Return log-normal lengths with this median, scaled in their logarithm so that the longest is `times` the
+    median.
+    """
     quantiles = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     normal = torch.special.ndtri(quantiles)
     spread = torch.log(torch.tensor(float(times))) / normal[-1]

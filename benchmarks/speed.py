@@ -1,4 +1,6 @@
-"""Generation, training and memory against TRL, transformers and vLLM, beside the least seconds that the machine's rates allow."""
+"""Generation, training and memory against TRL, transformers and vLLM, beside the least seconds that the machine's rates
+allow.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ def decode_case(vocabulary: int, rows: int, tail: bool, goal: float) -> Comparis
     shape = Shape(vocabulary)
     lengths = long_tail(rows, 32, 10) if tail else equal_lengths(rows, 128)
     case = {
-        "model": str(model_folder(shape)), "lengths": lengths, "group": GROUP,
+        "model": str(model_folder(shape)),
+        "lengths": lengths,
+        "group": GROUP,
         "prompts": prompts(rows // GROUP, PROMPT, vocabulary),
-    }  # fmt: skip
+    }
     sides, goals = [], []
     for dtype in ("float32", "bfloat16"):
         for name in ("braid", "transformers", "vllm"):
@@ -80,7 +84,9 @@ def grpo() -> list[Case]:
 
 
 def grpo_smollm2() -> list[Case]:
-    """Return the same at the size of a real model, SmolLM2-135M: 64 rows of 100 tokens. The sides run one by one, about 10 GiB each."""
+    """Return the same at the size of a real model, SmolLM2-135M: 64 rows of 100 tokens. The sides run one by one, about
+    10 GiB each.
+    """
     return [grpo_case(Shape(49152, 30, 576, 1536, 9, 3, 64), equal_lengths(64, 100), at_once=False)]
 
 
@@ -88,16 +94,22 @@ def grpo_case(shape: Shape, lengths: list[int], at_once: bool = True) -> Compari
     data = MODELS / f"prompts-{shape.vocabulary}.jsonl"
     write_prompts(data, prompts(64, PROMPT, shape.vocabulary))
     case = {
-        "model": str(model_folder(shape)), "lengths": lengths, "group": GROUP, "data": str(data), "prompt_tokens": PROMPT,
-    }  # fmt: skip
+        "model": str(model_folder(shape)),
+        "lengths": lengths,
+        "group": GROUP,
+        "data": str(data),
+        "prompt_tokens": PROMPT,
+    }
     sides = [
         Side(f"{name} {dtype}", f"grpo_{name}", {**case, "dtype": dtype})
-        for dtype in ("float32", "bfloat16") for name in ("braid", "trl")
-    ]  # fmt: skip
+        for dtype in ("float32", "bfloat16")
+        for name in ("braid", "trl")
+    ]
     goals = [
         ("braid float32", "trl float32", 2.5),
-        ("braid bfloat16", "trl bfloat16", 3.0), ("braid bfloat16", "trl float32", 3.0),
-    ]  # fmt: skip
+        ("braid bfloat16", "trl bfloat16", 3.0),
+        ("braid bfloat16", "trl float32", 3.0),
+    ]
 
     def floor(dtype: str, rates: Rates) -> float:
         # Forward and backward: three products per weight. The output layer's count only where a token is predicted.
@@ -111,16 +123,23 @@ def grpo_case(shape: Shape, lengths: list[int], at_once: bool = True) -> Compari
 
 
 def models() -> list[Case]:
-    """The hub's newest families: decoding beside transformers' generate, and a GRPO step beside TRL; a long tail of lengths."""
+    """The hub's newest families: decoding beside transformers' generate, and a GRPO step beside TRL; a long tail of
+    lengths.
+    """
     lengths = long_tail(64, 32, 4)
     found: list[Case] = []
     for name in FAMILIES:
         data = MODELS / "prompts-128.jsonl"
         write_prompts(data, prompts(64, PROMPT, 128))
         case = {
-            "model": str(family_folder(name, 128)), "lengths": lengths, "group": GROUP, "data": str(data),
-            "prompts": prompts(64 // GROUP, PROMPT, 128), "prompt_tokens": PROMPT, "dtype": "float32",
-        }  # fmt: skip
+            "model": str(family_folder(name, 128)),
+            "lengths": lengths,
+            "group": GROUP,
+            "data": str(data),
+            "prompts": prompts(64 // GROUP, PROMPT, 128),
+            "prompt_tokens": PROMPT,
+            "dtype": "float32",
+        }
         for what, peer, goal in (("decode", "transformers", 1.5), ("grpo", "trl", 2.0)):
             sides = [Side(side, f"{what}_{side}", case) for side in ("braid", peer)]
             title = f"{'decoding' if what == 'decode' else 'GRPO step'}, {name}, 64 rows of up to {max(lengths)} tokens"
@@ -129,22 +148,36 @@ def models() -> list[Case]:
 
 
 def shared_prompt() -> list[Case]:
-    """Return the case of training on 64 rows in groups of 16 (prompts of 1,024 tokens, responses of 32) with and without shared prompts."""
+    """Return the case of training on 64 rows in groups of 16 (prompts of 1,024 tokens, responses of 32) with and
+    without shared prompts.
+    """
     shape = Shape(128)
     sides = [
         Side(
-            f"{'shared' if shared else 'apart'} {dtype}", "shared_prompt_braid",
-            {"model": str(model_folder(shape)), "groups": 4, "samples": 16, "prompt": 1024, "response": 32,
-             "vocabulary": 128, "dtype": dtype, "shared": shared},
+            f"{'shared' if shared else 'apart'} {dtype}",
+            "shared_prompt_braid",
+            {
+                "model": str(model_folder(shape)),
+                "groups": 4,
+                "samples": 16,
+                "prompt": 1024,
+                "response": 32,
+                "vocabulary": 128,
+                "dtype": dtype,
+                "shared": shared,
+            },
         )
-        for dtype in ("float32", "bfloat16") for shared in (True, False)
-    ]  # fmt: skip
+        for dtype in ("float32", "bfloat16")
+        for shared in (True, False)
+    ]
     goals = [(f"shared {dtype}", f"apart {dtype}", 3.0) for dtype in ("float32", "bfloat16")]
     return [Comparison("training, prompts of 1024 tokens, 16 responses of 32 each", sides, goals=goals)]
 
 
 def memory() -> list[Case]:
-    """Return the cases of a training step's peak memory at a vocabulary of 151,936; fewer than 8,192 tokens where memory is short."""
+    """Return the cases of a training step's peak memory at a vocabulary of 151,936; fewer than 8,192 tokens where
+    memory is short.
+    """
     shape = Shape(151_936)
     available = next(
         int(line.split()[1]) * 1024
@@ -158,9 +191,12 @@ def memory() -> list[Case]:
 
 def memory_case(shape: Shape, tokens: int) -> Comparison:
     case: dict[str, Any] = {
-        "model": str(model_folder(shape)), "rows": tokens // 128, "tokens": 128, "vocabulary": shape.vocabulary,
+        "model": str(model_folder(shape)),
+        "rows": tokens // 128,
+        "tokens": 128,
+        "vocabulary": shape.vocabulary,
         "dtype": "float32",
-    }  # fmt: skip
+    }
     sides = [
         Side("braid", "memory_braid", {**case, "way": "braid"}),
         Side("plain", "memory_braid", {**case, "way": "plain"}),

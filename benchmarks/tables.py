@@ -70,7 +70,9 @@ def percentile(times: Sequence[float], share: float) -> float:
 
 
 def turn(once: Callable[[str, tuple[int, int]], tuple[float, float]]) -> dict[str, float]:
-    """Measure one turn of a queue's side; `once` passes a table through and returns the seconds of its put and its get."""
+    """Measure one turn of a queue's side; `once` passes a table through and returns the seconds of its put and its
+    get.
+    """
     found: dict[str, float] = {}
     for name, shape in QUEUED.items():
         times = [once(name, shape) for _ in range(3)]

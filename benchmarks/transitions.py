@@ -1,9 +1,12 @@
-"""Seconds of the transition from training to generation on eight processes by grouping, and an estimate for larger models and more ranks.
+"""Seconds of the transition from training to generation on eight processes by grouping, and an estimate for larger
+models and more ranks.
 
-python -m benchmarks.transitions              # measures, and writes benchmarks/results/transitions.json with the model fitted to it
+python -m benchmarks.transitions              # measures, and writes benchmarks/results/transitions.json with the model
+                                              fitted to it
 
-The model fitted to the medians: a transition takes `seconds` to begin, and `seconds_per_byte` for each byte that a rank receives.
-The processes share the machine's cores, so the second figure describes a machine, not a network. The ratios carry over.
+The model fitted to the medians: a transition takes `seconds` to begin, and `seconds_per_byte` for each byte that a rank
+receives. The processes share the machine's cores, so the second figure describes a machine, not a network. The ratios
+carry over.
 """
 
 from __future__ import annotations
@@ -46,9 +49,14 @@ def main() -> None:
         measured = run_ranks("benchmarks.transitions:measure", {"model": folder}, RANKS, WAIT_S)
     fitted = fit([case for some in measured.values() for case in some.values()])
     result = {
-        "benchmark": "transitions", "date": datetime.date.today().isoformat(), "ranks": RANKS, "turns": TURNS,
-        "cases": measured, "fitted": fitted, "drawn": {name: drawn(*about, fitted) for name, about in DRAWN.items()},
-    }  # fmt: skip
+        "benchmark": "transitions",
+        "date": datetime.date.today().isoformat(),
+        "ranks": RANKS,
+        "turns": TURNS,
+        "cases": measured,
+        "fitted": fitted,
+        "drawn": {name: drawn(*about, fitted) for name, about in DRAWN.items()},
+    }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["cases"], indent=1), json.dumps(fitted), json.dumps(result["drawn"], indent=1), sep="\n")
 
@@ -56,15 +64,24 @@ def main() -> None:
 def write_model(folder: Path) -> None:
     """Write a model of 30 million parameters whose tensors divide evenly over eight ranks."""
     config = Qwen3Config(
-        vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=64, tie_word_embeddings=False, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def measure(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return, on each rank, the slowest rank's seconds, the most bytes of a rank, and the rounds, by layouts and grouping."""
+    """Return, on each rank, the slowest rank's seconds, the most bytes of a rank, and the rounds, by layouts and
+    grouping.
+    """
     torch.set_num_threads(1)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, ((p, t, d), generation) in LAYOUTS.items():
@@ -90,9 +107,14 @@ def transitions(world: World, model: str, training: dict[str, Any], layout: Gene
     seconds = [max(rank[0] for rank in turn) for turn in turns[1:]]
     received, rounds, peak, redundant = (max(rank[n] for rank in turns[-1]) for n in (1, 2, 3, 4))
     return {
-        "seconds": median(seconds), "least_seconds": min(seconds), "most_seconds": max(seconds), "received": received,
-        "rounds": rounds, "peak": peak, "redundant": redundant,
-    }  # fmt: skip
+        "seconds": median(seconds),
+        "least_seconds": min(seconds),
+        "most_seconds": max(seconds),
+        "received": received,
+        "rounds": rounds,
+        "peak": peak,
+        "redundant": redundant,
+    }
 
 
 def made(world: World, model: str, training: dict[str, Any], layout: GenerationLayout) -> GenerationWeights:
@@ -123,11 +145,15 @@ def fit(cases: list[dict[str, float]]) -> dict[str, float]:
 
 
 def drawn(parameters: float, p: int, t: int, p_g: int, t_g: int, fitted: Mapping[str, float]) -> dict[str, float]:
-    """Return the bytes that a rank of 1,024 receives in bfloat16 by each formula, and the relative gain of intervals."""
+    """Return the bytes that a rank of 1,024 receives in bfloat16 by each formula, and the relative gain of
+    intervals.
+    """
     model, ranks = 2 * parameters, 1024
     shares = {
-        "interval": (t * p - t_g * p_g) / (t_g * p_g * t * p), "neighbour": (t * p - 1) / (t * p), "gather": (ranks - 1) / ranks,
-    }  # fmt: skip
+        "interval": (t * p - t_g * p_g) / (t_g * p_g * t * p),
+        "neighbour": (t * p - 1) / (t * p),
+        "gather": (ranks - 1) / ranks,
+    }
     received = {name: share * model for name, share in shares.items()}
     seconds = {name: size * fitted["seconds_per_byte"] + fitted["seconds"] for name, size in received.items()}
     less = {f"less_than_{name}": 1 - seconds["interval"] / seconds[name] for name in ("neighbour", "gather")}

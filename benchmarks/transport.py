@@ -1,4 +1,5 @@
-"""Dispatch and collect against verl's single controller, and the transfer queue against TransferQueue, beside a copy in memory.
+"""Dispatch and collect against verl's single controller, and the transfer queue against TransferQueue, beside a copy in
+memory.
 
 Two sets of turns, A B A B: dispatch with 2 and 8 workers, and the queues. Figures are medians of the turns' medians.
 """
@@ -21,10 +22,13 @@ def transport() -> list[Case]:
     """Return the cases: dispatch with 2 and 8 workers, and the queues."""
     return [
         transport_case(
-            "dispatch and collect", ["dispatch_braid", "dispatch_verl", "copy_braid"], {"workers": list(WORKERS)}, dispatch_rows
+            "dispatch and collect",
+            ["dispatch_braid", "dispatch_verl", "copy_braid"],
+            {"workers": list(WORKERS)},
+            dispatch_rows,
         ),
         transport_case("queues", ["queue_braid", "queue_transferqueue", "copy_braid"], {}, queue_rows),
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,9 @@ class QueueControlCase(Case):
 
 
 def queue_control() -> list[Case]:
-    """Return the case: take and done of one row with 1,024 to 1,000,000 rows in work, and rows per second through one socket."""
+    """Return the case: take and done of one row with 1,024 to 1,000,000 rows in work, and rows per second through one
+    socket.
+    """
     return [QueueControlCase("bookkeeping", [Side("queue", "queue_control_braid", {})], 3, 1)]
 
 

@@ -2,7 +2,8 @@
 
 duel:  start A, start B, ... ──▶ each prepares and warms up ──▶ A B A B A B, one turn at a time
 
-Imports, compilation and warm-up end before the first turn. While one side runs, the others wait for a line on their input.
+Imports, compilation and warm-up end before the first turn. While one side runs, the others wait for a line on their
+input.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 python -m benchmarks.verifier_calls --calls 500 --name after
 
-Writes medians and processor time per call, one call at a time and 2 at once, into benchmarks/results/verifier_calls.json. Processor time
-is that of the run and of all its processes; unlike milliseconds it depends little on other work on the machine.
+Writes medians and processor time per call, one call at a time and 2 at once, into
+benchmarks/results/verifier_calls.json. Processor time is that of the run and of all its processes; unlike milliseconds
+it depends little on other work on the machine.
 """
 
 from __future__ import annotations
@@ -58,19 +59,21 @@ def measured(verifier: str, mode: str, calls: int) -> dict[str, float]:
         for _ in range(20):
             assert pool.submit(ROW, checked).result(60).correct
         time.sleep(0.5)
-        begun, waits = processor_s(), list[float]()
+        started, waits = processor_s(), list[float]()
         for _ in range(calls):
             start = time.monotonic()
             assert pool.submit(ROW, checked).result(60).correct
             waits.append(1e3 * (time.monotonic() - start))
         time.sleep(0.5)  # the last copies end
-        alone, start = processor_s() - begun, time.monotonic()
+        alone, start = processor_s() - started, time.monotonic()
         assert all(future.result(60).correct for future in [pool.submit(ROW, checked) for _ in range(calls)])
         seconds = time.monotonic() - start
     return {
-        "median_ms": statistics.median(waits), "fastest_ms": min(waits), "processor_ms": 1e3 * alone / calls,
+        "median_ms": statistics.median(waits),
+        "fastest_ms": min(waits),
+        "processor_ms": 1e3 * alone / calls,
         "calls_per_s": calls / seconds,
-    }  # fmt: skip
+    }
 
 
 def processor_s() -> float:

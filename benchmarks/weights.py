@@ -1,9 +1,11 @@
-"""Measure the seconds and bytes of a version of 1 GB to two vLLM engines of two tensor ranks, beside a copy in memory and a gloo broadcast.
+"""Measure the seconds and bytes of a version of 1 GB to two vLLM engines of two tensor ranks, beside a copy in memory
+and a gloo broadcast.
 
-python -m benchmarks.weights              # measures; with --keep it writes benchmarks/results/weights.json; needs `make vllm`
+python -m benchmarks.weights              # measures; with --keep it writes benchmarks/results/weights.json; needs `make
+                                          vllm`
 
-The trainer is one process. `sent` are the bytes that it sends for a version, `written` those of its file in shared memory. From another
-node, which here is another name of this one, the engines share one stream.
+The trainer is one process. `sent` are the bytes that it sends for a version, `written` those of its file in shared
+memory. From another node, which here is another name of this one, the engines share one stream.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ ENGINES, TENSOR, TURNS, LIMIT_S, CHUNK = 2, 2, 5, 600.0, 64 << 20
 CHANGED = 0.006
 """Share of values that differ from the version before: of bfloat16 weights after a step of GRPO at 1e-6."""
 PAUSE_S = 1.5
-"""Seconds between two versions, as a training step takes: for a second after a call vLLM's idle processes poll without pause."""
+"""Seconds between two versions, as a training step takes: for a second after a call vLLM's idle processes poll without
+pause.
+"""
 SENT = TransferVolume()
 
 
@@ -68,7 +72,9 @@ def main() -> None:
             offered = []
 
             def change(version: int) -> None:
-                """Offer a version in which some values differ, as copies of the trainer's tensors, which streaming makes anyway."""
+                """Offer a version in which some values differ, as copies of the trainer's tensors, which streaming
+                makes anyway.
+                """
                 with torch.no_grad():
                     for part in parts().values():
                         part.local.view(-1)[:: round(1 / CHANGED)] += 1
@@ -91,9 +97,16 @@ def main() -> None:
 def write_model(folder: Path) -> Any:
     """Write and return a model of 1 GB in float32 that two ranks divide."""
     config = Qwen3Config(
-        vocab_size=32768, hidden_size=1024, intermediate_size=3072, num_hidden_layers=14, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=64, tie_word_embeddings=False, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=32768,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=14,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
@@ -102,7 +115,9 @@ def write_model(folder: Path) -> Any:
 
 
 def timed(publish: Callable[[int], object], prepare: Callable[[int], object] = lambda version: None) -> dict[str, Any]:
-    """Return the median, least and most seconds of a publication, after a first one, and the bytes that were sent for one."""
+    """Return the median, least and most seconds of a publication, after a first one, and the bytes that were sent for
+    one.
+    """
     prepare(1)
     publish(1)
     before, seconds = SENT.sent, []
@@ -113,8 +128,11 @@ def timed(publish: Callable[[int], object], prepare: Callable[[int], object] = l
         publish(version)
         seconds.append(time.perf_counter() - start)
     return {
-        "seconds": median(seconds), "least": min(seconds), "most": max(seconds), "sent": (SENT.sent - before) // TURNS,
-    }  # fmt: skip
+        "seconds": median(seconds),
+        "least": min(seconds),
+        "most": max(seconds),
+        "sent": (SENT.sent - before) // TURNS,
+    }
 
 
 def count_sent() -> None:

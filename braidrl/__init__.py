@@ -2,7 +2,8 @@
 
     from braidrl import Flow, Session, actor, advantage, loss, reward
 
-The names for writing an algorithm are imported from here. Each is loaded at first use, so that `import braidrl` is fast.
+The names for writing an algorithm are imported from here. Each is loaded at first use, so that `import braidrl` is
+fast.
 """
 
 import importlib
@@ -28,16 +29,31 @@ if TYPE_CHECKING:
     from braidrl.runtimes.run import train
     from braidrl.runtimes.session import Session
 
-# oneDNN caches a kernel for each shape of operands, and torch an object around it, 1,024 of each by default. Packed rows have new shapes
-# in every step: a run of a tiny model grew by 0.65 GiB. One step reuses only some tens. Both variables are read at first use.
+# oneDNN caches a kernel for each shape of operands, and torch an object around it, 1,024 of each by default. Packed
+# rows have new shapes in every step: a run of a tiny model grew by 0.65 GiB. One step reuses only some tens. Both
+# variables are read at first use.
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "128")
 
 __version__ = "0.1.0"
 __all__ = [
-    "Config", "Flow", "Session", "actor", "advantage", "correction", "cost", "cost_critic", "critic", "load_config", "loss", "reference",
-    "reward", "select", "shape", "train",
-]  # fmt: skip
+    "Config",
+    "Flow",
+    "Session",
+    "actor",
+    "advantage",
+    "correction",
+    "cost",
+    "cost_critic",
+    "critic",
+    "load_config",
+    "loss",
+    "reference",
+    "reward",
+    "select",
+    "shape",
+    "train",
+]
 PLACES = {"Config": "config", "load_config": "config", "Session": "runtimes.session", "train": "runtimes.run"}
 """Modules of the names that `braidrl.flow` does not have."""
 

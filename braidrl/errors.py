@@ -27,7 +27,10 @@ class Problems(UserError):
 
 
 class FailedStep(UserError):
-    """Too many verifications or trajectories of a step failed; the step is complete and saved. The command ends with exit code 1."""
+    """Too many verifications or trajectories of a step failed; the step is complete and saved.
+
+    The command ends with exit code 1.
+    """
 
 
 class BadUpdate(UserError):
@@ -42,7 +45,10 @@ class WorkerError(RuntimeError):
 
 
 class LostProcess(WorkerError):
-    """An essential process died: the run can restart from its last checkpoint. `restarts` is the number of earlier restarts."""
+    """An essential process died: the run can restart from its last checkpoint.
+
+    `restarts` is the number of earlier restarts.
+    """
 
     restarts: int = 0
 
@@ -61,7 +67,10 @@ LIMITS = {
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it. Libraries wrap the system's errors in their own types; only the text stays."""
+    """Yield an error and the errors that caused it.
+
+    Libraries wrap the system's errors in their own types; only the text stays.
+    """
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -76,7 +85,9 @@ FULL = {
 
 
 def no_room(error: BaseException, run: Path | str = "") -> str:
-    """Return a message for an error caused by a full disk or a quota, with `run` to resume; empty text for any other error."""
+    """Return a message for an error caused by a full disk or a quota, with `run` to resume; empty text for any other
+    error.
+    """
     for found in causes(error):
         # The text of `shutil.copytree` is a list of (source, target, error).
         text = found.args[0][0][2] if isinstance(found, shutil.Error) else first_line(found)
@@ -114,7 +125,9 @@ def first_line(error: BaseException) -> str:
 
 
 def where_raised(error: BaseException, file: str = "") -> str:
-    """Return the file and line that raised an exception, as in `rewards.py:3`; the last line in `file` if the error passed through it."""
+    """Return the file and line that raised an exception, as in `rewards.py:3`; the last line in `file` if the error
+    passed through it.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([one for one in frames if one.filename == file] or frames)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
@@ -122,7 +135,9 @@ def where_raised(error: BaseException, file: str = "") -> str:
 
 @contextmanager
 def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Raise UserError, with the line, for an exception in a user's function or method; those of Braid's own functions pass through."""
+    """Raise UserError, with the line, for an exception in a user's function or method; those of Braid's own functions
+    pass through.
+    """
     try:
         yield
     except Exception as error:
@@ -131,7 +146,8 @@ def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
         code = getattr(function, "__code__", None)
         file = code.co_filename if isinstance(code, CodeType) else ""
         raise UserError(
-            f"{name} raised {type(error).__name__}: {first_line(error)} ({where_raised(error, file)}); mend the function"
+            f"{name} raised {type(error).__name__}: {first_line(error)} ({where_raised(error, file)}); mend the "
+            "function"
         ) from error
 
 

@@ -25,7 +25,9 @@ PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "t
 USER_FOLDER = "/."
 """Suffix of entries of `sys.path` for folders of users' files; child processes inherit them."""
 OBJECTS_BETWEEN_COLLECTIONS = 10_000
-"""Threshold of Python's garbage collection: with the default of 700 it takes a sixth of the import time of torch and transformers."""
+"""Threshold of Python's garbage collection: with the default of 700 it takes a sixth of the import time of torch and
+transformers.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ class PluginRegistry:
             raise UserError(f"{name} is no {self.kind}: it lacks {' and '.join(lacking)}")
 
     def check(self, name: str, load: bool = True, settings: Iterable[str] = ()) -> None:
-        """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called with `settings` or lacks a method.
+        """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called with `settings` or
+        lacks a method.
 
-        Built-in ones are not imported: only another process may have their packages. Without `load` a user's own is not either.
+        Built-in ones are not imported: only another process may have their packages. Without `load` a user's own is not
+        either.
         """
         place = self.place(name)
         if not load or name in self.built_in:
@@ -94,7 +98,9 @@ class PluginRegistry:
 
 
 def check_call(name: str, function: Callable[..., Any], *given: str, settings: Iterable[str] = ()) -> None:
-    """Raise UserError if a function or class does not take positional arguments, named `given` in the message, and `settings` by name."""
+    """Raise UserError if a function or class does not take positional arguments, named `given` in the message, and
+    `settings` by name.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # of a function in C
@@ -107,7 +113,9 @@ def check_call(name: str, function: Callable[..., Any], *given: str, settings: I
 
 
 def check_settings(name: str, function: Callable[..., Any], settings: Iterable[str]) -> None:
-    """Raise UserError, with the most similar one, for a setting that is no parameter of a function after its first one."""
+    """Raise UserError, with the most similar one, for a setting that is no parameter of a function after its first
+    one.
+    """
     parameters = list(inspect.signature(function).parameters.values())[1:]
     known = [parameter.name for parameter in parameters]
     for setting in settings:
@@ -126,7 +134,10 @@ def version_of(package: str) -> str:
 
 
 def import_function(name: str, type: Any = Callable) -> Any:
-    """Import the function or class `module:name` or `file.py:name`, or another instance of `type`. Raises UserError if there is none."""
+    """Import the function or class `module:name` or `file.py:name`, or another instance of `type`.
+
+    Raises UserError if there is none.
+    """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")
@@ -150,7 +161,8 @@ def import_function(name: str, type: Any = Callable) -> Any:
 def relative_to(folder: Path, name: str) -> str:
     """Return `file.py:function` with an absolute path if the file is in `folder`; any other name is unchanged.
 
-    The same holds for `agent:file.py:function`, `verifiers:file.py`, and the files of a command such as `mcp:python server.py`.
+    The same holds for `agent:file.py:function`, `verifiers:file.py`, and the files of a command such as `mcp:python
+    server.py`.
     """
     if name.startswith("agent:"):
         return "agent:" + relative_to(folder, name.removeprefix("agent:"))
@@ -190,8 +202,9 @@ def _load_file(path: Path) -> ModuleType:
     # A verifier is looked up for each row: a module loaded here needs no search among thousands of modules.
     if name in sys.modules:
         return sys.modules[name]
-    # A file that is imported already is not executed twice, which would register its functions twice. Its module's name is an end of its
-    # path; a look at each of thousands of modules would copy the memory that this process shares with its fork server.
+    # A file that is imported already is not executed twice, which would register its functions twice. Its module's name
+    # is an end of its path; a look at each of thousands of modules would copy the memory that this process shares with
+    # its fork server.
     parts = (path.parent if path.stem == "__init__" else path.with_suffix("")).parts
     names = [".".join(parts[first:]) for first in range(len(parts))]
     for loaded in map(sys.modules.get, ("__main__", "__mp_main__", *names)):
@@ -202,9 +215,9 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # The file may import the modules in its folder, as `python file.py` does. The folder comes after installed packages in the search
-    # path, so that it hides none, and before the folders of other users' files; modules of these with the same names are removed, and are
-    # imported again.
+    # The file may import the modules in its folder, as `python file.py` does. The folder comes after installed packages
+    # in the search path, so that it hides none, and before the folders of other users' files; modules of these with the
+    # same names are removed, and are imported again.
     folder = path.parent
     others = [place for place in sys.path if place.endswith(USER_FOLDER) and place != f"{folder}{USER_FOLDER}"]
     for neighbour in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:

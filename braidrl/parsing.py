@@ -1,4 +1,5 @@
-"""Parsing of untrusted JSON and YAML with limits of size and depth. Exceeding a limit is an error of one line, like bad syntax.
+"""Parsing of untrusted JSON and YAML with limits of size and depth. Exceeding a limit is an error of one line, like bad
+syntax.
 
 bytes ──at most so many──▶ text ──at most MOST_LEVELS deep, finite numbers, whole characters──▶ plain values
 
@@ -31,7 +32,10 @@ DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True, whole: bool = True) -> Any:
-    """Return a JSON text's value. Raises ValueError beyond a limit; `finite` refuses NaN and infinity, `whole` lone surrogates."""
+    """Return a JSON text's value.
+
+    Raises ValueError beyond a limit; `finite` refuses NaN and infinity, `whole` lone surrogates.
+    """
     if len(text) > most_bytes:
         raise ValueError(f"it has {len(text)} bytes, and at most {most_bytes} are read")
     try:
@@ -52,7 +56,10 @@ def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = T
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES, finite: bool = True) -> Any:
-    """Return the value of a JSON file. Raises UserError, with the file's name, as `parse_json` and for an unreadable file."""
+    """Return the value of a JSON file.
+
+    Raises UserError, with the file's name, as `parse_json` and for an unreadable file.
+    """
     try:
         return parse_json(read_bytes(path, most_bytes), most_bytes, finite)
     except ValueError as error:
@@ -121,7 +128,8 @@ class NotUtf8(ValueError):
 def check_events(text: str) -> None:
     """Raise ValueError for a YAML text that is too long, too deep, or too long after alias expansion.
 
-    The parser's events are checked before values are constructed, because each use of an alias constructs its value again.
+    The parser's events are checked before values are constructed, because each use of an alias constructs its value
+    again.
     """
     if len(text) > YAML_BYTES:
         raise ValueError(f"it has {len(text)} characters, and at most {YAML_BYTES} are read")
@@ -168,7 +176,10 @@ def texts_and_numbers(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def flat(tree: Mapping[str, Any], whole: tuple[str, ...] = (), section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys and values of nested mappings. A mapping is a value if it is empty or its key ends with one of `whole`."""
+    """Yield the dotted keys and values of nested mappings.
+
+    A mapping is a value if it is empty or its key ends with one of `whole`.
+    """
     for name, value in tree.items():
         key = f"{section}{name}"
         if isinstance(value, Mapping) and value and not key.endswith(whole):
@@ -181,7 +192,10 @@ COLON_WITHOUT_SPACE = re.compile(r"([A-Za-z_][\w.-]*):(\S.*)")
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file without its byte order mark. Raises UserError, with the line number, for other bytes."""
+    """Return the text of a UTF-8 file without its byte order mark.
+
+    Raises UserError, with the line number, for other bytes.
+    """
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
         return content.decode("utf-8")
@@ -191,7 +205,9 @@ def read_text(path: Path) -> str:
 
 
 def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return a YAML text's value; `place` names it in messages. Raises UserError for bad syntax, and a key twice or without a space."""
+    """Return a YAML text's value; `place` names it in messages. Raises UserError for bad syntax, and a key twice or
+    without a space.
+    """
     try:
         check_events(text)
         reader = type("Reader", (_EachKeyOnce, loader), {"place": place})(text)
@@ -230,6 +246,7 @@ class _EachKeyOnce(yaml.SafeLoader):
             if joined and isinstance(value, yaml.ScalarNode) and not value.value:
                 name, rest = joined.groups()
                 raise UserError(
-                    f"{self.place}: {key.value!r} is one word to YAML, which wants a space behind the colon; write {name}: {rest}"
+                    f"{self.place}: {key.value!r} is one word to YAML, which wants a space behind the colon; write "
+                    f"{name}: {rest}"
                 )
         return super().construct_mapping(node, deep)

@@ -1,4 +1,6 @@
-"""Write configuration.md from the docstrings of braidrl/config and of the recipes: python docs/write_configuration.py"""
+"""Write configuration.md from the docstrings of braidrl/config and of the recipes: python
+docs/write_configuration.py
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def differs(shared: dict[str, FieldInfo], name: str, field: FieldInfo) -> bool:
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield each section below a model with its dotted name; `NAME` stands for a name of the user's, `N` for an index in a list."""
+    """Yield each section below a model with its dotted name; `NAME` stands for a name of the user's, `N` for an index
+    in a list.
+    """
     for name, field in model.model_fields.items():
         for section, path in found_sections(field.annotation, prefix + name):
             yield path, section
@@ -90,7 +94,10 @@ def table(model: type[BaseModel]) -> str:
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring under each field. If pydantic collected them, every process of a run would start 0.1 s later."""
+    """Return the docstring under each field.
+
+    If pydantic collected them, every process of a run would start 0.1 s later.
+    """
     found: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if issubclass(kind, BaseModel) and kind is not BaseModel:

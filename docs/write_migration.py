@@ -1,4 +1,6 @@
-"""Write the tables of coming-from-verl.md and coming-from-trl.md from the lists of keys: python docs/write_migration.py"""
+"""Write the tables of coming-from-verl.md and coming-from-trl.md from the lists of keys: python
+docs/write_migration.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Algorithms as plain loops instead of recipes: PPO, and the changes for ReMax and Safe-RLHF (figure 6 of arXiv 2409.19256).
+"""Algorithms as plain loops instead of recipes: PPO, and the changes for ReMax and Safe-RLHF (figure 6 of arXiv
+2409.19256).
 
 python examples/arithmetic/demo.py                            # makes the model and the data
 python examples/session.py ppo                                # one process
@@ -46,7 +47,9 @@ def remax(session: Session) -> Iterator[Any]:
 
 
 def safe_rlhf(session: Session) -> Iterator[Any]:
-    """Train by Safe-RLHF: PPO plus five lines for a cost model, a critic of costs, and a penalty shared by both advantages."""
+    """Train by Safe-RLHF: PPO plus five lines for a cost model, a critic of costs, and a penalty shared by both
+    advantages.
+    """
     for rows in session.batches():
         rows = session.actor.generate(rows)
         rows = session.reward.verify(rows)

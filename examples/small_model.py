@@ -1,4 +1,6 @@
-"""Tokenizer and model of the examples: the tokens are whole words and phrases, the model is small and has random weights."""
+"""Tokenizer and model of the examples: the tokens are whole words and phrases, the model is small and has random
+weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ WORD = r"\w+|[^\w\s]"
 def make_tokenizer(
     phrases: Sequence[str], text: str = "", template: str | None = None, marks: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each phrase, and for each other word and sign of `text`; spaces between tokens have none.
+    """Return a tokenizer with one token for each phrase, and for each other word and sign of `text`; spaces between
+    tokens have none.
 
     `marks` are the special tokens of the chat template.
     """
@@ -40,10 +43,17 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, lay
     """Write a small Qwen3 and its tokenizer as a Hugging Face directory."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=1024,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -11,7 +11,9 @@ from braidrl.runtimes.saving.checkpoints import export_model
 
 
 def imitate_then_learn(settings: Path, folder: Path) -> Path:
-    """Run `warm_start.yaml` of `settings`, then its `config.yaml` from the resulting model in `folder`; return the second run."""
+    """Run `warm_start.yaml` of `settings`, then its `config.yaml` from the resulting model in `folder`; return the
+    second run.
+    """
     export_model(train(load_config(settings / "warm_start.yaml")), folder / "model")
     return train(load_config(settings / "config.yaml"))
 

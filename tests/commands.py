@@ -1,4 +1,5 @@
-"""`braid ...` for tests, as a copy of the fork server, which has imported it; a fresh interpreter would need seconds per command.
+"""`braid ...` for tests, as a copy of the fork server, which has imported it; a fresh interpreter would need seconds
+per command.
 
 test ──arguments, folder, environment, pipes──▶ fork server ──fork──▶ command, in a session of its own
 """
@@ -146,7 +147,9 @@ def mount(place: str, size: str) -> None:
 def run_as_interpreter(
     arguments: list[str], folder: str, environment: dict[str, str], main: Callable[[], Any]
 ) -> NoReturn:
-    """Call `main` in this copy of the fork server as the program of a new interpreter, in a session of its own, and end as one does."""
+    """Call `main` in this copy of the fork server as the program of a new interpreter, in a session of its own, and end
+    as one does.
+    """
     os.setsid()
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     os.chdir(folder)

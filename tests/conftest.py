@@ -45,17 +45,29 @@ PRINTED_SHOWN = 20_000
 LONG = {"Workshop", "TrainingRun", "train", "run_ranks", "subprocess"}
 """Names in a module whose tests make runs or start processes."""
 # These share one Ray cluster and its workers, so that a single process runs them all.
-ON_RAY = tuple(f"tests/{place}" for place in (
-    "cluster/test_devices.py", "cluster/test_ray_", "examples/test_placements.py", "invariants/test_one_flow_one_result.py",
-    "runtimes/generating/", "runtimes/hybrid/", "runtimes/test_numbers.py", "runtimes/test_session.py",
-))  # fmt: skip
+ON_RAY = tuple(
+    f"tests/{place}"
+    for place in (
+        "cluster/test_devices.py",
+        "cluster/test_ray_",
+        "examples/test_placements.py",
+        "invariants/test_one_flow_one_result.py",
+        "runtimes/generating/",
+        "runtimes/hybrid/",
+        "runtimes/test_numbers.py",
+        "runtimes/test_session.py",
+    )
+)
 settings.register_profile("suite", deadline=None, max_examples=35)
 settings.load_profile("suite")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest has a fault handler, whose file is not open in the copies
 def pytest_configure(config: pytest.Config) -> None:
-    """Copy this process as the fork server of its tests, unless worker processes run the tests. The copies print to a file."""
+    """Copy this process as the fork server of its tests, unless worker processes run the tests.
+
+    The copies print to a file.
+    """
     if config.getoption("dist", "no") != "no":
         return
     # Keep shared memory apart from that of other test runs and other users of this machine.
@@ -119,7 +131,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start a shared run with the files that use Ray, then those that make runs, so that all processes end with short tests."""
+    """Start a shared run with the files that use Ray, then those that make runs, so that all processes end with short
+    tests.
+    """
     if hasattr(config, "workerinput"):
         items.sort(
             key=lambda item: (

@@ -1,6 +1,7 @@
 """A small model hub on loopback, with the protocol of the real client: information, file tree, files with their hashes.
 
-folder/models/ORG/NAME/..., folder/datasets/ORG/NAME/...   served under one commit each, which `main` and the tag v1 name
+folder/models/ORG/NAME/..., folder/datasets/ORG/NAME/...   served under one commit each, which `main` and the tag v1
+                                                           name
 """
 
 from __future__ import annotations

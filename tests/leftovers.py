@@ -47,7 +47,8 @@ def sockets_of(process: int) -> Iterator[int]:
 
 
 def family(process: int | None = None) -> list[int]:
-    """Return a process and all of its descendants; by default of this process, without the Ray cluster that tests share.
+    """Return a process and all of its descendants; by default of this process, without the Ray cluster that tests
+    share.
 
     The cluster starts and ends workers at any time.
     """

@@ -1,4 +1,6 @@
-"""Imports of the tests' fork server at its start: everything that the tests' ranks, workers and commands need, which are its copies."""
+"""Imports of the tests' fork server at its start: everything that the tests' ranks, workers and commands need, which
+are its copies.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,23 @@ from tests.tiny import MODELS
 
 gc.disable()  # No garbage collection during the imports.
 for name in (
-    "braidrl.runtimes.streaming.processes", "braidrl.runtimes.spmd.launch", "braidrl.runtimes.spmd.rank_backend",
+    "braidrl.runtimes.streaming.processes",
+    "braidrl.runtimes.spmd.launch",
+    "braidrl.runtimes.spmd.rank_backend",
     # These modules are imported on demand, the last two by Ray, which itself must not be imported here.
-    "braidrl.runtimes.run", "braidrl.flow.recipes.parts", "braidrl.rewards.verifier", "datasets", "pyarrow.compute",
-    "peft", "torch.utils.tensorboard", "requests", "jsonschema", *(f"braidrl.flow.recipes.{name}" for name in ("grpo", "dapo", "ppo")),
-    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), *COMMAND,
-):  # fmt: skip
+    "braidrl.runtimes.run",
+    "braidrl.flow.recipes.parts",
+    "braidrl.rewards.verifier",
+    "datasets",
+    "pyarrow.compute",
+    "peft",
+    "torch.utils.tensorboard",
+    "requests",
+    "jsonschema",
+    *(f"braidrl.flow.recipes.{name}" for name in ("grpo", "dapo", "ppo")),
+    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
+    *COMMAND,
+):
     importlib.import_module(name)
 gc.freeze()
 gc.enable()

@@ -1,4 +1,5 @@
-"""Ray's workers as copies of the tests' fork server: a fresh interpreter would import torch and transformers for five seconds.
+"""Ray's workers as copies of the tests' fork server: a fresh interpreter would import torch and transformers for five
+seconds.
 
 raylet ──▶ this file, in place of setup_worker.py ──arguments, environment, outputs──▶ server ──fork──▶ default_worker.py
 """
@@ -39,7 +40,10 @@ def serve(place: str, tests: int) -> None:
 
 
 def become(connection: socket.socket, outputs: list[int], arguments: list[str], environment: dict[str, str]) -> None:
-    """Run a script of Ray in this process. The connection ends with it, and with the connection the process that the raylet started."""
+    """Run a script of Ray in this process.
+
+    The connection ends with it, and with the connection the process that the raylet started.
+    """
     import runpy
 
     from tests.commands import run_as_interpreter

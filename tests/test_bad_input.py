@@ -70,7 +70,10 @@ CONFIGURATION = {
     "trainer.steps": r"'trainer.steps' is not key=value, as in trainer.steps=10",
     "flow=grop": r"no recipe is called 'grop'. Did you mean 'grpo'?",
     "flow=gpro": r"no recipe is called 'gpro'. Did you mean 'grpo'[?]",
-    "flow=ppo": r"^roles.reward.model: .* has no trained score head; .* with algorithm.reward=verify the recipe ppo needs none$",
+    "flow=ppo": (
+        r"^roles.reward.model: .* has no trained score head; .* with algorithm.reward=verify the recipe ppo needs "
+        r"none$"
+    ),
     "data=sums.jsonl": r"^data is a section with keys such as train, eval, held_out, got 'sums.jsonl'$",
     "data.eval=sums.jsonl": r"^data.eval has values by name; write data.eval.NAME=..., got 'sums.jsonl'$",
     "name=a/b": r"^name: a name has neither slashes nor control characters, .*, got 'a/b'$",
@@ -79,41 +82,71 @@ CONFIGURATION = {
     "algorithm.clip_low=3": r"recipe grpo: clip_low: Input should be less than .*1, got 3",
     "trainer.rows_per_update=5": r"trainer.rows_per_update=5 .*16",
     "reward.verify=gsm8": r"no verifier is called 'gsm8'. Did you mean 'gsm8k'?",
-    "reward.verify=code": r"runs what a model wrote, and only in the strict sandbox; write reward.sandbox=bubblewrap and at least",
+    "reward.verify=code": (
+        r"runs what a model wrote, and only in the strict sandbox; write reward.sandbox=bubblewrap and at "
+        r"least"
+    ),
     "reward.verify=judge.py:score": r"no file .*judge.py",
     "runtime=hybird": r"runtime: Input should be 'eager', 'hybrid', 'distributed' or 'streaming', got 'hybird'",
     "rollout.engine=vlm": r"no rollout engine is called 'vlm'. Did you mean 'vllm'[?] Your own is written module:name",
-    "trainer.optimizer=adam": r"no optimizer is called 'adam'. Did you mean 'adamw'[?] Your own is written module:name or path/to/file.py:",
+    "trainer.optimizer=adam": (
+        r"no optimizer is called 'adam'. Did you mean 'adamw'[?] Your own is written module:name or "
+        r"path/to/file.py:"
+    ),
     "trainer.optimizer=torch.optim:Lion": r"torch.optim has no function 'Lion'",
     "trainer={optimizer: sgd, optimizer_settings: {momentun: 1}}": r"optimizer=sgd: .*unexpected .*'momentun'",
-    "trainer={optimizer: sgd, weight_decay: 0.1}": r"trainer.weight_decay is AdamW's, and trainer.optimizer is sgd; remove it, or",
+    "trainer={optimizer: sgd, weight_decay: 0.1}": (
+        r"trainer.weight_decay is AdamW's, and trainer.optimizer is sgd; remove it, "
+        r"or"
+    ),
     "rollout.engine=engine.py:Mine": r"no file .*engine.py",
-    "rollout.engine_settings={depth: 2}": r"rollout.engine_settings are for your own engine, and rollout.engine is embedded",
-    "trainer.backend=torhc": r"no training backend is called 'torhc'. Did you mean 'torch'[?] Your own is written module:name",
+    "rollout.engine_settings={depth: 2}": (
+        r"rollout.engine_settings are for your own engine, and rollout.engine is "
+        r"embedded"
+    ),
+    "trainer.backend=torhc": (
+        r"no training backend is called 'torhc'. Did you mean 'torch'[?] Your own is written "
+        r"module:name"
+    ),
     "roles.actor.backend=torch:nothing": r"torch has no function 'nothing'",
-    "trainer={backend: torch:compile, lora: {}}": r"trainer.lora is not supported by the backend torch:compile of actor; remove",
+    "trainer={backend: torch:compile, lora: {}}": (
+        r"trainer.lora is not supported by the backend torch:compile of actor; "
+        r"remove"
+    ),
     "rollout.weights=handles": r"handles are not supported any more; write collective between CUDA devices, or file",
     "rollout.weights=collective": r"is for engine processes, and none starts; write rollout.engines=1",
     "rollout.environment=countdown": r"no environment is called 'countdown'. Your own is written module:name",
-    "trackers=tensorbord": r"no tracker is called 'tensorbord'. Did you mean 'tensorboard'[?] Your own is written module:name",
+    "trackers=tensorbord": (
+        r"no tracker is called 'tensorbord'. Did you mean 'tensorboard'[?] Your own is written "
+        r"module:name"
+    ),
     "trackers={name: tensorboard, params: {project: x}}": r"tracker 'tensorboard' has no setting 'project'",
     "trackers=swanlab": r"trackers=swanlab is not installed; write pip install 'braidrl\[swanlab\]'",
     "device=cuda": r"device=cuda: torch sees no CUDA device here; write device=auto or device=cpu",
-    "algorithm={loss: cispo, clip_low: 0.1}": r"algorithm.clip_low is a setting of the recipe's own loss, and algorithm.loss names another",
+    "algorithm={loss: cispo, clip_low: 0.1}": (
+        r"algorithm.clip_low is a setting of the recipe's own loss, and algorithm.loss names "
+        r"another"
+    ),
     "algorithm.loss=cisp": r"no loss is called 'cisp'. Did you mean 'cispo'",
     "placement=everywhere": r"no placement is called 'everywhere'. Known: colocate",
     "roles.critc.learning_rate=1e-5": r"roles.critc: flow grpo has no model of this role. Known: actor, reference",
     "trainer.surplus=keep": r"trainer.surplus=keep .* write trainer.max_staleness=1 or trainer.surplus=drop",
-    "data.train=none.jsonl": r"no data file none.jsonl, neither beside the configuration nor in /.*; give the path of a",
+    "data.train=none.jsonl": (
+        r"no data file none.jsonl, neither beside the configuration nor in /.*; give the path of "
+        r"a"
+    ),
     "data.train=none.csv": r"none.csv: files of the kind '.csv' are not read; give a .jsonl, .json or .parquet file",
     "data.eval.test=none.jsonl": r"no data file none.jsonl",
     "data.train.convert=gsm": r"'data.train.convert=gsm': 'train' holds a value",
     "data.held_out=40": r"has no examples \(the first 40 are skipped\)",
-    "model=/nowhere/model": r"model: there is no folder /nowhere/model; give the path of a Hugging Face model directory",
+    "model=/nowhere/model": (
+        r"model: there is no folder /nowhere/model; give the path of a Hugging Face model "
+        r"directory"
+    ),
     "data.max_prompt_tokens=2": r"all 40 prompts are longer than data.max_prompt_tokens=2; the shortest has 4 tokens",
     "trainer.max_tokens_per_device=11": r"may have 12 tokens.* write trainer.max_tokens_per_device=12, or lower",
     "rollout.max_response_tokens=300": r"rows may have 304 tokens.*max_position_embeddings 256; lower",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("override", CONFIGURATION)
@@ -152,7 +185,8 @@ def test_a_run_with_only_failed_checks_saves_and_names_the_commonest_failure(
     ]
     code, _, said = command("train", *raises)
     assert code == 1 and said.splitlines()[-1].startswith(
-        "braid: step 1: every one of 16 checks failed; most often: verifier unfinished: exception: KeyError: 'no score for this'"
+        "braid: step 1: every one of 16 checks failed; most often: verifier unfinished: exception: KeyError: 'no "
+        "score for this'"
     )
     run = workshop.folder / "run"
     assert [line["reward/failed_fraction"] for line in read_metrics(run)] == [1.0]
@@ -198,7 +232,10 @@ def test_run_and_dry_run_report_what_this_machine_lacks(
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     config = workshop.config_file(rollout={"engine": "vllm", "python": str(bare)})
-    missing = f"rollout.engine=vllm: {bare} has no package vllm; name an interpreter that has it by rollout.python, or see docs/engines.md"
+    missing = (
+        f"rollout.engine=vllm: {bare} has no package vllm; name an interpreter that has it by rollout.python, or see "
+        "docs/engines.md"
+    )
     assert refusal("train", config) == missing
     assert "is no interpreter that can be run" in refusal("train", config, "rollout.python=/nowhere/python")
     code, shown, errors = command("train", config, "--dry-run", "device=cuda")
@@ -245,18 +282,22 @@ FLOWS = {
     ),
     "what comes later": (
         [
-            {"role": "actor", "type": "generate"}, {"type": "advantage.group_normalized"},
+            {"role": "actor", "type": "generate"},
+            {"type": "advantage.group_normalized"},
             {"role": "reward", "type": "verify"},
         ],
-        r"stage advantage.group_normalized reads 'reward', which reward.verify writes later; move reward.verify before advantage",
+        r"stage advantage.group_normalized reads 'reward', which reward.verify writes later; move reward.verify "
+        r"before advantage",
     ),
     "a stage that does not exist": (
-        [{"role": "actor", "type": "genrate"}], r"no stage type is called 'genrate'. Did you mean 'generate'?",
+        [{"role": "actor", "type": "genrate"}],
+        r"no stage type is called 'genrate'. Did you mean 'generate'?",
     ),
     "a key that does not exist": (
-        [{"role": "actor", "type": "generate", "parms": {}}], r"unknown key 'parms'.*Did you mean 'params'?",
+        [{"role": "actor", "type": "generate", "parms": {}}],
+        r"unknown key 'parms'.*Did you mean 'params'?",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", FLOWS)

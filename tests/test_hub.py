@@ -1,4 +1,6 @@
-"""Models and data by hub names: fetched once by the real client, found in the cache without a network, refused in one line."""
+"""Models and data by hub names: fetched once by the real client, found in the cache without a network, refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.tiny import ROOT, Workshop, recorded, sums, write_model
 from tests.tiny import braid as start_braid
 
 UNREACHABLE = "http://127.0.0.1:1"
-# Commands run one after the other in one process; an object sets the environment of later commands. The libraries have read theirs.
+# Commands run one after the other in one process; an object sets the environment of later commands. The libraries have
+# read theirs.
 COMMANDS = """
 import importlib, json, os, sys
 import datasets.config, huggingface_hub.constants
@@ -38,7 +41,9 @@ sys.exit()
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    """Serve the models tiny/sums, small/sums, gated/sums and private/sums, and the data set openai/gsm8k with some sums in it."""
+    """Serve the models tiny/sums, small/sums, gated/sums and private/sums, and the data set openai/gsm8k with some sums
+    in it.
+    """
     folder = tmp_path_factory.mktemp("hub")
     for organisation in ("tiny", "small", "gated", "private"):
         write_model(folder / "models" / organisation / "sums")
@@ -110,9 +115,10 @@ def said(hub: Hub, workshop: Workshop, configuration: str, cache: Path) -> dict[
         "trainer.steps=1",
     ]
     own = [f"output={workshop.folder}", "name=page", "dtype=float32", "threads=1", "evaluation.every=0", "data.eval={}"]
-    dry = {name: ["train", configuration, f"model={name}", "--dry-run"] for name in (
-        "tiny/summs", "tiny/sums@v2", "gated/sums", "private/sums"
-    )}  # fmt: skip
+    dry = {
+        name: ["train", configuration, f"model={name}", "--dry-run"]
+        for name in ("tiny/summs", "tiny/sums@v2", "gated/sums", "private/sums")
+    }
     commands = {
         "shown": ["data", *page, held_out, *small],
         "trained": ["train", *page, *small, *sizes, *own],
@@ -147,10 +153,12 @@ def test_a_fetched_model_is_found_in_the_cache_without_a_network(
     files = [asked for asked in hub.asked if asked.startswith("GET /tiny")]
     assert files and len(files) == len(set(files)), "each file was fetched once"
     there, missing = braid(
-        UNREACHABLE, cache,
-        ["train", configuration, "model=tiny/sums@v1", "name=another"], ["train", configuration, "model=tiny/other"],
+        UNREACHABLE,
+        cache,
+        ["train", configuration, "model=tiny/sums@v1", "name=another"],
+        ["train", configuration, "model=tiny/other"],
         HF_HUB_OFFLINE="1",
-    )  # fmt: skip
+    )
     assert there[0] == 0, there
     assert "and HF_HUB_OFFLINE is set; where there is a network" in refused(missing)
 
@@ -179,8 +187,10 @@ def test_without_a_network_one_line_explains_how_to_fetch_a_model(configuration:
         ["train", configuration, "model=tiny/sums", "data.train=tiny/data", "--dry-run"],
     )
     assert refused(model) == (
-        f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and {UNREACHABLE} cannot be "
-        "reached; where there is a network, `hf download tiny/sums --revision v1` fills a cache, which HF_HOME names here"
+        f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and "
+        f"{UNREACHABLE} cannot be "
+        "reached; where there is a network, `hf download tiny/sums --revision v1` fills a cache, which HF_HOME names "
+        "here"
     )
     assert "`hf download tiny/data --repo-type dataset` fills a cache" in refused(data)
     assert both[0] == 2 and both[1].count("`hf download tiny/") == 2 and "2 things to change" in both[1], both[1]

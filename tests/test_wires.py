@@ -10,49 +10,86 @@ from tests.tiny import ROOT
 WIRES = {
     # Kinds of call.
     "ray": {
-        "cluster/ray_cluster.py", "cli/doctor.py",
-        "runtimes/hybrid/driver.py", "runtimes/hybrid/group.py", "runtimes/hybrid/hybrid_worker.py",
+        "cluster/ray_cluster.py",
+        "cli/doctor.py",
+        "runtimes/hybrid/driver.py",
+        "runtimes/hybrid/group.py",
+        "runtimes/hybrid/hybrid_worker.py",
     },
     "zmq": {"queue/transport.py"},
     "multiprocessing": {
-        "cluster/local.py", "cluster/child.py", "sandbox/hosts.py",
+        "cluster/local.py",
+        "cluster/child.py",
+        "sandbox/hosts.py",
         "data/prompts.py",  # removes a folder at the end of the process
     },
     "subprocess": {
-        "cluster/local.py", "rewards/programs.py",
-        "native/building.py", "runtimes/prepare/setup.py", "sandbox/walls.py",  # commands that are waited for
+        "cluster/local.py",
+        "rewards/programs.py",
+        "native/building.py",
+        "runtimes/prepare/setup.py",
+        "sandbox/walls.py",  # commands that are waited for
     },
     "socket": {
-        "cluster/local.py", "engines/engine_process.py",  # ends of inherited connections
-        "sandbox/hosts.py", "sandbox/host.py", "sandbox/copies.py", "agents/sandboxed.py",
-        "agents/endpoint.py", "agents/listening.py",  # HTTP
-        "cluster/process_groups.py", "engines/spanning.py", "queue/transfer_queue.py", "cli/doctor.py",  # addresses and ports
+        "cluster/local.py",
+        "engines/engine_process.py",  # ends of inherited connections
+        "sandbox/hosts.py",
+        "sandbox/host.py",
+        "sandbox/copies.py",
+        "agents/sandboxed.py",
+        "agents/endpoint.py",
+        "agents/listening.py",  # HTTP
+        "cluster/process_groups.py",
+        "engines/spanning.py",
+        "queue/transfer_queue.py",
+        "cli/doctor.py",  # addresses and ports
     },
     "aiohttp": {"engines/http/http_engine.py", "rewards/services.py", "agents/endpoint.py", "agents/listening.py"},
     "mcp": {"agents/libraries.py"},
     "redis": {"queue/storage.py"},
     # Formats.
     "msgspec": {
-        "data/messages.py", "engines/engine_process.py",
+        "data/messages.py",
+        "engines/engine_process.py",
         "engines/requests.py",  # JSON that vLLM passes through
     },
     "struct": {
-        "data/messages.py", "engines/engine_process.py",
-        "sandbox/host.py", "sandbox/copies.py", "sandbox/fork_gate.py",  # also values of the kernel's
+        "data/messages.py",
+        "engines/engine_process.py",
+        "sandbox/host.py",
+        "sandbox/copies.py",
+        "sandbox/fork_gate.py",  # also values of the kernel's
     },
     "safetensors": {
         "weights/checkpoint_files.py",
-        "training/roles/checkpoint.py", "training/roles/worker.py", "runtimes/saving/checkpoints.py",
+        "training/roles/checkpoint.py",
+        "training/roles/worker.py",
+        "runtimes/saving/checkpoints.py",
     },
     "pickle": {
-        "weights/checkpoint_files.py", "training/roles/checkpoint.py",  # the index of torch's checkpoints, a known type alone
+        "weights/checkpoint_files.py",
+        "training/roles/checkpoint.py",  # the index of torch's checkpoints, a known type alone
     },
-}  # fmt: skip
+}
 """The files that import a module with which processes talk."""
 ABSENT = {
-    "cloudpickle", "dill", "marshal", "shelve", "xmlrpc", "socketserver", "http", "requests", "httpx", "websockets", "grpc", "zerorpc",
-    "rpyc", "protobuf", "pyarrow.flight", "torch.distributed.rpc",
-}  # fmt: skip
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "xmlrpc",
+    "socketserver",
+    "http",
+    "requests",
+    "httpx",
+    "websockets",
+    "grpc",
+    "zerorpc",
+    "rpyc",
+    "protobuf",
+    "pyarrow.flight",
+    "torch.distributed.rpc",
+}
 """Modules that no file imports: other ways to do the same."""
 PICKLING = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list"}
 """Functions of torch.distributed that pickle what they send."""

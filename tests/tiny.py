@@ -53,10 +53,17 @@ def load_module(path: Path) -> ModuleType:
 task = load_module(ARITHMETIC / "task.py")
 TOKENIZER = task.make_tokenizer()
 SIZES = {
-    "vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
-    "eos_token_id": TOKENIZER.eos_token_id, "pad_token_id": TOKENIZER.pad_token_id,
-}  # fmt: skip
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": TOKENIZER.eos_token_id,
+    "pad_token_id": TOKENIZER.pad_token_id,
+}
 MODELS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
@@ -104,16 +111,23 @@ def unfinished(response: str) -> bool:
 
 
 def settings(folder: Path, model: Path, data: Path, /, **sections: Any) -> dict[str, Any]:
-    """Return the configuration of a few steps on a tiny model; `trainer={...}` and others override it section by section."""
+    """Return the configuration of a few steps on a tiny model; `trainer={...}` and others override it section by
+    section.
+    """
     tree: dict[str, Any] = {
-        "flow": "grpo", "model": str(model), "output": str(folder), "name": "run", "threads": 1, "device": "cpu",
+        "flow": "grpo",
+        "model": str(model),
+        "output": str(folder),
+        "name": "run",
+        "threads": 1,
+        "device": "cpu",
         "data": {"train": str(data)},
         # The sandbox, which costs some milliseconds per row, has its own tests.
         "reward": {"verify": "gsm8k", "sandbox": "none"},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 8, "slots": 16},
         "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3, "checkpoint_every": 0},
         "evaluation": {"every": 0},
-    }  # fmt: skip
+    }
     for name, value in sections.items():
         tree[name] = {**tree.get(name, {}), **value} if isinstance(value, dict) else value
     if environment := tree["rollout"].get("environment"):
@@ -194,7 +208,9 @@ def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subp
 
 
 def free_port() -> int:
-    """Return a local port for a server that is about to start; the kernel gives it to no other process in the meantime."""
+    """Return a local port for a server that is about to start; the kernel gives it to no other process in the
+    meantime.
+    """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         with socket.socket() as found, suppress(OSError):

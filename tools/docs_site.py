@@ -1,4 +1,5 @@
-"""Add pages from outside docs/ to the documentation site: CONTRIBUTING.md and others, and a page for each module of the package.
+"""Add pages from outside docs/ to the documentation site: CONTRIBUTING.md and others, and a page for each module of the
+package.
 
 CONTRIBUTING.md, examples/*/README.md, ... ──links rewritten──▶ pages
 braidrl/**/*.py ──▶ reference/braidrl/**.md ──mkdocstrings, drawings kept──▶ pages

@@ -1,7 +1,7 @@
 """`make models`: write docs/models.md, one line for each causal model type of the installed transformers.
 
-Each type is shrunk to a tiny model, as in `braid check`, and measured. `REAL` adds settings that the hub's models have but a type's
-defaults lack. `NOT_NEUTRAL` changes scalings whose default of 1 would hide a missing scaling.
+Each type is shrunk to a tiny model, as in `braid check`, and measured. `REAL` adds settings that the hub's models have
+but a type's defaults lack. `NOT_NEUTRAL` changes scalings whose default of 1 would hide a missing scaling.
 """
 
 import argparse
@@ -26,13 +26,22 @@ LIMIT_S = 600
 CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
 SOUND = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
 SELECTED = {
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4,
-    "ple_layer_ids": [1], "eos_token_id": 1, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
-}  # fmt: skip
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1],
+    "eos_token_id": 1,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
+}
 DRAFTER = {
-    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False, "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "enable_moe_block": False,
+    "num_hidden_layers": 4,
     "num_kv_shared_layers": 4,
-}  # fmt: skip
+}
 REAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},

@@ -33,8 +33,8 @@ LIMIT_S = 900.0
 TIMED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/")
 SYMBOLS = ["<pad>", "<end>", *"0123456789+= "]
 VERIFIER = 'def starts_even(response: str) -> bool:\n    return response[:1] in set("02468")\n'
-# The recipe with two changes that make the result of streaming independent of the order of arrival: the critic waits for the whitening,
-# and the target is so far off that the coefficient always takes its largest step.
+# The recipe with two changes that make the result of streaming independent of the order of arrival: the critic waits
+# for the whitening, and the target is so far off that the coefficient always takes its largest step.
 PPO = """
 flow: ppo
 stages:
@@ -70,13 +70,15 @@ RUNTIMES = {
     "streaming": "runtime=streaming streaming.dispatch_rows=1",
 }
 CASES = {f"{flow}-{runtime}": f"{COMMON} {FLOWS[flow]} {RUNTIMES[runtime]}" for flow in FLOWS for runtime in RUNTIMES}
-# An update with this aggregation begins when all of its rows are there, and adds them in order. PPO's update waits for the whitening.
+# An update with this aggregation begins when all of its rows are there, and adds them in order. PPO's update waits for
+# the whitening.
 CASES["grpo-streaming"] += " algorithm.aggregate=prompt-mean"
 CASES["dapo-streaming"] += " algorithm.aggregate=prompt-mean"
 VLLM = ROOT / "build" / "vllm-venv" / "bin" / "python"
 # vLLM has no float64, and its kernels for CPUs need heads of 32 or more.
 CASES["grpo-vllm"] = (
-    f"{CASES['grpo-eager']} model={WORK}/wide dtype=float32 rollout.engine=vllm rollout.reproducible=true rollout.python={VLLM}"
+    f"{CASES['grpo-eager']} model={WORK}/wide dtype=float32 rollout.engine=vllm rollout.reproducible=true "
+    f"rollout.python={VLLM}"
 )
 
 
@@ -90,7 +92,9 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
 
 
 def different(before: Any, after: Any) -> tuple[Any, Any] | None:
-    """Return both values (of arrays, the first numbers) that differ in any bit: NaN equals NaN, and 0.0 differs from -0.0."""
+    """Return both values (of arrays, the first numbers) that differ in any bit: NaN equals NaN, and 0.0 differs from
+    -0.0.
+    """
     if not (isinstance(before, np.ndarray) and isinstance(after, np.ndarray)):
         return None if repr(before) == repr(after) else (before, after)
     if (before.dtype, before.shape) != (after.dtype, after.shape):
@@ -101,7 +105,9 @@ def different(before: Any, after: Any) -> tuple[Any, Any] | None:
 
 
 def results(run: Path) -> dict[str, Any]:
-    """Return every number in a run's metrics except times, step by step, then every tensor in its last checkpoint, by name."""
+    """Return every number in a run's metrics except times, step by step, then every tensor in its last checkpoint, by
+    name.
+    """
     found: dict[str, Any] = {}
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         found |= {f"{key} of step {line['step']}": line[key] for key in sorted(line) if not key.startswith(TIMED)}
@@ -125,10 +131,18 @@ def write_inputs() -> None:
     for name, head_dim in (("model", 8), ("wide", 32)):
         torch.manual_seed(0)
         config = Qwen3Config(
-            vocab_size=len(SYMBOLS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=64, initializer_range=0.2,
-            eos_token_id=1, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=len(SYMBOLS),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=head_dim,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
         Qwen3ForCausalLM(config).save_pretrained(WORK / name)
         fast.save_pretrained(WORK / name)
     draw = random.Random(0)
@@ -148,7 +162,10 @@ def check_out(commit: str) -> Path:
 
 
 def train(case: str, version: str, code: Path) -> dict[str, Any]:
-    """Train a case with the package in `code` and return its results. Raises RuntimeError with the last lines of a failed run."""
+    """Train a case with the package in `code` and return its results.
+
+    Raises RuntimeError with the last lines of a failed run.
+    """
     name = f"{case}-{version}"
     command = [sys.executable, "-m", "braidrl.cli", "train", *CASES[case].split(), f"name={name}"]
     environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -163,7 +180,10 @@ def train(case: str, version: str, code: Path) -> dict[str, Any]:
 
 
 def compare(case: str, before: Path) -> str | None:
-    """Train a case with both versions; return their difference, or the failure. New metrics are printed, not compared."""
+    """Train a case with both versions; return their difference, or the failure.
+
+    New metrics are printed, not compared.
+    """
     try:
         ours, theirs = train(case, "before", before), train(case, "after", ROOT)
     except RuntimeError as error:

@@ -1,4 +1,6 @@
-"""`make gpu`: every check and every table on one device, in minutes; `make gpu DEVICE=cpu SIZE=tiny` runs the same parts without a GPU."""
+"""`make gpu`: every check and every table on one device, in minutes; `make gpu DEVICE=cpu SIZE=tiny` runs the same
+parts without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ def run(record: Record, device: str, size: str, folder: Path) -> None:
     known = record.part("rates", lambda: rates(device))
     for shape in SHAPES[size] if known else ():
         for name, table in {**TABLES, "engines": engines}.items():
-            record.part(f"{name}, {shape.name}", lambda t=table, s=shape: t(device, folder, s, SIZES[size], known))  # type: ignore[misc]
+            record.part((f"{name}, {shape.name}"), lambda t=table, s=shape: t(device, folder, s, SIZES[size], known))  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -99,7 +99,9 @@ def _ways_to_fuse(device: str) -> dict[str, LayerKernels]:
 
 
 def _outputs(place: Place, made: LayerKernels | None) -> list[Tensor]:
-    """Return log-probs of the rows, and the sum of each parameter's gradient, with fused kernels or torch's operations."""
+    """Return log-probs of the rows, and the sum of each parameter's gradient, with fused kernels or torch's
+    operations.
+    """
     role = models.worker(place.model, place.device, "float32", compile=made is not None)
     if made is not None:
         use_kernels(role.model, made)
@@ -110,7 +112,9 @@ def _outputs(place: Place, made: LayerKernels | None) -> list[Tensor]:
 
 
 def decoding(place: Place) -> dict[str, Any]:
-    """Check that recorded decode steps (compiled ones on a CPU) sample what torch's own steps sample: bit for bit on CUDA."""
+    """Check that recorded decode steps (compiled ones on a CPU) sample what torch's own steps sample: bit for bit on
+    CUDA.
+    """
     role = models.worker(place.model, place.device, "float32")
     asked = models.requests(24, 4, 9, 12, place.shape.vocabulary)
     one, other = (models.engine(role, 32, 64, compile).generate(asked) for compile in (True, False))
@@ -192,7 +196,9 @@ def one_rank(place: Place) -> dict[str, Any]:
 
 
 def two_processes(place: Place) -> dict[str, Any]:
-    """Check that another process on the device receives weight versions from a file and over gloo; NCCL needs two devices."""
+    """Check that another process on the device receives weight versions from a file and over gloo; NCCL needs two
+    devices.
+    """
     context = multiprocessing.get_context("spawn")
     there, back = context.Queue(), context.Queue()
     role = models.worker(place.model, place.device, "bfloat16")
@@ -227,7 +233,9 @@ def two_processes(place: Place) -> dict[str, Any]:
 
 
 def sum_loaded(device: str, there: Any, back: Any) -> None:
-    """Load each version to the device in the other process, and return the sum of each of its tensors; tied ones once."""
+    """Load each version to the device in the other process, and return the sum of each of its tensors; tied ones
+    once.
+    """
     names: set[str] = set()
     while (source := there.get()) is not None:
         if isinstance(source, str):
@@ -240,12 +248,18 @@ def sum_loaded(device: str, there: Any, back: Any) -> None:
 
 
 CHECKS: dict[str, tuple[Callable[[Place], dict[str, Any]], tuple[str, ...]]] = {
-    "random numbers": (random_numbers, ()), "float32": (float32, ()), "bfloat16": (bfloat16, ()),
+    "random numbers": (random_numbers, ()),
+    "float32": (float32, ()),
+    "bfloat16": (bfloat16, ()),
     "fused kernels": (fused, ()),
-    "decoding": (decoding, ()), "loss curve": (curve, ()), "offloading": (offload, ()),
-    "adapters": (adapters, ("peft",)), "few bits": (few_bits, ("peft", "bitsandbytes")),
-    "one rank": (one_rank, ()), "two processes": (two_processes, ()),
-}  # fmt: skip
+    "decoding": (decoding, ()),
+    "loss curve": (curve, ()),
+    "offloading": (offload, ()),
+    "adapters": (adapters, ("peft",)),
+    "few bits": (few_bits, ("peft", "bitsandbytes")),
+    "one rank": (one_rank, ()),
+    "two processes": (two_processes, ()),
+}
 """Checks by name, with the packages that each needs beside torch and transformers."""
 
 

@@ -59,14 +59,23 @@ def engines(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[s
         run = folder / f"{shape.name}-{name.replace(' ', '-')}"
         drawn = {"samples_per_prompt": sizes.group, "max_response_tokens": sizes.response, "reproducible": False}
         tree = {
-            "flow": "grpo", "model": str(model), "data": {"train": str(data)}, "output": str(folder), "name": run.name,
-            "device": device, "dtype": "bfloat16", "reward": {"verify": f"{__file__}:even", "processes": 0},
-            "rollout": {**drawn, **rollout}, "evaluation": {"every": 0},
+            "flow": "grpo",
+            "model": str(model),
+            "data": {"train": str(data)},
+            "output": str(folder),
+            "name": run.name,
+            "device": device,
+            "dtype": "bfloat16",
+            "reward": {"verify": f"{__file__}:even", "processes": 0},
+            "rollout": {**drawn, **rollout},
+            "evaluation": {"every": 0},
             "trainer": {
-                "steps": STEPS, "prompts_per_step": sizes.step // sizes.group, "checkpoint_every": 0,
+                "steps": STEPS,
+                "prompts_per_step": sizes.step // sizes.group,
+                "checkpoint_every": 0,
                 "max_tokens_per_device": 16384,
             },
-        }  # fmt: skip
+        }
         run.with_suffix(".yaml").write_text(yaml.safe_dump(tree))
         command = [sys.executable, "-m", "braidrl.cli", "train", str(run.with_suffix(".yaml"))]
         path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -78,8 +87,15 @@ def engines(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[s
             for key in ("time/step", "time/actor.generate", "throughput/tokens_per_second")
         }
         gap = max(line["train/rollout_log_prob_gap"] or 0.0 for line in lines)
-        found.append({
-            "model": shape.name, "engine": name, "rows": sizes.step, "seconds": parts["time/step"],
-            "seconds_generating": parts["time/actor.generate"], "tokens_per_second": parts["throughput/tokens_per_second"], "gap": gap,
-        })  # fmt: skip
+        found.append(
+            {
+                "model": shape.name,
+                "engine": name,
+                "rows": sizes.step,
+                "seconds": parts["time/step"],
+                "seconds_generating": parts["time/actor.generate"],
+                "tokens_per_second": parts["throughput/tokens_per_second"],
+                "gap": gap,
+            }
+        )
     return found

@@ -41,7 +41,9 @@ class Shape:
         return self.layers * (attention + 3 * self.width * self.intermediate) + self.width * self.vocabulary
 
     def training_operations(self, rows: int, tokens: int) -> float:
-        """Return operations of forward and backward pass: 6 per parameter and token, plus attention to all earlier tokens."""
+        """Return operations of forward and backward pass: 6 per parameter and token, plus attention to all earlier
+        tokens.
+        """
         return rows * (6.0 * self.products * tokens + 6.0 * self.layers * self.width * tokens * tokens)
 
     def step_bytes(self, rows: int, positions: float, size: int) -> float:
@@ -71,10 +73,18 @@ def write(shape: Shape, folder: Path) -> Path:
     if not place.is_dir():
         torch.manual_seed(0)
         config = Qwen2Config(
-            vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=2,
-            max_position_embeddings=32768, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+            eos_token_id=0,
+            bos_token_id=None,
+            pad_token_id=0,
+        )
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(place)
     return place
 
@@ -105,9 +115,14 @@ def write_linear(size: str, folder: Path) -> Path:
             "linear_value_head_dim": 128,
         }
         config = Qwen3_5TextConfig(
-            **(full if size == "full" else small), num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True,
-            eos_token_id=0, bos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            **(full if size == "full" else small),
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            eos_token_id=0,
+            bos_token_id=None,
+            pad_token_id=0,
+        )
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(place)
     return place
 
@@ -150,12 +165,19 @@ def packed_rows(tokens: Tensor, lengths: Tensor, advantage: Tensor, prompt: int)
     """Return rows from packed tokens and the rows' lengths (B,), in the form that training takes."""
     count = len(lengths)
     mask = torch.cat([torch.arange(int(length)) >= prompt for length in lengths])
-    return Rows({
-        "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count), "sample": torch.zeros(count, dtype=torch.int64),
-        "length": lengths, "action_tokens": lengths - prompt, "advantage": advantage.double(),
-        "tokens": Ragged.from_lengths(tokens, lengths), "action_mask": Ragged.from_lengths(mask, lengths),
-        "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
-    })  # fmt: skip
+    return Rows(
+        {
+            "source": torch.zeros(count, dtype=torch.int64),
+            "group": torch.arange(count),
+            "sample": torch.zeros(count, dtype=torch.int64),
+            "length": lengths,
+            "action_tokens": lengths - prompt,
+            "advantage": advantage.double(),
+            "tokens": Ragged.from_lengths(tokens, lengths),
+            "action_mask": Ragged.from_lengths(mask, lengths),
+            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
+        }
+    )
 
 
 def train(role: RoleWorker, rows: Rows, iteration: int = 1, loss: str = "sft") -> tuple[float, float]:

@@ -58,7 +58,9 @@ def seconds(device: str, work: Callable[[], object], repeats: int) -> float:
 
 
 def rates(device: str) -> dict[str, float]:
-    """Return the device's rates: bfloat16 matrix operations per second, and bytes per second of a copy (reads plus writes)."""
+    """Return the device's rates: bfloat16 matrix operations per second, and bytes per second of a copy (reads plus
+    writes).
+    """
     a = torch.randn(SIDE[device], SIDE[device], device=device, dtype=torch.bfloat16)
     store = torch.ones(COPIED[device], dtype=torch.uint8, device=device)
     other = torch.empty_like(store)
@@ -74,10 +76,15 @@ def training(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[
     for count, tokens in sizes.train:
         rows = models.random_rows(count, tokens, shape.vocabulary)
         took = seconds(device, lambda rows=rows: models.train(role, rows), sizes.repeats)  # type: ignore[misc]
-        found.append({
-            "model": shape.name, "rows": count, "tokens_per_row": tokens, "tokens_per_second": count * tokens / took,
-            "utilisation": shape.training_operations(count, tokens) / took / known["operations_per_second"],
-        })  # fmt: skip
+        found.append(
+            {
+                "model": shape.name,
+                "rows": count,
+                "tokens_per_row": tokens,
+                "tokens_per_second": count * tokens / took,
+                "utilisation": shape.training_operations(count, tokens) / took / known["operations_per_second"],
+            }
+        )
     return found
 
 
@@ -91,15 +98,21 @@ def decoding(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[
         took = seconds(device, lambda engine=engine, asked=asked: engine.generate(asked), sizes.repeats)  # type: ignore[misc]
         read = sizes.response * shape.step_bytes(rows, sizes.prompt + sizes.response / 2, 2)
         engine.clear()
-        found.append({
-            "model": shape.name, "rows": rows, "tokens_per_second": rows * sizes.response / took,
-            "bandwidth": read / took / known["bytes_per_second"],
-        })  # fmt: skip
+        found.append(
+            {
+                "model": shape.name,
+                "rows": rows,
+                "tokens_per_second": rows * sizes.response / took,
+                "bandwidth": read / took / known["bytes_per_second"],
+            }
+        )
     return found
 
 
 def grpo_step(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the seconds of a GRPO step (generation, scores, one optimizer step) beside `generate` and the same training."""
+    """Return the seconds of a GRPO step (generation, scores, one optimizer step) beside `generate` and the same
+    training.
+    """
     place = models.write(shape, folder)
     role = models.worker(place, device, "bfloat16")
     engine = models.engine(role, sizes.step, sizes.prompt + sizes.response)
@@ -126,10 +139,16 @@ def grpo_step(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict
 
     theirs = seconds(device, lambda: learn(generate()), 1)
     tokens = sizes.step * (sizes.prompt + sizes.response)
-    return [{
-        "model": shape.name, "rows": sizes.step, "seconds": ours, "tokens_per_second": tokens / ours,
-        "seconds_with_generate": theirs, "times": theirs / ours,
-    }]  # fmt: skip
+    return [
+        {
+            "model": shape.name,
+            "rows": sizes.step,
+            "seconds": ours,
+            "tokens_per_second": tokens / ours,
+            "seconds_with_generate": theirs,
+            "times": theirs / ours,
+        }
+    ]
 
 
 def linear_attention(device: str, folder: Path, size: str, repeats: int) -> list[dict[str, Any]]:

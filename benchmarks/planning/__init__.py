@@ -1,1 +1,3 @@
-"""Predictions of `braid plan` against measurements and publications: this machine, streaming's split, published runs, memory."""
+"""Predictions of `braid plan` against measurements and publications: this machine, streaming's split, published runs,
+memory.
+"""

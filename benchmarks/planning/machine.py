@@ -1,10 +1,13 @@
-"""Predict runs on this machine from other runs: rates are fitted to the first list of runs, and the second list is predicted.
+"""Predict runs on this machine from other runs: rates are fitted to the first list of runs, and the second list is
+predicted.
 
-    python -m benchmarks.planning.machine make FOLDER [RUNTIME...]    train the runs of all or some runtimes, one after the other
-    python -m benchmarks.planning.machine compare FOLDER              fit, predict, write benchmarks/results/plan_machine.json
+    python -m benchmarks.planning.machine make FOLDER [RUNTIME...]    train the runs of all or some runtimes, one after
+                                                                      the other
+    python -m benchmarks.planning.machine compare FOLDER              fit, predict, write
+                                                                      benchmarks/results/plan_machine.json
 
-A run's seconds are the median of its steps after the first ones, measured and predicted alike; predictions use each step's row
-lengths. Run nothing else meanwhile. It takes about eight minutes on two cores.
+A run's seconds are the median of its steps after the first ones, measured and predicted alike; predictions use each
+step's row lengths. Run nothing else meanwhile. It takes about eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -74,25 +77,41 @@ def streaming(staleness: int = 0) -> dict[str, Any]:
 
 SPLIT = [["actor"], ["reference", "critic"]]
 FITTED = [
-    Case("eager-a", "a", 12), Case("eager-b", "b", 6), Case("eager-c", "c", 4), Case("eager-b-long", "b", 4, 96),
-    Case("eager-a-ppo", "a", 10, flow="ppo"), Case("eager-c-ppo", "c", 3, flow="ppo"),
-    Case("distributed-a", "a", 32, settings=distributed()), Case("distributed-c", "c", 8, settings=distributed()),
+    Case("eager-a", "a", 12),
+    Case("eager-b", "b", 6),
+    Case("eager-c", "c", 4),
+    Case("eager-b-long", "b", 4, 96),
+    Case("eager-a-ppo", "a", 10, flow="ppo"),
+    Case("eager-c-ppo", "c", 3, flow="ppo"),
+    Case("distributed-a", "a", 32, settings=distributed()),
+    Case("distributed-c", "c", 8, settings=distributed()),
     Case("distributed-b-sharded", "b", 12, settings=distributed(shard="full")),
-    Case("hybrid-a", "a", 24, settings=hybrid("colocate", 2)), Case("hybrid-c-ppo", "c", 6, flow="ppo", settings=hybrid("colocate", 2)),
-    Case("streaming-a", "a", 16, settings=streaming()), Case("streaming-c", "c", 6, settings=streaming()),
-]  # fmt: skip
+    Case("hybrid-a", "a", 24, settings=hybrid("colocate", 2)),
+    Case("hybrid-c-ppo", "c", 6, flow="ppo", settings=hybrid("colocate", 2)),
+    Case("streaming-a", "a", 16, settings=streaming()),
+    Case("streaming-c", "c", 6, settings=streaming()),
+]
 PREDICTED = [
-    Case("eager-d", "d", 8), Case("eager-e", "e", 6), Case("eager-f", "f", 8), Case("eager-d-long", "d", 6, 96),
-    Case("eager-e-ppo", "e", 4, flow="ppo"), Case("eager-a-rows", "a", 28), Case("eager-f-ppo", "f", 4, flow="ppo"),
+    Case("eager-d", "d", 8),
+    Case("eager-e", "e", 6),
+    Case("eager-f", "f", 8),
+    Case("eager-d-long", "d", 6, 96),
+    Case("eager-e-ppo", "e", 4, flow="ppo"),
+    Case("eager-a-rows", "a", 28),
+    Case("eager-f-ppo", "f", 4, flow="ppo"),
     Case("eager-b-rows", "b", 10),
-    Case("distributed-d", "d", 24, settings=distributed()), Case("distributed-e", "e", 12, settings=distributed()),
+    Case("distributed-d", "d", 24, settings=distributed()),
+    Case("distributed-e", "e", 12, settings=distributed()),
     Case("distributed-d-ppo", "d", 12, flow="ppo", settings=distributed()),
     Case("distributed-f-sharded", "f", 16, settings=distributed(shard="full")),
-    Case("hybrid-d", "d", 20, settings=hybrid("colocate", 2)), Case("hybrid-e-ppo", "e", 8, flow="ppo", settings=hybrid("colocate", 2)),
+    Case("hybrid-d", "d", 20, settings=hybrid("colocate", 2)),
+    Case("hybrid-e-ppo", "e", 8, flow="ppo", settings=hybrid("colocate", 2)),
     Case("hybrid-d-split", "d", 12, flow="ppo", settings=hybrid(SPLIT)),
-    Case("streaming-d", "d", 14, settings=streaming()), Case("streaming-e", "e", 8, settings=streaming()),
-    Case("streaming-d-late", "d", 14, settings=streaming(1)), Case("streaming-b-late", "b", 8, settings=streaming(1)),
-]  # fmt: skip
+    Case("streaming-d", "d", 14, settings=streaming()),
+    Case("streaming-e", "e", 8, settings=streaming()),
+    Case("streaming-d-late", "d", 14, settings=streaming(1)),
+    Case("streaming-b-late", "b", 8, settings=streaming(1)),
+]
 
 
 def write_model(folder: Path, shape: str) -> Path:
@@ -100,10 +119,18 @@ def write_model(folder: Path, shape: str) -> Path:
     width, layers = SHAPES[shape]
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(TOKENIZER), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 32, num_key_value_heads=width // 32, head_dim=32, max_position_embeddings=256,
-        eos_token_id=TOKENIZER.eos_token_id, pad_token_id=TOKENIZER.pad_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(TOKENIZER),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 32,
+        head_dim=32,
+        max_position_embeddings=256,
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=TOKENIZER.pad_token_id,
+        tie_word_embeddings=False,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return folder
@@ -112,16 +139,25 @@ def write_model(folder: Path, shape: str) -> Path:
 def configuration(case: Case, root: Path) -> dict[str, Any]:
     """Return a case's configuration."""
     tree: dict[str, Any] = {
-        "flow": case.flow, "model": str(root / f"model-{case.shape}"), "output": str(root), "name": case.name, "threads": 1,
-        "device": "cpu", "data": {"train": str(root / "sums.jsonl"), "max_prompt_tokens": 16},
-        "algorithm": {"kl_coef": 0.1, "reward": "verify"}, "reward": {"verify": "gsm8k"},
+        "flow": case.flow,
+        "model": str(root / f"model-{case.shape}"),
+        "output": str(root),
+        "name": case.name,
+        "threads": 1,
+        "device": "cpu",
+        "data": {"train": str(root / "sums.jsonl"), "max_prompt_tokens": 16},
+        "algorithm": {"kl_coef": 0.1, "reward": "verify"},
+        "reward": {"verify": "gsm8k"},
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": case.response, "slots": 64},
         "trainer": {
-            "steps": STEPS, "prompts_per_step": case.prompts, "learning_rate": 1e-5, "checkpoint_every": 0,
+            "steps": STEPS,
+            "prompts_per_step": case.prompts,
+            "learning_rate": 1e-5,
+            "checkpoint_every": 0,
             "max_tokens_per_device": 2048,
         },
         "evaluation": {"every": 0},
-    }  # fmt: skip
+    }
     for key, value in case.settings.items():
         tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
     return tree
@@ -172,22 +208,40 @@ def compare(root: Path) -> dict[str, Any]:
         steps = [problem for _, problem in observe(root / case.name, cluster).steps()]
         seconds = float(median(predicted(replace(problem, rates=rates)).seconds for problem in steps))
         real = measured(root / case.name)
-        lines.append({"run": case.name, "fitted": case in FITTED, "measured_s": round(real, 4), "predicted_s": round(seconds, 4),
-                      "error": round(seconds / real - 1, 3)})  # fmt: skip
+        lines.append(
+            {
+                "run": case.name,
+                "fitted": case in FITTED,
+                "measured_s": round(real, 4),
+                "predicted_s": round(seconds, 4),
+                "error": round(seconds / real - 1, 3),
+            }
+        )
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": describe(1), "cores": os.cpu_count(),
-        **agreement([line for line in lines if not line["fitted"]]), "runs": lines, "rates": rates["cpu"].model_dump(mode="json"),
-    }  # fmt: skip
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": describe(1),
+        "cores": os.cpu_count(),
+        **agreement([line for line in lines if not line["fitted"]]),
+        "runs": lines,
+        "rates": rates["cpu"].model_dump(mode="json"),
+    }
 
 
 def agreement(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the errors of predictions, and the share of correctly ordered pairs among those that differ by more than 20%."""
+    """Return the errors of predictions, and the share of correctly ordered pairs among those that differ by more than
+    20%.
+    """
     errors = sorted(abs(line["error"]) for line in lines)
     found = [(line["measured_s"], line["predicted_s"]) for line in lines]
     apart = [(a, b) for a, b in itertools.combinations(found, 2) if max(a[0], b[0]) > 1.2 * min(a[0], b[0])]
     right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in apart)
-    return {"predicted": len(lines), "median_error": median(errors), "worst_error": errors[-1],
-            "pairs": len(apart), "pairs_in_order": right / len(apart)}  # fmt: skip
+    return {
+        "predicted": len(lines),
+        "median_error": median(errors),
+        "worst_error": errors[-1],
+        "pairs": len(apart),
+        "pairs_in_order": right / len(apart),
+    }
 
 
 if __name__ == "__main__":

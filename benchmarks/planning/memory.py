@@ -69,9 +69,11 @@ def compared(root: Path) -> dict[str, Any]:
         run.train()
     taken = peak_bytes() - before
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "said_mib": round(said / MIB), "taken_mib": round(taken / MIB),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "said_mib": round(said / MIB),
+        "taken_mib": round(taken / MIB),
         "ratio": round(said / taken, 3),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Measure a device with `braid plan --measure`, predict three placements of one configuration by these rates, and run them.
+"""Measure a device with `braid plan --measure`, predict three placements of one configuration by these rates, and run
+them.
 
     python -m benchmarks.planning.placements FOLDER [ROUNDS]
 
@@ -66,13 +67,25 @@ def main(root: Path, rounds: int) -> dict[str, Any]:
     found = {name: {"measured_s": median(each), "predicted_s": guessed[name]} for name, each in seconds.items()}
     orders = [sorted(found, key=lambda name: found[name][key]) for key in ("measured_s", "predicted_s")]
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": describe(1), "cores": os.cpu_count(), "measure": said,
-        "placements": found, "same_order": orders[0] == orders[1],
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": describe(1),
+        "cores": os.cpu_count(),
+        "measure": said,
+        "placements": found,
+        "same_order": orders[0] == orders[1],
         "best_plan": plan(
-            root, files["alone"], "--devices", "cpu", "--rates", rates, "--lengths", root / "alone-0",
-            "--overlay", root / "overlay.yaml",
+            root,
+            files["alone"],
+            "--devices",
+            "cpu",
+            "--rates",
+            rates,
+            "--lengths",
+            root / "alone-0",
+            "--overlay",
+            root / "overlay.yaml",
         ),
-    }  # fmt: skip
+    }
 
 
 def plan(root: Path, *arguments: object) -> list[str]:

@@ -1,6 +1,7 @@
 """Predict published runs without fitting to them, and the placements that HybridFlow compares.
 
-    python -m benchmarks.planning.published           every run of benchmarks/published/runs.yaml beside what its source states
+    python -m benchmarks.planning.published           every run of benchmarks/published/runs.yaml beside what its source
+                                                      states
     python -m benchmarks.planning.published hybridflow    which placement wins for PPO at 8 to 128 devices
     python -m benchmarks.planning.published scale         PPO with four 70B roles on 8 to 1,024 devices
 
@@ -38,14 +39,24 @@ QUERIES = 264_292
 """Prompts of an epoch in DeepSpeed-Chat, from its page of benchmark settings."""
 PROMPT, DEVIATION = 128, 0.5
 LLAMA = {
-    "7b": (4096, 11008, 32, 32, 32, 128, 32000, False), "13b": (5120, 13824, 40, 40, 40, 128, 32000, False),
-    "34b": (8192, 22016, 48, 64, 8, 128, 32000, False), "70b": (8192, 28672, 80, 64, 8, 128, 32000, False),
-}  # fmt: skip
+    "7b": (4096, 11008, 32, 32, 32, 128, 32000, False),
+    "13b": (5120, 13824, 40, 40, 40, 128, 32000, False),
+    "34b": (8192, 22016, 48, 64, 8, 128, 32000, False),
+    "70b": (8192, 28672, 80, 64, 8, 128, 32000, False),
+}
 """Sizes of Llama 2 and Code Llama 34B, as their configurations state them."""
 PAPER = {
-    ("13b", 16): "colocate", ("13b", 32): "colocate", ("13b", 64): "colocate", ("13b", 96): "split", ("13b", 128): "standalone",
-    ("34b", 16): "colocate", ("34b", 32): "colocate", ("34b", 64): "colocate", ("34b", 96): "split", ("34b", 128): "split",
-}  # fmt: skip
+    ("13b", 16): "colocate",
+    ("13b", 32): "colocate",
+    ("13b", 64): "colocate",
+    ("13b", 96): "split",
+    ("13b", 128): "standalone",
+    ("34b", 16): "colocate",
+    ("34b", 32): "colocate",
+    ("34b", 64): "colocate",
+    ("34b", 96): "split",
+    ("34b", 128): "split",
+}
 """HybridFlow, arXiv 2409.19256, section 8.3 on figure 12."""
 PIPELINES = {"7b": 1, "13b": 1, "34b": 4, "70b": 8}
 
@@ -54,10 +65,17 @@ def write_sizes(folder: Path, sizes: Any) -> Path:
     """Write a model's configuration without weights."""
     width, intermediate, layers, heads, key_value, head, vocabulary, tied = sizes
     LlamaConfig(
-        hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=key_value, head_dim=head, vocab_size=vocabulary, tie_word_embeddings=tied,
-        max_position_embeddings=131072, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+        hidden_size=width,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value,
+        head_dim=head,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=131072,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
     return folder
 
 
@@ -80,16 +98,22 @@ def problem_of(run: dict[str, Any], folders: dict[str, Path], cluster: Cluster) 
     """Return a published run as a problem."""
     scalar = folders[run.get("critic", run["actor"])]
     tree: dict[str, Any] = {
-        "flow": run["flow"], "model": str(folders[run["actor"]]), "dtype": "bfloat16",
-        "data": {"max_prompt_tokens": run.get("prompt", PROMPT)}, "algorithm": {"old": "recompute"},
+        "flow": run["flow"],
+        "model": str(folders[run["actor"]]),
+        "dtype": "bfloat16",
+        "data": {"max_prompt_tokens": run.get("prompt", PROMPT)},
+        "algorithm": {"old": "recompute"},
         "rollout": {
-            "samples_per_prompt": run["samples"], "max_response_tokens": run["longest"] - run.get("prompt", PROMPT), "slots": 256,
+            "samples_per_prompt": run["samples"],
+            "max_response_tokens": run["longest"] - run.get("prompt", PROMPT),
+            "slots": 256,
         },
         "trainer": {
-            "prompts_per_step": run["rows"] // run["samples"], "rows_per_update": run["rows"] // run["updates"],
+            "prompts_per_step": run["rows"] // run["samples"],
+            "rows_per_update": run["rows"] // run["updates"],
             "max_tokens_per_device": max(8192, run["longest"]),
         },
-    }  # fmt: skip
+    }
     if run["flow"] == "ppo":
         tree["roles"] = {"critic": {"model": str(scalar)}, "reward": {"model": str(scalar)}}
         if "lora" in run:
@@ -99,7 +123,9 @@ def problem_of(run: dict[str, Any], folders: dict[str, Path], cluster: Cluster) 
 
 
 def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
-    """Return whether a choice matches a published run: the training layout of roles that train, and the width of engines."""
+    """Return whether a choice matches a published run: the training layout of roles that train, and the width of
+    engines.
+    """
     wanted, engine = run.get("train", {}), run.get("generate")
 
     def allowed(choice: Choice) -> bool:
@@ -141,8 +167,17 @@ def published() -> list[dict[str, Any]]:
     for run in read["runs"]:
         stated = run.get("seconds") or run["hours"] * 3600 / (QUERIES / run["rows"])
         seconds, stages = predict(run, folders)
-        lines.append({"run": run["name"], "source": run["source"], "devices": run["devices"], "published_s": round(stated, 1),
-                      "predicted_s": round(float(seconds), 1), "ratio": round(float(seconds / stated), 2), "stages": stages})  # fmt: skip
+        lines.append(
+            {
+                "run": run["name"],
+                "source": run["source"],
+                "devices": run["devices"],
+                "published_s": round(stated, 1),
+                "predicted_s": round(float(seconds), 1),
+                "ratio": round(float(seconds / stated), 2),
+                "stages": stages,
+            }
+        )
         print(
             f"{run['name']:34}{run['devices']:16}{stated:9.1f}{seconds:9.1f}{seconds / stated:7.2f}  {stages}",
             flush=True,
@@ -162,7 +197,7 @@ def ppo(model: Path, cluster: Cluster) -> Problem:
         "mean": 2048,
         "longest": 2048,
     }
-    return problem_of(run, {"m": model}, cluster)  # fmt: skip
+    return problem_of(run, {"m": model}, cluster)
 
 
 def testbed(devices: int) -> Cluster:
@@ -173,7 +208,8 @@ def testbed(devices: int) -> Cluster:
 
 
 def megatron(pipeline: int) -> Callable[[Choice], bool]:
-    """Return whether a choice matches HybridFlow's runs: Megatron-core 0.6, with training matrices over a node's eight devices.
+    """Return whether a choice matches HybridFlow's runs: Megatron-core 0.6, with training matrices over a node's eight
+    devices.
 
     Args:
         pipeline: the most pipeline ranks (figure 14 has 1 for 7B and 13B, 4 for 34B, 8 for 70B).
@@ -191,7 +227,8 @@ def megatron(pipeline: int) -> Callable[[Choice], bool]:
 def named_placements(problem: Problem, allowed: Callable[[Choice], bool] | None) -> dict[str, Plan]:
     """Return the best plan that fits in memory for each of HybridFlow's named placements."""
     search, models = Search(problem, keep=1, allowed=allowed), problem.models
-    # Split, as NeMo-Aligner does: one half for the roles that generate or provide frozen log-probs, the other for the rest.
+    # Split, as NeMo-Aligner does: one half for the roles that generate or provide frozen log-probs, the other for the
+    # rest.
     first = tuple(
         role for role, model in models.items() if model.generates or not (model.use.trained or model.use.scalar)
     )
@@ -207,7 +244,9 @@ def named_placements(problem: Problem, allowed: Callable[[Choice], bool] | None)
 
 
 def hybridflow() -> list[dict[str, Any]]:
-    """Return the fastest of HybridFlow's placements for each model and number of devices, with its layouts and with all of ours."""
+    """Return the fastest of HybridFlow's placements for each model and number of devices, with its layouts and with all
+    of ours.
+    """
     folder, lines = Path(mkdtemp()), []
     for name, sizes in LLAMA.items():
         model = write_sizes(folder / name, sizes)

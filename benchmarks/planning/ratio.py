@@ -2,8 +2,8 @@
 
     python -m benchmarks.planning.ratio
 
-The streaming schedule hands out rows to processes that sleep for the given time of a row's work. `braid plan` simulates the same
-schedule in virtual time. The compared figure is the number of generating workers with the shortest iteration.
+The streaming schedule hands out rows to processes that sleep for the given time of a row's work. `braid plan` simulates
+the same schedule in virtual time. The compared figure is the number of generating workers with the shortest iteration.
 """
 
 from __future__ import annotations
@@ -28,11 +28,20 @@ ITERATIONS = 4
 FLOW = Flow(
     "grpo",
     [
-        actor.generate(), reward.verify(),
-        Stage("normalized", "normalized", None, kind=Kind.COMPUTE, reads=("reward",), writes=("advantage",), scope=Scope.GROUP),
+        actor.generate(),
+        reward.verify(),
+        Stage(
+            "normalized",
+            "normalized",
+            None,
+            kind=Kind.COMPUTE,
+            reads=("reward",),
+            writes=("advantage",),
+            scope=Scope.GROUP,
+        ),
         Stage("actor.update", "update", "actor", kind=Kind.TRAIN, reads=("advantage",)),
     ],
-)  # fmt: skip
+)
 
 
 def sleeper(orders: Connection) -> None:
@@ -104,16 +113,21 @@ class Timed(Streaming):
 
 
 def workload(generating: int, seconds: float, balance: float) -> Workload:
-    """Return a long-tailed run in which training a row takes `balance` times as long as generating a row of mean length."""
+    """Return a long-tailed run in which training a row takes `balance` times as long as generating a row of mean
+    length.
+    """
     lengths = long_tailed(seed=1, median=1.0, longest=4.0, among=32)
 
     def cost(stage: str, uid: Uid) -> float:
         return {"actor.generate": lengths(uid), "actor.update": 1.3 * balance}.get(stage, 0.0) * seconds
 
     return Workload(
-        FLOW, Sizes(ITERATIONS, 8, 4, 32, max_staleness=1), cost,
-        workers={"actor.generate": generating, "actor.update": WORKERS - generating}, dispatch_rows=8,
-    )  # fmt: skip
+        FLOW,
+        Sizes(ITERATIONS, 8, 4, 32, max_staleness=1),
+        cost,
+        workers={"actor.generate": generating, "actor.update": WORKERS - generating},
+        dispatch_rows=8,
+    )
 
 
 def timed(work: Workload) -> Simulation:
@@ -135,9 +149,14 @@ def main() -> None:
             measured[generating] = timed(workload(generating, scale, balance)).seconds_per_iteration(1) / scale
         best, found = min(predicted, key=lambda n: predicted[n]), min(measured, key=lambda n: measured[n])
         lines.append(
-            {"balance": balance, "predicted_best": best, "measured_best": found,
-             "predicted": {n: round(s, 2) for n, s in predicted.items()}, "measured": {n: round(s, 2) for n, s in measured.items()}}
-        )  # fmt: skip
+            {
+                "balance": balance,
+                "predicted_best": best,
+                "measured_best": found,
+                "predicted": {n: round(s, 2) for n, s in predicted.items()},
+                "measured": {n: round(s, 2) for n, s in measured.items()},
+            }
+        )
         print(lines[-1], flush=True)
     result = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "workers": WORKERS, "lines": lines}
     path = Path(__file__).parent.parent / "results" / "plan_ratio.json"

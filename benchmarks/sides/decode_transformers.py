@@ -20,9 +20,15 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     @torch.no_grad()
     def generate(count: int) -> None:
         made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
-            max_new_tokens=count, min_new_tokens=count,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            max_new_tokens=count,
+            min_new_tokens=count,
+        )
         assert made.shape[1] == ids.shape[1] + count
 
     def turn() -> dict[str, float]:

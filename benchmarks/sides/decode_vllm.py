@@ -11,18 +11,26 @@ from benchmarks.turns import Turn
 
 def prepare(case: Mapping[str, Any]) -> Turn:
     os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }  # fmt: skip
+    }
     import torch
     from vllm import LLM, SamplingParams
 
     torch.set_num_threads(case["threads"])
     longest = len(case["prompts"][0]) + max(case["lengths"])
     engine = LLM(
-        case["model"], dtype=case["dtype"], enforce_eager=True, max_num_seqs=len(case["lengths"]),
-        max_model_len=longest + 1, enable_prefix_caching=True, disable_log_stats=True, skip_tokenizer_init=True,
-    )  # fmt: skip
+        case["model"],
+        dtype=case["dtype"],
+        enforce_eager=True,
+        max_num_seqs=len(case["lengths"]),
+        max_model_len=longest + 1,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        skip_tokenizer_init=True,
+    )
     prompts = [{"prompt_token_ids": case["prompts"][i // case["group"]]} for i in range(len(case["lengths"]))]
 
     def generate(limit: int) -> int:

@@ -1,6 +1,7 @@
 """Braid's hybrid workers on Ray, in two ways.
 
-held       the driver holds the rows, distributes them by the DP protocol as codec frames, and collects them, as verl does
+held       the driver holds the rows, distributes them by the DP protocol as codec frames, and collects them, as verl
+           does
 handles    workers hold the rows; the driver sends handles, every row moves to another worker, index columns come back
 """
 

@@ -18,15 +18,25 @@ from braidrl.runtimes.spmd.rank_backend import RankBackend
 def prepare(case: Mapping[str, Any]) -> Turn:
     rows, group, lengths = len(case["lengths"]), case["group"], case["lengths"]
     tree = {
-        "flow": "grpo", "algorithm": {"kl_coef": 0.0}, "model": case["model"], "data": {"train": case["data"], "shuffle": False},
+        "flow": "grpo",
+        "algorithm": {"kl_coef": 0.0},
+        "model": case["model"],
+        "data": {"train": case["data"], "shuffle": False},
         "rollout": {"samples_per_prompt": group, "max_response_tokens": max(lengths), "slots": rows},
         "trainer": {
-            "steps": 1_000_000, "prompts_per_step": rows // group, "learning_rate": 1e-6, "checkpoint_every": 0,
+            "steps": 1_000_000,
+            "prompts_per_step": rows // group,
+            "learning_rate": 1e-6,
+            "checkpoint_every": 0,
             "max_tokens_per_device": case.get("max_tokens", 16384),
         },
-        "evaluation": {"every": 0}, "output": mkdtemp(prefix="braid-bench-"), "name": "run",
-        "device": "cpu", "dtype": case["dtype"], "threads": case["threads"],
-    }  # fmt: skip
+        "evaluation": {"every": 0},
+        "output": mkdtemp(prefix="braid-bench-"),
+        "name": "run",
+        "device": "cpu",
+        "dtype": case["dtype"],
+        "threads": case["threads"],
+    }
     for section, settings in case.get("settings", {}).items():
         tree[section] = {**tree.get(section, {}), **settings}
     run = TrainingRun(parse_config(tree))

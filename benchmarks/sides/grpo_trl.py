@@ -55,18 +55,34 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
     lengths, group, bf16 = case["lengths"], case["group"], case["dtype"] == "bfloat16"
     texts = [json.loads(line)["prompt"] for line in Path(case["data"]).read_text().splitlines()]
     settings = GRPOConfig(
-        output_dir=mkdtemp(prefix="trl-bench-"), use_cpu=True, bf16=bf16, model_init_kwargs={"dtype": case["dtype"]},
+        output_dir=mkdtemp(prefix="trl-bench-"),
+        use_cpu=True,
+        bf16=bf16,
+        model_init_kwargs={"dtype": case["dtype"]},
         per_device_train_batch_size=case.get("batch_rows", len(lengths)),
         gradient_accumulation_steps=len(lengths) // case.get("batch_rows", len(lengths)),
-        num_generations=group, max_completion_length=max(lengths), beta=0.0, temperature=1.0, top_k=0, learning_rate=1e-6,
-        gradient_checkpointing=False, max_steps=100_000, save_strategy="no", logging_strategy="no", report_to=[],
-        disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        num_generations=group,
+        max_completion_length=max(lengths),
+        beta=0.0,
+        temperature=1.0,
+        top_k=0,
+        learning_rate=1e-6,
+        gradient_checkpointing=False,
+        max_steps=100_000,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
     trainer = GRPOTrainer(
-        model=case["model"], args=settings, reward_funcs=score, processing_class=AutoTokenizer.from_pretrained(case["model"]),
+        model=case["model"],
+        args=settings,
+        reward_funcs=score,
+        processing_class=AutoTokenizer.from_pretrained(case["model"]),
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
         callbacks=[Turns(channel, case["prompt_tokens"] * len(lengths) + sum(lengths))],
-    )  # fmt: skip
+    )
     force_lengths(trainer.model, Lengths(lengths, case["prompt_tokens"]))
     trainer.train()
     sys.exit(0)

@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer on a task of examples/smollm2, with the settings of a configuration there; writes metrics as Braid's runs do.
+"""TRL's GRPOTrainer on a task of examples/smollm2, with the settings of a configuration there; writes metrics as
+Braid's runs do.
 
     build/bench-venv/bin/python -m benchmarks.sides.learn_trl SETTINGS.json
 
@@ -41,10 +42,10 @@ class Recorder(TrainerCallback):
         self.write({"step": 0, "eval/held_out/avg@4": self.evaluate(model)})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds = time.monotonic() - self.begun
+        self.seconds = time.monotonic() - self.started
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any, logs: dict[str, float], **_: Any) -> None:
         if "reward" not in logs:
@@ -73,9 +74,14 @@ class Recorder(TrainerCallback):
             asked, add_generation_prompt=True, padding=True, padding_side="left", return_tensors="pt", return_dict=True
         )
         drawn = model.generate(
-            **encoded, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=4,
+            **encoded,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_return_sequences=4,
             max_new_tokens=self.task["response_tokens"],
-        )  # fmt: skip
+        )
         texts = self.tokenizer.batch_decode(drawn[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
         answers = [example["answer"] for example in self.held_out for _ in range(4)]
         return sum(gsm8k(text, wanted, flexible=True) for text, wanted in zip(texts, answers, strict=True)) / len(texts)
@@ -87,22 +93,48 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     examples = [json.loads(line) for line in Path(task["train"]).read_text().splitlines()]
     settings = GRPOConfig(
-        output_dir=mkdtemp(prefix="trl-learns-"), use_cpu=True, bf16=False, model_init_kwargs={"dtype": "float32"},
-        per_device_train_batch_size=task["batch_rows"], gradient_accumulation_steps=task["rows"] // task["batch_rows"],
-        num_generations=task["group"], max_completion_length=task["response_tokens"], temperature=1.0, top_k=0, beta=0.0,
-        epsilon=0.2, loss_type="dapo", scale_rewards="group", num_iterations=1,
-        learning_rate=task["learning_rate"], warmup_steps=task["warmup_steps"], lr_scheduler_type="constant_with_warmup",
-        adam_beta1=task["betas"][0], adam_beta2=task["betas"][1], weight_decay=task["weight_decay"], max_grad_norm=task["max_grad_norm"],
-        gradient_checkpointing=False, max_steps=task["steps"], seed=task["seed"], save_strategy="no", logging_steps=1, report_to=[],
-        disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        output_dir=mkdtemp(prefix="trl-learns-"),
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "float32"},
+        per_device_train_batch_size=task["batch_rows"],
+        gradient_accumulation_steps=task["rows"] // task["batch_rows"],
+        num_generations=task["group"],
+        max_completion_length=task["response_tokens"],
+        temperature=1.0,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="dapo",
+        scale_rewards="group",
+        num_iterations=1,
+        learning_rate=task["learning_rate"],
+        warmup_steps=task["warmup_steps"],
+        lr_scheduler_type="constant_with_warmup",
+        adam_beta1=task["betas"][0],
+        adam_beta2=task["betas"][1],
+        weight_decay=task["weight_decay"],
+        max_grad_norm=task["max_grad_norm"],
+        gradient_checkpointing=False,
+        max_steps=task["steps"],
+        seed=task["seed"],
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": e["prompt"]}], "answer": e["answer"]} for e in examples]
     )
     GRPOTrainer(
-        model=task["model"], args=settings, reward_funcs=right, processing_class=tokenizer, train_dataset=data,
+        model=task["model"],
+        args=settings,
+        reward_funcs=right,
+        processing_class=tokenizer,
+        train_dataset=data,
         callbacks=[Recorder(task, tokenizer)],
-    ).train()  # fmt: skip
+    ).train()
 
 
 if __name__ == "__main__":

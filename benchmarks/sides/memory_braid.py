@@ -1,4 +1,6 @@
-"""A training step of Braid on random tokens at a long vocabulary; or `plain`, the same written without care for memory."""
+"""A training step of Braid on random tokens at a long vocabulary; or `plain`, the same written without care for
+memory.
+"""
 
 from __future__ import annotations
 

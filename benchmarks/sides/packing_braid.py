@@ -1,4 +1,6 @@
-"""One optimizer step on rows of given lengths: packed, as Braid trains; or padded to the longest row of each micro-batch."""
+"""One optimizer step on rows of given lengths: packed, as Braid trains; or padded to the longest row of each
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +73,14 @@ def rows_of(lengths: list[int], vocabulary: int) -> Rows:
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths, prompts.tolist(), strict=True)])
     return Rows(
         {
-            "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count),
-            "sample": torch.zeros(count, dtype=torch.int64), "length": each, "action_tokens": each - prompts,
+            "source": torch.zeros(count, dtype=torch.int64),
+            "group": torch.arange(count),
+            "sample": torch.zeros(count, dtype=torch.int64),
+            "length": each,
+            "action_tokens": each - prompts,
             "advantage": torch.randn(count, generator=generator),
             "tokens": Ragged.from_lengths(torch.randint(1, vocabulary, (int(each.sum()),), generator=generator), each),
             "action_mask": Ragged.from_lengths(mask, each),
             "sequence_lengths": Ragged.from_lengths(each, torch.ones_like(each)),
         }
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""Cost of the queue's bookkeeping: take and done of one row with many in flight, and rows per second through one process's socket.
+"""Cost of the queue's bookkeeping: take and done of one row with many in flight, and rows per second through one
+process's socket.
 
 in this process      take, done of one row ──▶ the schedule of a flow with 1,024 to 1,000,000 rows in work
 over a socket        clients: take 32 rows, done ──▶ the process that serves the queue, by its CPU time
@@ -51,7 +52,9 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
 
 def of_one_row(rows: int) -> Callable[[], float]:
-    """Return a function that measures the seconds of take and done of one row; the mean of a few leaves the number in flight unchanged."""
+    """Return a function that measures the seconds of take and done of one row; the mean of a few leaves the number in
+    flight unchanged.
+    """
     schedule = StreamSchedule(FLOW, Sizes(2, rows, 1, rows, max_staleness=1))
     schedule.groups_wanted(0)
     schedule.admit([(0, group, 0) for group in range(rows)])

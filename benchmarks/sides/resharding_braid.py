@@ -1,7 +1,8 @@
-"""Cost of planning a change of layout for one rank of many: all ranks' descriptions are synthetic, and one process acts as a rank.
+"""Cost of planning a change of layout for one rank of many: all ranks' descriptions are synthetic, and one process acts
+as a rank.
 
-Qwen2.5-32B's 771 tensors in bfloat16, from the training layout to slices for generation. Each rank is a process of its own, so that its
-peak memory is that of planning: the descriptions of the other ranks, its moves and its rounds.
+Qwen2.5-32B's 771 tensors in bfloat16, from the training layout to slices for generation. Each rank is a process of its
+own, so that its peak memory is that of planning: the descriptions of the other ranks, its moves and its rounds.
 """
 
 from __future__ import annotations
@@ -22,25 +23,40 @@ from braidrl.weights.transfer import LIMIT_BYTES
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 27648, 64, 40, 8, 128, 152064
 """Qwen2.5-32B."""
 TENSOR_PLAN = {
-    "model.embed_tokens": "embedding_rowwise", "lm_head": "colwise",
-    **{f"model.layers.*.{name}": style for name, style in {
-        "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
-        "self_attn.o_proj": "rowwise", "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise",
-    }.items()},
-}  # fmt: skip
+    "model.embed_tokens": "embedding_rowwise",
+    "lm_head": "colwise",
+    **{
+        f"model.layers.*.{name}": style
+        for name, style in {
+            "self_attn.q_proj": "colwise",
+            "self_attn.k_proj": "colwise",
+            "self_attn.v_proj": "colwise",
+            "self_attn.o_proj": "rowwise",
+            "mlp.gate_proj": "colwise",
+            "mlp.up_proj": "colwise",
+            "mlp.down_proj": "rowwise",
+        }.items()
+    },
+}
 
 
 @cache
 def shapes() -> dict[str, tuple[int, ...]]:
     """Return the global shape of each of the 771 tensors."""
     one = {
-        "self_attn.q_proj.weight": (HEADS * HEAD, WIDTH), "self_attn.q_proj.bias": (HEADS * HEAD,),
-        "self_attn.k_proj.weight": (KV_HEADS * HEAD, WIDTH), "self_attn.k_proj.bias": (KV_HEADS * HEAD,),
-        "self_attn.v_proj.weight": (KV_HEADS * HEAD, WIDTH), "self_attn.v_proj.bias": (KV_HEADS * HEAD,),
+        "self_attn.q_proj.weight": (HEADS * HEAD, WIDTH),
+        "self_attn.q_proj.bias": (HEADS * HEAD,),
+        "self_attn.k_proj.weight": (KV_HEADS * HEAD, WIDTH),
+        "self_attn.k_proj.bias": (KV_HEADS * HEAD,),
+        "self_attn.v_proj.weight": (KV_HEADS * HEAD, WIDTH),
+        "self_attn.v_proj.bias": (KV_HEADS * HEAD,),
         "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD),
-        "mlp.gate_proj.weight": (INNER, WIDTH), "mlp.up_proj.weight": (INNER, WIDTH), "mlp.down_proj.weight": (WIDTH, INNER),
-        "input_layernorm.weight": (WIDTH,), "post_attention_layernorm.weight": (WIDTH,),
-    }  # fmt: skip
+        "mlp.gate_proj.weight": (INNER, WIDTH),
+        "mlp.up_proj.weight": (INNER, WIDTH),
+        "mlp.down_proj.weight": (WIDTH, INNER),
+        "input_layernorm.weight": (WIDTH,),
+        "post_attention_layernorm.weight": (WIDTH,),
+    }
     layers = {f"model.layers.{n}.{name}": shape for n in range(LAYERS) for name, shape in one.items()}
     ends = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (VOCABULARY, WIDTH)}
     return {**ends, **layers, "model.norm.weight": (WIDTH,)}
@@ -59,8 +75,10 @@ class Layout:
         """Return the boxes of a rank."""
         data = self.ranks // (self.pipeline * self.tensor)
         stage, tensor_rank, shard_rank = (
-            rank // (self.tensor * data), rank % self.tensor, rank // self.tensor % data % self.shard
-        )  # fmt: skip
+            rank // (self.tensor * data),
+            rank % self.tensor,
+            rank // self.tensor % data % self.shard,
+        )
         own = {name: shape for name, shape in shapes().items() if stage_of(name, self.pipeline) == stage}
         return {
             n: sharded(b, shard_rank, self.shard)
@@ -105,7 +123,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     before = peak_bytes()
 
     def turn() -> Mapping[str, float]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         # Replicas send equal messages, which are parsed once.
         read = [{m: unpack_message(m, tuple[str, list[Tensors]]) for m in dict.fromkeys(some)} for some in said]
         held, wanted = (
@@ -116,13 +134,17 @@ def prepare(case: Mapping[str, Any]) -> Turn:
         count = found.rounds_needed(LIMIT_BYTES)
         for moves in (found.sends, found.receives):
             moves.first_and_last(count, len(held.tensors))
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         most = max(found.sends.total, found.receives.total)
         return {
-            "seconds": seconds, "bytes": peak_bytes() - before, "moves": len(found.sends.tensors) + len(found.receives.tensors),
-            "sent": found.sends.total, "received": found.receives.total,
-            "rounds": count, "least_rounds": -(-most // LIMIT_BYTES),
-        }  # fmt: skip
+            "seconds": seconds,
+            "bytes": peak_bytes() - before,
+            "moves": len(found.sends.tensors) + len(found.receives.tensors),
+            "sent": found.sends.total,
+            "received": found.receives.total,
+            "rounds": count,
+            "least_rounds": -(-most // LIMIT_BYTES),
+        }
 
     return turn
 

@@ -1,4 +1,5 @@
-"""One measured run: an engine that answers at once, its flow, and rows per second; under this version of the code or an earlier one.
+"""One measured run: an engine that answers at once, its flow, and rows per second; under this version of the code or an
+earlier one.
 
     python benchmarks/streaming/at_once.py FOLDER ROWS LEASE STALENESS
 
@@ -107,18 +108,32 @@ def passed() -> Flow:
 def settings(folder: Path, rows: int, lease: int, staleness: int) -> dict[str, Any]:
     """Return the configuration of a run with `rows` rows in a batch, and at most `lease` rows in a lease."""
     return {
-        "flow": f"{FILE}:passed", "model": str(folder / "model"), "output": str(folder), "name": "rate",
-        "threads": 1, "device": "cpu", "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
+        "flow": f"{FILE}:passed",
+        "model": str(folder / "model"),
+        "output": str(folder),
+        "name": "rate",
+        "threads": 1,
+        "device": "cpu",
+        "data": {"train": str(folder / "train.jsonl")},
+        "runtime": "streaming",
         "rollout": {
-            "engine": f"{FILE}:AtOnce", "slots": AtOnce.slots, "samples_per_prompt": SAMPLES, "max_response_tokens": 4,
+            "engine": f"{FILE}:AtOnce",
+            "slots": AtOnce.slots,
+            "samples_per_prompt": SAMPLES,
+            "max_response_tokens": 4,
             "max_log_prob_gap": 1e3,
         },
         "trainer": {
-            "steps": STEPS, "prompts_per_step": rows // SAMPLES, "checkpoint_every": 0, "max_tokens_per_device": 16384,
+            "steps": STEPS,
+            "prompts_per_step": rows // SAMPLES,
+            "checkpoint_every": 0,
+            "max_tokens_per_device": 16384,
             "max_staleness": staleness,
         },
-        "streaming": {"dispatch_rows": lease}, "evaluation": {"every": 0}, "trackers": [],
-    }  # fmt: skip
+        "streaming": {"dispatch_rows": lease},
+        "evaluation": {"every": 0},
+        "trackers": [],
+    }
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -138,7 +153,9 @@ def cpu_seconds() -> dict[str, float]:
 
 
 def measured(folder: Path, rows: int, lease: int, staleness: int) -> dict[str, Any]:
-    """Run, and return rows per second and CPU microseconds per row, of the main program and of each process, after the first iteration."""
+    """Run, and return rows per second and CPU microseconds per row, of the main program and of each process, after the
+    first iteration.
+    """
     from braidrl.config import parse_config
     from braidrl.runtimes.run import TrainingRun
 

@@ -1,12 +1,13 @@
-"""Rows per second from admission to the optimizer step, with an engine that answers at once, for two versions in one run.
+"""Rows per second from admission to the optimizer step, with an engine that answers at once, for two versions in one
+run.
 
     python -m benchmarks.streaming.rate [--against COMMIT] [--rows 8192] [--lease 2048] [--staleness 0] [--turns 2]
 
 commit ──git archive──▶ build/rate ──at_once──▶ rows per second, CPU seconds of each process ──┐
 working tree ───────────────────────at_once──▶ rows per second, CPU seconds of each process ──┴▶ in turn; medians; how many times
 
-The model has one layer of width 8, a prompt and a response have one token each, and the loss is zero: what remains is the cost of
-passing rows on. The first iteration is left out, because processes import and warm up in it.
+The model has one layer of width 8, a prompt and a response have one token each, and the loss is zero: what remains is
+the cost of passing rows on. The first iteration is left out, because processes import and warm up in it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ ENGINE, TRAINER = "actor.generate.0.0", "actor.0.0"
 
 
 class TimedControl:
-    """A control plane without sockets, asked by an engine and a trainer that compute nothing; counts its CPU seconds."""
+    """A control plane without sockets, asked by an engine and a trainer that compute nothing; counts its CPU
+    seconds.
+    """
 
     def __init__(self, node: StorageNode, rows: int, lease: int) -> None:
         """Admit all rows of one iteration."""
@@ -55,9 +58,12 @@ class TimedControl:
         self.timed(lambda: self.control.training.schedule.groups_wanted(0))
         numbers = torch.arange(rows)
         columns: dict[str, Any] = {
-            "source": torch.zeros(rows, dtype=torch.int64), "group": numbers // SAMPLES, "sample": numbers % SAMPLES,
-            "prompt_length": torch.full((rows,), 4), "metadata": Objects(({},) * rows),
-        }  # fmt: skip
+            "source": torch.zeros(rows, dtype=torch.int64),
+            "group": numbers // SAMPLES,
+            "sample": numbers % SAMPLES,
+            "prompt_length": torch.full((rows,), 4),
+            "metadata": Objects(({},) * rows),
+        }
         admitted = write_columns(node.data, columns)
         self.timed(lambda: self.control.admit(self.control.training, admitted))
 
@@ -81,9 +87,16 @@ class TimedControl:
         index = Rows({name: make(count, dtype=torch.int64) for name, make in columns.items()})
         part = {**StoredRows.of_block(index, self.block, payload, count).message(frames), "rows": rows}
         self.ask(
-            "done", holder, [bytes(frame) for frame in frames], consumer=consumer, done=done, parts=[part], totals={},
-            reports=[], unfinished=False,
-        )  # fmt: skip
+            "done",
+            holder,
+            [bytes(frame) for frame in frames],
+            consumer=consumer,
+            done=done,
+            parts=[part],
+            totals={},
+            reports=[],
+            unfinished=False,
+        )
 
     def generate(self) -> None:
         """Take rows as an engine, and return them."""
@@ -110,7 +123,9 @@ class TimedControl:
 
 
 def control_cost(rows: int, lease: int) -> float:
-    """Return the microseconds of CPU that the control plane needs per row; the trainer's last step publishes the version."""
+    """Return the microseconds of CPU that the control plane needs per row; the trainer's last step publishes the
+    version.
+    """
     node = StorageNode("here", "127.0.0.1")
     try:
         timed = TimedControl(node, rows, lease)
@@ -184,7 +199,7 @@ def main() -> None:
         middle["times"] = {
             key: round(middle["now"][key] / middle["before"][key], 2)
             for key in ("rows_per_second", "main_cpu_us_per_row", "all_cpu_us_per_row")
-        }  # fmt: skip
+        }
     middle["now"]["control_us_per_row"] = control_cost(arguments.rows, arguments.lease)
     print(json.dumps(middle, indent=1))
 

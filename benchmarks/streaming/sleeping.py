@@ -1,6 +1,8 @@
-"""Work that takes a given time per token instead of computing: an engine with slots, a loss and a flow, as plug-ins of a run.
+"""Work that takes a given time per token instead of computing: an engine with slots, a loss and a flow, as plug-ins of
+a run.
 
-braid train config.yaml flow=benchmarks/streaming/sleeping.py:sleeping rollout.engine=benchmarks/streaming/sleeping.py:SleepingEngine
+braid train config.yaml flow=benchmarks/streaming/sleeping.py:sleeping
+rollout.engine=benchmarks/streaming/sleeping.py:SleepingEngine
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Sleeping:
 
 
 class SleepingEngine(SteppingEngine):
-    """Engine with a given time per token, whatever the number of rows; responses have log-normal lengths, fixed by their uids."""
+    """Engine with a given time per token, whatever the number of rows; responses have log-normal lengths, fixed by
+    their uids.
+    """
 
     slots = 0
 
@@ -71,8 +75,8 @@ class SleepingEngine(SteppingEngine):
     def step(self) -> list[Response]:
         """Sleep until the next token is due. Other work of the worker runs in this time, as beside a GPU."""
         while self.queue and len(self.rows) < self.slots:
-            begun = self.queue.pop(0)
-            self.rows[begun.row.request.uid] = begun
+            started = self.queue.pop(0)
+            self.rows[started.row.request.uid] = started
         now = time.monotonic()
         self.next_token = max(now, self.next_token + self.token_s)
         time.sleep(self.next_token - now)
@@ -155,7 +159,9 @@ class SleepingParameters(BaseModel):
 
 
 def sleeping(p: SleepingParameters) -> Flow:
-    """Generate and train, one after the other with `in_turn`; with `selects`, half of the groups are dropped in between."""
+    """Generate and train, one after the other with `in_turn`; with `selects`, half of the groups are dropped in
+    between.
+    """
     middle = advantage.alike_in_a_batch() if p.in_turn else advantage.alike()
     chosen = [select.half_of_the_groups()] if p.selects else []
     return Flow("sleeping", [actor.generate(), *chosen, middle, actor.update(loss=loss.slept(token_s=p.token_s))])

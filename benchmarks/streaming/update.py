@@ -1,13 +1,15 @@
-"""A weight update of a model of 0.55 GB under streaming, from the trainer to an engine in a second process, for two versions in one run.
+"""A weight update of a model of 0.55 GB under streaming, from the trainer to an engine in a second process, for two
+versions in one run.
 
     python -m benchmarks.streaming.update [--against COMMIT] [--steps 4] [--turns 2]
 
     trainer ──write, beside its next rows──▶ file in shared memory ──load──▶ engine, which waits
 
-Every turn is a run of `braid train`: the medians of its steps, of the seconds that the trainer takes to write a version and those that
-the engine waits for it, and the peak of shared memory and of the memory of all processes (each page counted once), over the model's
-bytes. The first step is left out, because processes warm up in it. One more run of each policy, whose seconds do not count, adds up
-the bytes that trainer and engine copy in host memory for a version (`counted/sitecustomize.py`).
+Every turn is a run of `braid train`: the medians of its steps, of the seconds that the trainer takes to write a version
+and those that the engine waits for it, and the peak of shared memory and of the memory of all processes (each page
+counted once), over the model's bytes. The first step is left out, because processes warm up in it. One more run of each
+policy, whose seconds do not count, adds up the bytes that trainer and engine copy in host memory for a version
+(`counted/sitecustomize.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ def used_shared_memory() -> int:
 def measured(
     tree: Path, folder: Path, steps: int, size: int, policy: str = "end", counts: Path | None = None
 ) -> dict[str, float]:
-    """Run one version of the package and return its figures. With `counts`, a file to which each process adds its copies, return these."""
+    """Run one version of the package and return its figures.
+
+    With `counts`, a file to which each process adds its copies, return these.
+    """
     settings = [*SETTINGS.split(), f"trainer.steps={steps + 1}", f"streaming.weights={policy}"]
     command = [sys.executable, "-m", "braidrl.cli", "train", *settings]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -84,7 +89,9 @@ def measured(
 
 
 def copies_in(counts: Path, size: int) -> dict[str, float]:
-    """Return how many times the model's bytes are copied for one version: by the trainer that writes it, and by the engine."""
+    """Return how many times the model's bytes are copied for one version: by the trainer that writes it, and by the
+    engine.
+    """
     calls = [json.loads(line) for line in counts.read_text().splitlines()]
     versions = {kind: sum(call["kind"] == kind for call in calls) for kind in ("write", "load")}
 

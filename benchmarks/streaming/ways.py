@@ -1,10 +1,11 @@
-"""Time the four weight-update policies against generating and training in turn, on real workers whose work takes a given time.
+"""Time the four weight-update policies against generating and training in turn, on real workers whose work takes a
+given time.
 
     python -m benchmarks.streaming.ways [--unit SECONDS] [--rows ROWS] [NAME ...]
 
-8 engines of 32 slots and 4 trainers. Responses are log-normal: the median takes one unit, the longest of a batch ten units. Training
-a batch takes as long as generating it with all slots full; `dapo` generates two groups for each group that it
-keeps. The simulator gets the same numbers, and its prediction is printed beside the measurement.
+8 engines of 32 slots and 4 trainers. Responses are log-normal: the median takes one unit, the longest of a batch ten
+units. Training a batch takes as long as generating it with all slots full; `dapo` generates two groups for each group
+that it keeps. The simulator gets the same numbers, and its prediction is printed beside the measurement.
 """
 
 from __future__ import annotations
@@ -80,33 +81,54 @@ class Scale:
         return self.unit / MEDIAN
 
     def training_token_s(self, kind: Kind) -> float:
-        """Return the seconds per token on one trainer: a batch, dropped rows included, takes as long as generation on all slots."""
+        """Return the seconds per token on one trainer: a batch, dropped rows included, takes as long as generation on
+        all slots.
+        """
         return self.token_s * TRAINERS / (ENGINES * SLOTS) * (2 if kind.selects else 1)
 
 
 def settings(kind: Kind, scale: Scale, folder: Path) -> dict[str, Any]:
     """Return the configuration of a run."""
     engine = {
-        "token_s": scale.token_s, "load_s": LOAD_UNITS * scale.unit, "median": MEDIAN, "longest": LONGEST, "among": scale.rows
-    }  # fmt: skip
+        "token_s": scale.token_s,
+        "load_s": LOAD_UNITS * scale.unit,
+        "median": MEDIAN,
+        "longest": LONGEST,
+        "among": scale.rows,
+    }
     return {
-        "flow": f"{FILE}:sleeping", 
+        "flow": f"{FILE}:sleeping",
         "algorithm": {"token_s": scale.training_token_s(kind), "in_turn": kind.in_turn, "selects": kind.selects},
-        "model": str(folder / "model"), "output": str(folder), "name": kind.name, "threads": 1, "device": "cpu",
-        "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
+        "model": str(folder / "model"),
+        "output": str(folder),
+        "name": kind.name,
+        "threads": 1,
+        "device": "cpu",
+        "data": {"train": str(folder / "train.jsonl")},
+        "runtime": "streaming",
         "rollout": {
-            "engine": f"{FILE}:SleepingEngine", "engine_settings": engine, "slots": SLOTS, "samples_per_prompt": SAMPLES,
-            "max_response_tokens": LONGEST, "max_log_prob_gap": 1e3,
+            "engine": f"{FILE}:SleepingEngine",
+            "engine_settings": engine,
+            "slots": SLOTS,
+            "samples_per_prompt": SAMPLES,
+            "max_response_tokens": LONGEST,
+            "max_log_prob_gap": 1e3,
         },
         "trainer": {
-            "steps": kind.iterations, "prompts_per_step": scale.rows // SAMPLES, "max_staleness": kind.staleness,
-            "checkpoint_every": 0, "max_tokens_per_device": 1024,
+            "steps": kind.iterations,
+            "prompts_per_step": scale.rows // SAMPLES,
+            "max_staleness": kind.staleness,
+            "checkpoint_every": 0,
+            "max_tokens_per_device": 1024,
         },
         "streaming": {
-            "workers": {"actor.generate": ENGINES, "actor": TRAINERS}, "weights": kind.weights, "dispatch_rows": 32,
+            "workers": {"actor.generate": ENGINES, "actor": TRAINERS},
+            "weights": kind.weights,
+            "dispatch_rows": 32,
         },
-        "evaluation": {"every": 0}, "trackers": [],
-    }  # fmt: skip
+        "evaluation": {"every": 0},
+        "trackers": [],
+    }
 
 
 def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
@@ -122,10 +144,17 @@ def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
         return None if not kind.selects or work.is_kept(group) else "the other half"
 
     return Workload(
-        flow, Sizes(kind.iterations, scale.rows // SAMPLES, SAMPLES, scale.rows, max_staleness=kind.staleness), seconds,
-        workers={"actor.generate": ENGINES, "actor.update": TRAINERS}, slots=SLOTS, step_seconds=scale.token_s, dispatch_rows=32 * TRAINERS,
-        loading=kind.weights, load_seconds=LOAD_UNITS * scale.unit, verdict=verdict,
-    )  # fmt: skip
+        flow,
+        Sizes(kind.iterations, scale.rows // SAMPLES, SAMPLES, scale.rows, max_staleness=kind.staleness),
+        seconds,
+        workers={"actor.generate": ENGINES, "actor.update": TRAINERS},
+        slots=SLOTS,
+        step_seconds=scale.token_s,
+        dispatch_rows=32 * TRAINERS,
+        loading=kind.weights,
+        load_seconds=LOAD_UNITS * scale.unit,
+        verdict=verdict,
+    )
 
 
 def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
@@ -141,7 +170,8 @@ def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
 def steady(kind: Kind, ends: Sequence[float], spans: Sequence[Span]) -> dict[str, float]:
     """Return an iteration's duration, without the iterations in which the pipeline fills or empties.
 
-    `idle` is the share of the time in which an engine has no row; `training` is the time in which trainers work, in seconds.
+    `idle` is the share of the time in which an engine has no row; `training` is the time in which trainers work, in
+    seconds.
     """
     start, end, iterations = ends[kind.filling - 1], ends[-2], len(ends) - 1 - kind.filling
     work = [span for span in spans if getattr(span, "state", "busy") == "busy"]

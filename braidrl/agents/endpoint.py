@@ -4,8 +4,8 @@ agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ session �
   ▲                                                         │  what is new in `messages`, tokenised alone
   └──────────────── the reply as text ◀── token ids, log-probs, versions, appended to the session's trajectory
 
-A session is one row. While the agent's messages extend the conversation, tokens are only appended; other messages (a summary, a second
-conversation) open a new sequence in the same row.
+A session is one row. While the agent's messages extend the conversation, tokens are only appended; other messages (a
+summary, a second conversation) open a new sequence in the same row.
 """
 
 import asyncio
@@ -33,7 +33,9 @@ from braidrl.errors import UserError, shown
 from braidrl.parsing import parse_json
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN, MOST_BODY_BYTES = 1 << 20, 16, 8 << 20
-"""A request may have the first, plus the second per token of a sequence, and at most the third; a longer one is answered with 413."""
+"""A request may have the first, plus the second per token of a sequence, and at most the third; a longer one is
+answered with 413.
+"""
 ALL_BYTES = 128 << 20
 """Limit on the bodies of all requests in progress; further requests are answered with 503."""
 BODY_S = 60.0
@@ -70,7 +72,9 @@ class EndpointSession:
 
 
 class TurnStream:
-    """A turn that is streamed to its client while it is drawn: its tokens, and the pieces of their text that may be sent."""
+    """A turn that is streamed to its client while it is drawn: its tokens, and the pieces of their text that may be
+    sent.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self.name, self.pieces = "", list[str]()
@@ -88,7 +92,10 @@ class TurnStream:
             self.drawn.set()
 
     def add_piece(self) -> bool:
-        """Add the next piece of the text: whole characters that belong to no stop text. Return False if there is none yet."""
+        """Add the next piece of the text: whole characters that belong to no stop text.
+
+        Return False if there is none yet.
+        """
         self.drawn.clear()
         # Decoded with earlier tokens, since a decoder may treat the first token of a text differently.
         before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
@@ -107,18 +114,27 @@ class TurnStream:
 class Endpoint:
     """An HTTP server on a free port of this machine, which serves while its context is open.
 
-    The run's sampling settings replace the client's, since log-probs must match training's; only `max_tokens` is the client's.
+    The run's sampling settings replace the client's, since log-probs must match training's; only `max_tokens` is the
+    client's.
     """
 
     def __init__(
-        self, engine: Engine, template: TurnTemplate, sampling: SamplingParams, max_sequence_tokens: int,
-        purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1",
-        listener: socket.socket | None = None, key: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        template: TurnTemplate,
+        sampling: SamplingParams,
+        max_sequence_tokens: int,
+        purpose: str = "train",
+        stage: str = "generate",
+        host: str = "127.0.0.1",
+        listener: socket.socket | None = None,
+        key: str | None = None,
+    ) -> None:
         """Set up the server; random numbers depend on the rows' `purpose` and the generate `stage`.
 
-        It listens at a free port of `host`, the address that clients use, or on `listener`, perhaps in another network. Clients must send
-        the API key `key`; with None a session's URL is enough. Raises UserError if the tokenizer has no chat template.
+        It listens at a free port of `host`, the address that clients use, or on `listener`, perhaps in another network.
+        Clients must send the API key `key`; with None a session's URL is enough. Raises UserError if the tokenizer has
+        no chat template.
         """
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
@@ -160,7 +176,10 @@ class Endpoint:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def open(self, trajectory: Trajectory) -> str:
-        """Begin a row's session, which appends to its trajectory, and return its client's base URL. Raises ValueError if it is open."""
+        """Begin a row's session, which appends to its trajectory, and return its client's base URL.
+
+        Raises ValueError if it is open.
+        """
         if trajectory.uid in self._names:
             raise ValueError(f"the session of row {trajectory.uid} is open already")
         name = self._names[trajectory.uid] = ".".join(map(str, (*trajectory.uid, secrets.token_hex(8))))
@@ -169,7 +188,10 @@ class Endpoint:
         return f"http://{host}:{self._port}/sessions/{name}/v1"
 
     async def close(self, uid: Uid) -> Trajectory:
-        """End a row's session, abort a turn in flight, and return the trajectory. Raises KeyError if the session is not open."""
+        """End a row's session, abort a turn in flight, and return the trajectory.
+
+        Raises KeyError if the session is not open.
+        """
         session = self._sessions.pop(self._names.pop(uid))
         if session.lock.locked():
             # The turn may not have reached the engine yet, or has left it.
@@ -272,8 +294,15 @@ class Endpoint:
             on_token = stream.add_token if asked.stream and not asked.tools else None
             # The row is unchanged if this fails: the client may repeat its request.
             tokens = await trajectory.sample_turn(
-                self.engine, ids, sampling, self.max_sequence_tokens, self.purpose, self.stage, opens=opens, on_token=on_token
-            )  # fmt: skip
+                self.engine,
+                ids,
+                sampling,
+                self.max_sequence_tokens,
+                self.purpose,
+                self.stage,
+                opens=opens,
+                on_token=on_token,
+            )
             text = self.template.text(tokens, asked.tools)
             # The reply lacks the stop text that ended it, whose tokens are trained on all the same.
             text = text[: first_stop(text, asked.stops)]
@@ -298,7 +327,8 @@ class Endpoint:
 async def streamed(
     http: web.Request, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", stream: TurnStream
 ) -> web.StreamResponse:
-    """Stream a turn as events while its tokens are drawn, with a keep-alive comment every `WORD_EVERY_S`, and the rest at its end.
+    """Stream a turn as events while its tokens are drawn, with a keep-alive comment every `WORD_EVERY_S`, and the rest
+    at its end.
 
     Raises UserError or EngineError if the turn fails before anything was sent.
     """

@@ -8,7 +8,8 @@
 `mcp:server`        the tools of an MCP server, a command or an address
 `openenv:address`   an environment of an OpenEnv server
 
-`agent:module:function` is a whole agent, not an environment; see `player`. So is `verifiers:name`, an environment with its own loop.
+`agent:module:function` is a whole agent, not an environment; see `player`. So is `verifiers:name`, an environment with
+its own loop.
 
 In a process of the sandbox, an environment or agent answers requests:
 
@@ -49,7 +50,8 @@ class Environment(Protocol):
     def reset(self, example: dict[str, Any]) -> Awaitable[Context | None] | Context | None:
         """Return the first context, or None to use the example's own prompt.
 
-        `example` holds the fields of the data file, `prompt`, `answer`, `group`, `sample`, and `seed`, the same for a group.
+        `example` holds the fields of the data file, `prompt`, `answer`, `group`, `sample`, and `seed`, the same for a
+        group.
         """
 
     def step(self, text: str) -> Awaitable[Observation] | Observation:
@@ -72,7 +74,9 @@ AGENTS = AGENT, VERIFIERS = ("agent:", "verifiers:")
 
 @dataclass
 class FunctionEnvironment:
-    """A function of the texts of all turns, the example and its settings, as an environment without state of its own."""
+    """A function of the texts of all turns, the example and its settings, as an environment without state of its
+    own.
+    """
 
     function: Callable[..., Any]
     settings: Mapping[str, Any]
@@ -139,11 +143,11 @@ class ToolTurns(ABC):
 
 
 def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a factory of environments, one for each trajectory, or for an agent's name the agent: a function of the endpoint's address
-    and the example.
+    """Return a factory of environments, one for each trajectory, or for an agent's name the agent: a function of the
+    endpoint's address and the example.
 
-    `name` is `module:Class`, `module:function`, or a library's, such as `gem:name`; `settings` are its arguments. Raises UserError if
-    there is none of this name.
+    `name` is `module:Class`, `module:function`, or a library's, such as `gem:name`; `settings` are its arguments.
+    Raises UserError if there is none of this name.
     """
     scheme, _, rest = name.partition(":")
     if name.startswith(AGENT):
@@ -177,7 +181,10 @@ def check_library(name: str) -> None:
 
 
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
-    """Raise UserError for a name that is neither an environment nor an agent. With `python` that interpreter looks the name up later."""
+    """Raise UserError for a name that is neither an environment nor an agent.
+
+    With `python` that interpreter looks the name up later.
+    """
     if name.startswith(AGENTS) and importlib.util.find_spec("aiohttp") is None:
         raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
     if python is None and name.startswith(VERIFIERS):
@@ -212,22 +219,30 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
         if not isinstance(seen, Observation):
             raise TypeError(f"`step` returned {seen!r}, which is no Observation")
         return {
-            "said": seen.said, "reward": float(seen.reward), "done": bool(seen.done), "restart": bool(seen.restart),
+            "said": seen.said,
+            "reward": float(seen.reward),
+            "done": bool(seen.done),
+            "restart": bool(seen.restart),
             "correct": None if seen.correct is None else bool(seen.correct),
-        }  # fmt: skip
+        }
 
     return answer
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    """Call a coroutine function, or a plain function in a thread of its own so that it does not block the event loop."""
+    """Call a coroutine function, or a plain function in a thread of its own so that it does not block the event
+    loop.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **settings)
     return await in_thread(partial(function, *arguments, **settings))
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Run the function in a daemon thread and return its result. After a cancellation the thread continues, and does not delay exit."""
+    """Run the function in a daemon thread and return its result.
+
+    After a cancellation the thread continues, and does not delay exit.
+    """
     answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
     answer.set_running_or_notify_cancel()
 

@@ -1,7 +1,8 @@
-"""Environments of other libraries: games of gem-llm, tools of an MCP server, environments of an OpenEnv server, and environments of
-`verifiers`, which run their own loop.
+"""Environments of other libraries: games of gem-llm, tools of an MCP server, environments of an OpenEnv server, and
+environments of `verifiers`, which run their own loop.
 
-`environments` calls the function of a name's scheme with the rest of the name and the settings, if the library is installed.
+`environments` calls the function of a name's scheme with the rest of the name and the settings, if the library is
+installed.
 """
 
 import asyncio
@@ -39,7 +40,10 @@ GEM_LOCK = threading.Lock()
 
 
 def gem(name: str, /, **settings: Any) -> Callable[[], "GemEnvironment"]:
-    """Return a factory of `gem:name`, such as `gem:game:GuessTheNumber-v0-easy`. Raises UserError if gem has no such environment."""
+    """Return a factory of `gem:name`, such as `gem:game:GuessTheNumber-v0-easy`.
+
+    Raises UserError if gem has no such environment.
+    """
     load_gem()
     known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
     if name not in known:
@@ -102,9 +106,11 @@ def load_gem() -> ModuleType:
 def mcp(
     name: str, /, *, verify: str = "exact", verify_params: Mapping[str, Any] | None = None
 ) -> Callable[[], Awaitable["McpEnvironment"]]:
-    """Return a factory that opens a session with a server. Raises UserError if the command or the verifier does not exist.
+    """Return a factory that opens a session with a server. Raises UserError if the command or the verifier does not
+    exist.
 
-    mcp:python server.py       a command, whose process serves one trajectory over its input and output; `python` is this interpreter
+    mcp:python server.py       a command, whose process serves one trajectory over its input and output; `python` is
+                               this interpreter
     mcp:https://host/mcp       a running server, over HTTP
 
     The verifier `verify`, with the settings `verify_params`, scores the final answer.
@@ -130,8 +136,13 @@ class McpEnvironment(ToolTurns):
     """
 
     def __init__(
-        self, client: Any, tools: list[dict[str, Any]], verifier: Verifier, over: asyncio.Event, task: asyncio.Task[None]
-    ) -> None:  # fmt: skip
+        self,
+        client: Any,
+        tools: list[dict[str, Any]],
+        verifier: Verifier,
+        over: asyncio.Event,
+        task: asyncio.Task[None],
+    ) -> None:
         """Take a connected client; its `task` closes the connection once `over` is set."""
         super().__init__(tools)
         self._client, self._verifier, self._over, self._task = client, verifier, over, task
@@ -189,12 +200,14 @@ class McpEnvironment(ToolTurns):
 def openenv(
     name: str, /, *, action: str | None = None, observation: str | None = None
 ) -> Callable[[], "OpenEnvEnvironment"]:
-    """Return a factory that opens a session with a server, `openenv:http://host:8000`. Raises UserError for a name that is no address.
+    """Return a factory that opens a session with a server, `openenv:http://host:8000`. Raises UserError for a name that
+    is no address.
 
     the model's text ──▶ {"message": text} or the action that it wrote as JSON ──▶ server ──▶ observation, as text
 
-    `action` is the field of an action for the model's text; without it the text itself is the action, a JSON object. `observation` is the
-    field of an observation that the model sees; without it the model sees all fields, as a JSON object.
+    `action` is the field of an action for the model's text; without it the text itself is the action, a JSON object.
+    `observation` is the field of an observation that the model sees; without it the model sees all fields, as a JSON
+    object.
     """
     if not name.startswith((*HTTP, *WEBSOCKET)):
         raise UserError(f"openenv:{name} is no address of a server; write openenv:http://HOST:PORT")
@@ -215,7 +228,9 @@ class OpenEnvEnvironment:
         return self._said((await self._client.reset(seed=example["seed"])).observation)
 
     async def step(self, text: str) -> Observation:
-        """Return the observation after an action; a turn that is not a valid action gets an error message, and the episode continues."""
+        """Return the observation after an action; a turn that is not a valid action gets an error message, and the
+        episode continues.
+        """
         try:
             action = {self._action: text} if self._action else json.loads(text)
         except ValueError as error:
@@ -235,12 +250,13 @@ class OpenEnvEnvironment:
 
 
 def verifiers(name: str, /, **settings: Any) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
-    """Return a function that plays a row against the endpoint, as an agent does. Raises UserError for an unsupported version.
+    """Return a function that plays a row against the endpoint, as an agent does. Raises UserError for an unsupported
+    version.
 
     verifiers:NAME       an environment that is installed        verifiers:file.py      a file of yours with `load_environment`
 
-    A row plays the example of the environment's own data with its group's index; the environment's rubric gives the score. `settings` are
-    arguments of its `load_environment`.
+    A row plays the example of the environment's own data with its group's index; the environment's rubric gives the
+    score. `settings` are arguments of its `load_environment`.
     """
     os.environ.setdefault("VF_LOG_LEVEL", "ERROR")
     import datasets
@@ -249,7 +265,8 @@ def verifiers(name: str, /, **settings: Any) -> Callable[[str, dict[str, Any]], 
     datasets.disable_progress_bars()
     if not hasattr(verifiers, "load_environment"):
         raise UserError(
-            f"environment verifiers:{name}: verifiers {verifiers.__version__} has no load_environment; install 'verifiers>=0.1.14,<0.4'"
+            f"environment verifiers:{name}: verifiers {verifiers.__version__} has no load_environment; install "
+            "'verifiers>=0.1.14,<0.4'"
         )
     if name.endswith(".py"):
         environment = import_function(f"{name}:load_environment")(**settings)

@@ -42,7 +42,8 @@ def endpoint_key(settings: EnvironmentConfig) -> str | None:
         is_here = is_here or ipaddress.ip_address(host).is_loopback
     if not is_here and not key:
         raise UserError(
-            f"rollout.environment.host={host} is reached by others, and there is no key; set a variable to one and name it in "
+            f"rollout.environment.host={host} is reached by others, and there is no key; set a variable to one and "
+            "name it in "
             "rollout.environment.key_variable"
         )
     return key

@@ -54,7 +54,10 @@ class TurnReply:
 
 
 def read(body: Mapping[str, Any]) -> TurnRequest:
-    """Read a request. Raises UserError for unsupported fields, tools that are no list, and messages with more than text."""
+    """Read a request.
+
+    Raises UserError for unsupported fields, tools that are no list, and messages with more than text.
+    """
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not messages:
         raise UserError("`messages` must be a list of {role, content}")
@@ -115,9 +118,12 @@ def completion(
 ) -> dict[str, Any]:
     """Return a chat completion, or a `.chunk` of one, with a choice, if any, and the numbers of tokens of `counted`."""
     made: dict[str, Any] = {
-        "id": name, "object": f"chat.completion{chunk}", "created": int(time.time()), "model": asked.model,
+        "id": name,
+        "object": f"chat.completion{chunk}",
+        "created": int(time.time()),
+        "model": asked.model,
         "choices": [] if choice is None else [{"index": 0, "finish_reason": None, **choice}],
-    }  # fmt: skip
+    }
     if counted is not None:
         sizes = {"prompt_tokens": counted.prompt, "completion_tokens": counted.sampled}
         made["usage"] = {**sizes, "total_tokens": counted.prompt + counted.sampled}
@@ -125,7 +131,9 @@ def completion(
 
 
 def events(asked: TurnRequest, name: str, pieces: Sequence[str], answered: TurnReply | None) -> Iterator[str]:
-    """Yield the event that sends the last of the pieces of a turn's text, or given the whole turn, the events that complete it."""
+    """Yield the event that sends the last of the pieces of a turn's text, or given the whole turn, the events that
+    complete it.
+    """
 
     def chunk(choice: Mapping[str, Any] | None, counted: TurnReply | None = None) -> str:
         return event(completion(asked, name, choice, counted, ".chunk"))

@@ -1,5 +1,5 @@
-"""Players of trajectories, many at once: a model and an environment take turns until one of them ends the trajectory, or an agent, a
-function with its own loop and any client library, calls the endpoint.
+"""Players of trajectories, many at once: a model and an environment take turns until one of them ends the trajectory,
+or an agent, a function with its own loop and any client library, calls the endpoint.
 
                 ┌──────────────────── text, decoded ───────────────────┐
 context ──▶ engine ──▶ sampled tokens ──append──▶ Trajectory        environment
@@ -91,13 +91,18 @@ class Player(ABC):
 
 @dataclass
 class AgentPlayer(Player):
-    """A player that runs an `async def agent(base_url, example) -> float` per row; `limits.timeout_s` limits the whole trajectory."""
+    """A player that runs an `async def agent(base_url, example) -> float` per row; `limits.timeout_s` limits the whole
+    trajectory.
+    """
 
     endpoint: "Endpoint"
     agent: Callable[..., Any]
 
     async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
-        """Run a row's agent; the number or Observation that it returns is the score. An agent without a call has failed."""
+        """Run a row's agent; the number or Observation that it returns is the score.
+
+        An agent without a call has failed.
+        """
         uid, endpoint = trajectory.uid, self.endpoint
         example = {**self.example_of(uid, metadata, endpoint.purpose), "api_key": endpoint.key or "-"}
         try:

@@ -21,15 +21,15 @@ from braidrl.config import EnvironmentConfig
 from braidrl.errors import UserError
 from braidrl.importing import relative_to, source_of
 from braidrl.sandbox.answers import Message
-from braidrl.sandbox.hosts import CodeHost, Talk
+from braidrl.sandbox.hosts import CodeHost, HostSession
 
 ANSWER_BYTES = 1 << 20
 """The longest answer of an environment in a turn."""
 
 
-async def answer_of(talk: Talk, method: str, argument: Any) -> Message:
+async def answer_of(session: HostSession, method: str, argument: Any) -> Message:
     """Return the answer to a request. Raises EnvironmentFailed if there is none."""
-    found = await talk.answer_to(json.dumps({method: argument}).encode() + b"\n")
+    found = await session.answer_to(json.dumps({method: argument}).encode() + b"\n")
     if "failure" in found:
         raise EnvironmentFailed(found["failure"], str(found.get("detail")), killed=found.get("again") is True)
     return found
@@ -38,27 +38,30 @@ async def answer_of(talk: Talk, method: str, argument: Any) -> Message:
 class SandboxedEnvironment:
     """An environment whose methods are called in a process of its own."""
 
-    def __init__(self, talk: Talk, made: Message) -> None:
-        """Take the answer `made` of the process that made the environment. Raises EnvironmentFailed if it lacks the tools."""
+    def __init__(self, session: HostSession, made: Message) -> None:
+        """Take the answer `made` of the process that made the environment.
+
+        Raises EnvironmentFailed if it lacks the tools.
+        """
         tools = made.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise EnvironmentFailed("result", f"`tools` must be a list of JSON schemas, not {str(tools)[:100]}")
-        self.tools, self._talk, self._closes = tools, talk, made.get("closes") is True
+        self.tools, self._session, self._closes = tools, session, made.get("closes") is True
 
     async def reset(self, example: dict[str, Any]) -> Any:
         """Return the first context, any JSON value."""
-        return (await answer_of(self._talk, "reset", example)).get("context")
+        return (await answer_of(self._session, "reset", example)).get("context")
 
     async def step(self, text: str) -> Observation:
-        return observation_of(await answer_of(self._talk, "step", text))
+        return observation_of(await answer_of(self._session, "step", text))
 
     async def close(self) -> None:
         """Call the environment's own `close`, and end its process."""
         try:
-            if self._closes and self._talk.ready:
-                await answer_of(self._talk, "close", None)
+            if self._closes and self._session.ready:
+                await answer_of(self._session, "close", None)
         finally:
-            self._talk.close()
+            self._session.close()
 
 
 def observation_of(found: Message) -> Observation:
@@ -76,7 +79,10 @@ def observation_of(found: Message) -> Observation:
 
 @dataclass(eq=False)
 class EnvironmentHosts:
-    """The environments and agents of a run by name. If sandboxed, a process of its own imports each, and each trajectory gets a copy."""
+    """The environments and agents of a run by name.
+
+    If sandboxed, a process of its own imports each, and each trajectory gets a copy.
+    """
 
     settings: EnvironmentConfig
     _hosts: dict[str, CodeHost] = field(default_factory=dict)
@@ -85,26 +91,27 @@ class EnvironmentHosts:
     def find(self, name: str) -> Callable[..., Any]:
         """Return a factory of environments, or an agent: a function of the endpoint's address and the example.
 
-        Either raises EnvironmentFailed if the trajectory's process fails. Raises UserError if there is none of this name.
+        Either raises EnvironmentFailed if the trajectory's process fails. Raises UserError if there is none of this
+        name.
         """
         if self.settings.sandbox == "none":
             return environments(name, self.settings.params)
         self._host(name)
 
         async def make() -> Environment:
-            talk = await self._talk(name)
+            session = await self._session(name)
             try:
-                return SandboxedEnvironment(talk, await answer_of(talk, "make", None))
+                return SandboxedEnvironment(session, await answer_of(session, "make", None))
             except BaseException:
-                talk.close()
+                session.close()
                 raise
 
         async def act(url: str, example: dict[str, Any]) -> Observation:
-            talk = await self._talk(name)
+            session = await self._session(name)
             try:
-                return observation_of(await answer_of(talk, "act", [url, example]))
+                return observation_of(await answer_of(session, "act", [url, example]))
             finally:
-                talk.close()
+                session.close()
 
         return act if name.startswith(AGENTS) else make
 
@@ -127,22 +134,33 @@ class EnvironmentHosts:
                     file = source_of(own.removeprefix(prefix))
                 answers = 1 if agent else settings.max_turns + len(("make", "reset", "close"))
                 self._hosts[name] = CodeHost(
-                    "environment", "braidrl.agents.environments:answerer", {"name": own, "params": settings.params}, "rollout.environment",
-                    settings, settings.variables, settings.python, settings.timeout_s, answers, ANSWER_BYTES, file=file, agent=agent,
-                )  # fmt: skip
+                    "environment",
+                    "braidrl.agents.environments:answerer",
+                    {"name": own, "params": settings.params},
+                    "rollout.environment",
+                    settings,
+                    settings.variables,
+                    settings.python,
+                    settings.timeout_s,
+                    answers,
+                    ANSWER_BYTES,
+                    file=file,
+                    agent=agent,
+                )
             host = self._hosts[name]
         if found := host.load(None):
             host.kill()
             reason = f"{found['failure']}: {found['detail']}"
             raise UserError(
-                f"rollout.environment: {own} cannot be imported in its sandbox ({reason}); name variables that it needs "
+                f"rollout.environment: {own} cannot be imported in its sandbox ({reason}); name variables that it "
+                "needs "
                 "in rollout.environment.variables, or write rollout.environment.sandbox=none"
             )
         return host
 
-    async def _talk(self, name: str) -> Talk:
-        """Return a talk with the copy of a new trajectory."""
-        return Talk(await in_thread(lambda: self._host(name)))
+    async def _session(self, name: str) -> HostSession:
+        """Return a session with the copy of a new trajectory."""
+        return HostSession(await in_thread(lambda: self._host(name)))
 
     def close(self) -> None:
         """End all processes and trajectories."""

@@ -1,5 +1,5 @@
-"""Tool calls in the formats of model families. Environments and clients always see the format of Hermes and Qwen; the model's tokens stay
-unchanged.
+"""Tool calls in the formats of model families. Environments and clients always see the format of Hermes and Qwen; the
+model's tokens stay unchanged.
 
 the model's turn ──format──▶ text and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` ──parse_tool_calls──▶ calls
 
@@ -89,7 +89,9 @@ PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<pa
 
 
 def qwen_xml(text: str, tools: Tools) -> list[str]:
-    """Return the calls of Qwen3-Coder and Qwen 3.5: `<function=NAME><parameter=KEY>VALUE</parameter></function>` between the tags."""
+    """Return the calls of Qwen3-Coder and Qwen 3.5: `<function=NAME><parameter=KEY>VALUE</parameter></function>`
+    between the tags.
+    """
     closed = FUNCTION.finditer(up_to_last(text, "</function>"))
     return [with_values(match[1], PARAMETER.findall(match[2]), tools) for match in closed] or [text]
 
@@ -99,7 +101,9 @@ ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_va
 
 
 def glm(text: str, tools: Tools) -> list[str]:
-    """Return the calls of GLM 4.5 and later: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    """Return the calls of GLM 4.5 and later:
+    `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`.
+    """
     bodies = [match[1] for match in CLOSED.finditer(up_to_last(text, "</tool_call>"))]
     return [with_values(body.partition("<arg_key>")[0], ARGUMENT.findall(body), tools) for body in bodies] or [text]
 
@@ -174,7 +178,9 @@ NAMED = re.compile(
 
 
 def mistral(text: str, tools: Tools) -> list[str]:
-    """Return the calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or since 2025 `[TOOL_CALLS]NAME[ARGS]{...}` each."""
+    """Return the calls of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or since 2025
+    `[TOOL_CALLS]NAME[ARGS]{...}` each.
+    """
     listed = re.match(r"\[TOOL_CALLS\]\s*(?=\[[\s{\]])", text)
     if listed is None:
         return [call_text(match[1], match[2]) if match[2] else match[0] for match in NAMED.finditer(text)] or [text]
@@ -190,7 +196,9 @@ FENCED = re.compile(r"(.*?)\n```(?:json)?\n(.*?)(?:\n```|$)", re.DOTALL)
 
 
 def deepseek(text: str, tools: Tools) -> list[str]:
-    """Return the calls of DeepSeek V3 and R1, `function<｜tool▁sep｜>NAME` and JSON in a fence, and of V3.1, `NAME<｜tool▁sep｜>{...}`."""
+    """Return the calls of DeepSeek V3 and R1, `function<｜tool▁sep｜>NAME` and JSON in a fence, and of V3.1,
+    `NAME<｜tool▁sep｜>{...}`.
+    """
     found = list[str]()
     for match in PIECE.finditer(text):
         first, _, second = match[1].partition("<｜tool▁sep｜>")
@@ -209,10 +217,13 @@ FORMATS = {
     # Hermes 2 and 3, Qwen 2.5 and Qwen 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
     "hermes": ToolFormat(TAG, lambda text, tools: CALL.findall(text), ("<tool_call>",)),
     "llama": ToolFormat(
-        re.compile(r"<\|python_(?:tag|start)\|>|<function=|\A\s*(?:<\|python_start\|>)?(?=\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()"),
-        llama, ("<|start_header_id|>",),
+        re.compile(
+            r"<\|python_(?:tag|start)\|>|<function=|\A\s*(?:<\|python_start\|>)?(?=\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()"
+        ),
+        llama,
+        ("<|start_header_id|>",),
     ),
-}  # fmt: skip
+}
 """The formats by name, those with rarer marks first."""
 
 

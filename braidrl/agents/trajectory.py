@@ -1,5 +1,5 @@
-"""A growing trajectory: append-only token ids, with the engine's log-probs and versions of sampled tokens, and its outcome; and the columns
-of a generate stage, from trajectories or from single responses.
+"""A growing trajectory: append-only token ids, with the engine's log-probs and versions of sampled tokens, and its
+outcome; and the columns of a generate stage, from trajectories or from single responses.
 
 context ──▶ actions ──▶ observation ──▶ actions | context ──▶ actions          | a new sequence of the same row
 """
@@ -71,13 +71,18 @@ class Trajectory:
         return sum(len(turn) for turn in self.log_probs)
 
     def append(
-        self, tokens: Sequence[int], *, log_probs: Tensor | None = None, versions: Tensor | None = None,
+        self,
+        tokens: Sequence[int],
+        *,
+        log_probs: Tensor | None = None,
+        versions: Tensor | None = None,
         opens: bool = False,
-    ) -> None:  # fmt: skip
-        """Append tokens, to a new sequence if they open one; sampled tokens, which cannot, have log-probs (T,) and versions (T,) int64.
+    ) -> None:
+        """Append tokens, to a new sequence if they open one; sampled tokens, which cannot, have log-probs (T,) and
+        versions (T,) int64.
 
-        Raises ValueError if lengths differ, if only one of log-probs and versions is given, or if a sequence starts with an action. The
-        trajectory is then unchanged.
+        Raises ValueError if lengths differ, if only one of log-probs and versions is given, or if a sequence starts
+        with an action. The trajectory is then unchanged.
         """
         if (log_probs is None) != (versions is None):
             raise ValueError(f"row {self.uid}: sampled tokens have log-probs and versions, others have neither")
@@ -102,13 +107,23 @@ class Trajectory:
             self.versions.append(versions)
 
     async def sample_turn(
-        self, engine: Engine, ids: Sequence[int], sampling: SamplingParams, max_sequence_tokens: int, purpose: str,
-        stage: str, *, opens: bool = False, on_token: Callable[[int, int], None] | None = None,
-    ) -> list[int]:  # fmt: skip
-        """Append `ids`, to a new sequence if they open one, and a turn that an engine samples after them; return the sampled tokens.
+        self,
+        engine: Engine,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        max_sequence_tokens: int,
+        purpose: str,
+        stage: str,
+        *,
+        opens: bool = False,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[int]:
+        """Append `ids`, to a new sequence if they open one, and a turn that an engine samples after them; return the
+        sampled tokens.
 
-        The turn is shortened to the room in the sequence. `on_token` is called with each sampled token's index in the turn, and its id.
-        Raises UserError if there is no room for a token; nothing was appended then, as after an error of the engine.
+        The turn is shortened to the room in the sequence. `on_token` is called with each sampled token's index in the
+        turn, and its id. Raises UserError if there is no room for a token; nothing was appended then, as after an error
+        of the engine.
         """
         context = [*ids] if opens else [*self.sequence, *ids]
         room = max_sequence_tokens - len(context)
@@ -174,7 +189,10 @@ def trajectory_columns(trajectories: Sequence[Trajectory], limits: Limits) -> di
 
 
 def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
-    """Return the columns `tokens` to `version` of single responses, in the order of `rows`. Raises ValueError if their uids differ."""
+    """Return the columns `tokens` to `version` of single responses, in the order of `rows`.
+
+    Raises ValueError if their uids differ.
+    """
     by_uid, uids = {response.uid: response for response in finished}, rows.uids()
     if sorted(response.uid for response in finished) != sorted(uids):
         raise ValueError(f"{len(finished)} responses for {len(uids)} rows, which are not the same")
@@ -194,10 +212,16 @@ def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Colu
 
 
 def generated_columns(
-    tokens: Ragged, action_mask: Ragged, sequence_lengths: Ragged, log_probs: Ragged, versions: Sequence[Tensor],
+    tokens: Ragged,
+    action_mask: Ragged,
+    sequence_lengths: Ragged,
+    log_probs: Ragged,
+    versions: Sequence[Tensor],
     reasons: Sequence[FinishReason],
-) -> dict[str, Column]:  # fmt: skip
-    """Return the columns `tokens` to `version` of a generate stage; `version` is the oldest of the action tokens, 0 without any."""
+) -> dict[str, Column]:
+    """Return the columns `tokens` to `version` of a generate stage; `version` is the oldest of the action tokens, 0
+    without any.
+    """
     of_tokens = Ragged.from_rows(versions, torch.int64)
     never = torch.iinfo(torch.int64).max
     oldest = torch.full((len(of_tokens),), never).scatter_reduce(0, of_tokens.row_ids(), of_tokens.values, "amin")

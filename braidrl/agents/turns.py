@@ -3,11 +3,12 @@
     ... <start>assistant  I guess 5 <end> | ⏎ <start>user  higher <end> ⏎ <start>assistant ⏎ | I guess 7 <end>
                           sampled           this, tokenised alone                              sampled
 
-The text between two assistant turns comes from the chat template itself: it is rendered with a mark as the assistant's turn, and the text
-after the mark follows a turn. So it does not matter how the template changes earlier turns, for example by removing their reasoning.
+The text between two assistant turns comes from the chat template itself: it is rendered with a mark as the assistant's
+turn, and the text after the mark follows a turn. So it does not matter how the template changes earlier turns, for
+example by removing their reasoning.
 
-Calls of tools are found by token ids, by a reader of the library `renderers`, if one is proven to write the chat template's ids over
-several turns (`exact_over_turns`); otherwise by the formats of `tool_calls`.
+Calls of tools are found by token ids, by a reader of the library `renderers`, if one is proven to write the chat
+template's ids over several turns (`exact_over_turns`); otherwise by the formats of `tool_calls`.
 """
 
 import importlib.util
@@ -48,7 +49,10 @@ class TurnTemplate:
         return self.template.encode(context if isinstance(context, str) else [*map(normal_message, context)], tools)
 
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
-        """Return the token ids from a turn's last token to the next turn. Raises UserError if the chat template refuses the messages."""
+        """Return the token ids from a turn's last token to the next turn.
+
+        Raises UserError if the chat template refuses the messages.
+        """
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else [*map(normal_message, said)]
         if not self.template.is_chat:
             return self.template.encode_texts(["\n\n".join(message["content"] for message in messages)])[0]
@@ -61,7 +65,9 @@ class TurnTemplate:
         return self.template.encode_texts([after])[0]
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
-        """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in Hermes' format."""
+        """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in
+        Hermes' format.
+        """
         tokenizer, ids = self.template.tokenizer, list(tokens)
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         plain: str = decode(ids, skip_special_tokens=True)
@@ -115,7 +121,9 @@ def warn_of_unread_tools() -> None:
 
 
 def exact_over_turns(template: "PromptTemplate", reader: Any) -> bool:
-    """Return True if a renderer gives prompts, and what follows each turn of some conversations, the ids of the chat template."""
+    """Return True if a renderer gives prompts, and what follows each turn of some conversations, the ids of the chat
+    template.
+    """
     closing = template.tokenizer.decode([template.end_id])
     for messages, tools in TRIALS:
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -137,7 +145,9 @@ def exact_over_turns(template: "PromptTemplate", reader: Any) -> bool:
 
 
 def proven_reader(template: "PromptTemplate") -> Any | None:
-    """Return the library's renderer that is exact over turns for a chat template; None without one, or without the library."""
+    """Return the library's renderer that is exact over turns for a chat template; None without one, or without the
+    library.
+    """
     if not template.is_chat or importlib.util.find_spec("renderers") is None:
         return None
     return _proven(template.tokenizer, json.dumps(dict(template.arguments), sort_keys=True))
@@ -177,10 +187,15 @@ class Observation:
     correct: bool | None = None
     """Whether the task was solved; by default whether the score is a right answer's."""
     restart: bool = False
-    """`said` replaces the whole context. It is appended if it extends the context's tokens, else it opens a new sequence."""
+    """`said` replaces the whole context.
+
+    It is appended if it extends the context's tokens, else it opens a new sequence.
+    """
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a reward that is not finite, and TypeError for a context that is neither text nor messages."""
+        """Raise ValueError for a reward that is not finite, and TypeError for a context that is neither text nor
+        messages.
+        """
         check_context(self.said)
         if not math.isfinite(self.reward):
             raise ValueError(f"the reward of a turn must be a finite number, got {self.reward}")
@@ -198,7 +213,9 @@ class EnvironmentFailed(Exception):
     """A failure of the environment, which raised or did not answer in time. It ends only its own trajectory."""
 
     def __init__(self, reason: str, detail: str, killed: bool = False) -> None:
-        """Record the reason; `killed` if the process was ended from outside, after which the trajectory is played once more."""
+        """Record the reason; `killed` if the process was ended from outside, after which the trajectory is played once
+        more.
+        """
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail, self.killed = reason, detail, killed
 

@@ -1,8 +1,8 @@
 """Pure functions on flat tensors and offsets: everything that a paper calls the algorithm. Imports only torch.
 
-A registered function reads columns by the names of its positional parameters. B is the number of rows, N of their action tokens.
-Advantages, shapes and their sums receive one number per action token as a `Ragged`. Losses, corrections and KL estimators receive it
-flat, (N,), beside the rows' `offsets`.
+A registered function reads columns by the names of its positional parameters. B is the number of rows, N of their
+action tokens. Advantages, shapes and their sums receive one number per action token as a `Ragged`. Losses, corrections
+and KL estimators receive it flat, (N,), beside the rows' `offsets`.
 
 Columns:
     log_probs: log π under the weights in training, with gradient, per action token.

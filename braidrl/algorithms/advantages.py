@@ -5,8 +5,8 @@ R̄ and s are a group's mean and deviation. Rows are matched by group number, ne
 group   7 3 7 3 3      rows of unfinished or mixed batches may come in any order
 index   1 0 1 0 0      the same, counted from 0
 
-An earlier stage may write `statistics_mask` (B,): rows with 0 are excluded from their group's statistics and get the advantage 0, such
-as trajectories whose environment failed.
+An earlier stage may write `statistics_mask` (B,): rows with 0 are excluded from their group's statistics and get the
+advantage 0, such as trajectories whose environment failed.
 """
 
 import torch
@@ -16,7 +16,8 @@ from braidrl.algorithms.registry import Needs, advantages, selections
 
 
 class Groups:
-    """The groups of some rows: their numbers (K,), ascending, and sizes (K,); `index` (B,) is each row's position among them.
+    """The groups of some rows: their numbers (K,), ascending, and sizes (K,); `index` (B,) is each row's position among
+    them.
 
     `counted` (B,) bool masks the rows that count in their group's statistics.
     """
@@ -31,7 +32,9 @@ class Groups:
         return per_row.new_zeros(len(self.numbers)).index_add(0, self.index, per_row)
 
     def means(self, per_row: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean of the counted `per_row` (B,) in each group, (K,), weighted by `weights` (B,); 0 where these add up to 0."""
+        """Return the mean of the counted `per_row` (B,) in each group, (K,), weighted by `weights` (B,); 0 where these
+        add up to 0.
+        """
         weights = (self.counted if weights is None else weights * self.counted).to(per_row.dtype)
         total = self.sums(weights)
         return self.sums(per_row * weights) / total.masked_fill(total == 0, 1)
@@ -39,8 +42,8 @@ class Groups:
     def varies(self, per_row: Tensor) -> Tensor:
         """Return True for each group in which `per_row` (B,) has different values among the counted rows, (K,) bool.
 
-        The comparison is exact. The mean of equal numbers may differ from them by rounding, and a division by a tiny standard
-        deviation would amplify that difference.
+        The comparison is exact. The mean of equal numbers may differ from them by rounding, and a division by a tiny
+        standard deviation would amplify that difference.
         """
         start = per_row.new_zeros(len(self.numbers))
         high, low = (per_row.masked_fill(~self.counted, end) for end in (-torch.inf, torch.inf))
@@ -54,7 +57,9 @@ PAIR = Needs(group_size=2)
 
 
 def centered(reward: Tensor, groups: Groups, weights: Tensor | None = None) -> Tensor:
-    """Return R − R̄ (B,) in float64, exactly 0 in a group of equal scores and for rows that do not count; `weights` are those of R̄."""
+    """Return R − R̄ (B,) in float64, exactly 0 in a group of equal scores and for rows that do not count; `weights` are
+    those of R̄.
+    """
     scores = reward.double()
     difference = scores - groups.means(scores, weights)[groups.index]
     return difference * groups.varies(scores)[groups.index] * groups.counted
@@ -64,7 +69,9 @@ def centered(reward: Tensor, groups: Groups, weights: Tensor | None = None) -> T
 def group_normalized(
     reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-6
 ) -> Tensor:
-    """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476."""
+    """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300; DAPO,
+    arXiv 2503.14476.
+    """
     groups = Groups(group, statistics_mask)
     difference = centered(reward, groups)
     freedom = (groups.sums(groups.counted.double()) - 1).clamp(min=1)
@@ -80,7 +87,9 @@ def group_centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
-    """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one. RLOO, arXiv 2402.14740."""
+    """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one. RLOO, arXiv
+    2402.14740.
+    """
     groups = Groups(group, statistics_mask)
     size = groups.sums(groups.counted.double())
     return (centered(reward, groups) * (size / (size - 1).clamp(min=1))[groups.index]).to(reward.dtype)
@@ -115,12 +124,13 @@ def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None)
     needs=Needs(limits={"k": (1, 1 << 20)}, group_size=lambda settings: settings["k"] + 1),
 )
 def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, k: int = 4) -> Tensor:
-    """Return each sample's mean normalised advantage over the k-subsets of its group that contain it, (B,), in closed form.
+    """Return each sample's mean normalised advantage over the k-subsets of its group that contain it, (B,), in closed
+    form.
 
-    A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
-    σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-    sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError if a group has fewer than k
-    samples. With fewer that count in its statistics, its samples get 0.
+    A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k)
+    and σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and
+    every sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError if a
+    group has fewer than k samples. With fewer that count in its statistics, its samples get 0.
     """
     groups = Groups(group, statistics_mask)
     if bool((groups.sizes < k).any()):
@@ -137,7 +147,9 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
 
 def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
-    """Return C(part, size)/C(whole, size): of subsets with `size` members of a whole, the share within a part, (K,) float64 each."""
+    """Return C(part, size)/C(whole, size): of subsets with `size` members of a whole, the share within a part, (K,)
+    float64 each.
+    """
     share = torch.ones_like(whole)
     for taken in range(size):
         share = share * (part - taken).clamp(min=0) / (whole - taken).clamp(min=1)
@@ -146,7 +158,10 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
 
 @selections.register(scope="group", needs=PAIR)
 def informative_groups(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> dict[int, str]:
-    """Drop groups that are all right or all wrong: they keep 0 < #correct < G. Dynamic sampling, DAPO, arXiv 2503.14476, equation 11."""
+    """Drop groups that are all right or all wrong: they keep 0 < #correct < G.
+
+    Dynamic sampling, DAPO, arXiv 2503.14476, equation 11.
+    """
     groups = Groups(group, statistics_mask)
     right, wrong = (groups.sums((groups.counted & rows).long()) for rows in (correct > 0, correct <= 0))
     dropped = dict.fromkeys(groups.numbers[wrong == 0].tolist(), "all correct")

@@ -1,10 +1,11 @@
-"""Aggregation of per-token losses into one number: a weight for each action token, and a denominator for the weighted sum.
+"""Aggregation of per-token losses into one number: a weight for each action token, and a denominator for the weighted
+sum.
 
-loss = Σ over all micro-batches of Σ_N weight·loss, divided once by a count over the whole optimizer step. The result is therefore
-independent of micro-batches and devices.
+loss = Σ over all micro-batches of Σ_N weight·loss, divided once by a count over the whole optimizer step. The result is
+therefore independent of micro-batches and devices.
 
-An aggregation registers its denominator: `tokens` (action tokens), `rows` or `groups`, counted over the step after masking. Weights
-are exact, in float64; cast them to the loss's dtype.
+An aggregation registers its denominator: `tokens` (action tokens), `rows` or `groups`, counted over the step after
+masking. Weights are exact, in float64; cast them to the loss's dtype.
 """
 
 import torch
@@ -23,7 +24,10 @@ def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
 
 @aggregations.register("token-mean")
 def token_mean(offsets: Tensor) -> Tensor:
-    """Return 1 for every token; the denominator is all tokens: long rows weigh more. DAPO, arXiv 2503.14476, equation 12."""
+    """Return 1 for every token; the denominator is all tokens: long rows weigh more.
+
+    DAPO, arXiv 2503.14476, equation 12.
+    """
     return per_token(offsets, torch.ones_like(offsets[1:]))
 
 
@@ -41,13 +45,17 @@ def seq_mean_token_sum(offsets: Tensor) -> Tensor:
 
 @aggregations.register("token-sum-norm", denominator="rows", needs=Needs({"max_tokens": (1, 1 << 40)}))
 def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
-    """Return 1/`max_tokens`; the denominator is rows: the maximum length of a response replaces the lengths. Dr. GRPO, arXiv 2503.20783."""
+    """Return 1/`max_tokens`; the denominator is rows: the maximum length of a response replaces the lengths.
+
+    Dr. GRPO, arXiv 2503.20783.
+    """
     return token_mean(offsets) / max_tokens
 
 
 @aggregations.register("prompt-mean", denominator="groups")
 def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
-    """Return 1/(action tokens of the row's group); the denominator is groups: the mean over groups of each group's mean per token.
+    """Return 1/(action tokens of the row's group); the denominator is groups: the mean over groups of each group's mean
+    per token.
 
     ScaleRL, arXiv 2510.13786. `group_tokens` (B,) are counted over the optimizer step, after masking.
     """

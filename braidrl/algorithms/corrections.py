@@ -1,6 +1,8 @@
-"""Importance weights that correct for the difference between trainer and engine: ρ = π_old (trainer) / π_rollout (engine).
+"""Importance weights that correct for the difference between trainer and engine: ρ = π_old (trainer) / π_rollout
+(engine).
 
-At level `token` ρ is the ratio of each token, at `sequence` the product over its row, at `geometric` the row's geometric mean.
+At level `token` ρ is the ratio of each token, at `sequence` the product over its row, at `geometric` the row's
+geometric mean.
 """
 
 from dataclasses import replace
@@ -26,9 +28,14 @@ def truncated(
 
 @corrections.register(needs=BAND)
 def masked(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "token", low: float = 0.5,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    offsets: Tensor,
+    *,
+    level: Level = "token",
+    low: float = 0.5,
     high: float = 2.0,
-) -> tuple[Tensor, Metrics]:  # fmt: skip
+) -> tuple[Tensor, Metrics]:
     """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     outside = (rho < low) | (rho > high)
@@ -37,9 +44,14 @@ def masked(
 
 @corrections.register(needs=replace(BAND, choices={"level": LEVELS[1:]}))
 def sequence_rejection(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "geometric", low: float = 0.5,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    offsets: Tensor,
+    *,
+    level: Level = "geometric",
+    low: float = 0.5,
     high: float = 2.0,
-) -> tuple[Tensor, Metrics]:  # fmt: skip
+) -> tuple[Tensor, Metrics]:
     """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected."""
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     outside = (rho < low) | (rho > high)

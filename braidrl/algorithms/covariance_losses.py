@@ -1,7 +1,7 @@
 """Losses that restrain tokens with a high covariance of log-probability and advantage, which cause entropy collapse.
 
-A loss sees one micro-batch, but the covariance is defined over the whole batch. Two stages find these tokens before the update from
-sums alone. The result does not depend on how the batch is split or laid out:
+A loss sees one micro-batch, but the covariance is defined over the whole batch. Two stages find these tokens before the
+update from sums alone. The result does not depend on how the batch is split or laid out:
 
     shape.covariance ──covariance──▶ shape.highest_covariance ──high_covariance──▶ actor.update(loss=clip_cov)
 """
@@ -22,10 +22,18 @@ SMALLEST, LARGEST, BINS = 1e-6, 1e4, 8192
 
 @losses.register(needs=CLIP)
 def clip_cov(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, *, low: float = 0.2,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    high_covariance: Tensor,
+    *,
+    low: float = 0.2,
     high: float = 0.2,
-) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`). Clip-Cov, arXiv 2505.22617."""
+) -> tuple[Tensor, Metrics]:
+    """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`).
+
+    Clip-Cov, arXiv 2505.22617.
+    """
     r = ratio(log_probs, old_log_probs)
     loss, metrics = clipped_surrogate(r, advantages, low, high, log_probs, old_log_probs)
     return loss * (1 - high_covariance), metrics | {"covariance_fraction": high_covariance}
@@ -33,10 +41,18 @@ def clip_cov(
 
 @losses.register(needs=Needs({"coef": (0, 1e6)}, {"estimator": divergences}))
 def kl_cov(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, *, coef: float = 1.0,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    high_covariance: Tensor,
+    *,
+    coef: float = 1.0,
     estimator: str = "abs",
-) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)). KL-Cov, arXiv 2505.22617."""
+) -> tuple[Tensor, Metrics]:
+    """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
+
+    KL-Cov, arXiv 2505.22617.
+    """
     r = ratio(log_probs, old_log_probs)
     penalty = coef * estimate(estimator, log_probs, old_log_probs) * high_covariance
     return penalty - r * advantages, kl_metrics(log_probs, old_log_probs) | {"covariance_fraction": high_covariance}
@@ -55,9 +71,11 @@ def token_pairs(
 
 
 def covariance_sums(
-    rollout_log_probs: Ragged, old_log_probs: Ragged | None = None, advantage: Tensor | None = None,
+    rollout_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    advantage: Tensor | None = None,
     advantages: Ragged | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Return the sums for the means over the batch."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     return {"tokens": torch.ones_like(log_probs).sum(), "log_probs": log_probs.sum(), "advantages": of_tokens.sum()}
@@ -65,10 +83,16 @@ def covariance_sums(
 
 @shapes.register(writes=["covariance"], scope="batch", sums=covariance_sums)
 def covariance(
-    rollout_log_probs: Ragged, old_log_probs: Ragged | None = None, advantage: Tensor | None = None,
-    advantages: Ragged | None = None, *, totals: dict[str, Tensor],
-) -> Ragged:  # fmt: skip
-    """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the update. arXiv 2505.22617."""
+    rollout_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    advantage: Tensor | None = None,
+    advantages: Ragged | None = None,
+    *,
+    totals: dict[str, Tensor],
+) -> Ragged:
+    """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the update.
+    arXiv 2505.22617.
+    """
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     tokens = totals["tokens"].clamp(min=1)
     product = (log_probs - totals["log_probs"] / tokens) * (of_tokens - totals["advantages"] / tokens)
@@ -76,7 +100,9 @@ def covariance(
 
 
 def bins_within(values: Tensor, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
-    """Return the bin of each covariance (N,), int64, 0 for all at or below SMALLEST; and True for those in (low, high), (N,) bool."""
+    """Return the bin of each covariance (N,), int64, 0 for all at or below SMALLEST; and True for those in (low, high),
+    (N,) bool.
+    """
     edges = torch.logspace(math.log10(SMALLEST), math.log10(LARGEST), BINS, dtype=torch.float64, device=values.device)
     within = torch.ones_like(values, dtype=torch.bool) if low is None else values > low
     return torch.bucketize(values.double(), edges), within if high is None else within & (values < high)
@@ -93,18 +119,24 @@ def covariance_histogram(
 
 
 @shapes.register(
-    writes=["high_covariance"], scope="batch", sums=covariance_histogram,
+    writes=["high_covariance"],
+    scope="batch",
+    sums=covariance_histogram,
     needs=Needs({"fraction": (0, 1), "low": (-math.inf, math.inf), "high": (-math.inf, math.inf)}),
-)  # fmt: skip
+)
 def highest_covariance(
-    covariance: Ragged, *, fraction: float, low: float | None = None, high: float | None = None,
+    covariance: Ragged,
+    *,
+    fraction: float,
+    low: float | None = None,
+    high: float | None = None,
     totals: dict[str, Tensor],
-) -> Ragged:  # fmt: skip
+) -> Ragged:
     """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
-    arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, 2e-4 to 2e-3 without bounds for KL-Cov. Clip-Cov in the paper draws tokens at
-    random; this takes the highest, so that the result is deterministic. It takes at least one token, at most one bin (0.3% in value)
-    too many, and none with a covariance of 1e-6 or less.
+    arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, 2e-4 to 2e-3 without bounds for KL-Cov. Clip-Cov in the paper
+    draws tokens at random; this takes the highest, so that the result is deterministic. It takes at least one token, at
+    most one bin (0.3% in value) too many, and none with a covariance of 1e-6 or less.
 
     Args:
         fraction: Share of the action tokens to choose.

@@ -1,7 +1,8 @@
 """Importance ratios of a token or a whole row, and estimators of KL(π, π_ref) per token, both from log-probs.
 
-With x = log π − log π_ref: k1 = x, k2 = x²/2, k3 = e^(−x) + x − 1, after J. Schulman, "Approximating KL divergence" (2020). A name
-with `+` has that value and the gradient of k2, whose expectation under π is the gradient of the divergence itself.
+With x = log π − log π_ref: k1 = x, k2 = x²/2, k3 = e^(−x) + x − 1, after J. Schulman, "Approximating KL divergence"
+(2020). A name with `+` has that value and the gradient of k2, whose expectation under π is the gradient of the
+divergence itself.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import divergences
 
 Level = Literal["token", "sequence", "geometric"]
-# e^20 is above every clip and cap, and far below overflow. Without this limit an infinite ratio times a zero advantage gives NaN.
+# e^20 is above every clip and cap, and far below overflow. Without this limit an infinite ratio times a zero advantage
+# gives NaN.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -24,7 +26,10 @@ def ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return π/π_old (N,) of each token, or of its row: the product (`sequence`) or mean (`geometric`). Raises ValueError."""
+    """Return π/π_old (N,) of each token, or of its row: the product (`sequence`) or mean (`geometric`).
+
+    Raises ValueError.
+    """
     rows = Ragged(log_probs - old_log_probs, offsets)
     if level == "token":
         log_ratio = rows.values

@@ -11,4 +11,4 @@ from braidrl.algorithms import (  # noqa: F401
     row_losses,
     shaping,
     token_advantages,
-)  # fmt: skip
+)

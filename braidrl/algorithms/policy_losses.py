@@ -1,7 +1,8 @@
 """Losses of a policy and of a critic, per action token and before aggregation. r = π/π_old.
 
-A loss takes flat action tokens and returns `(loss, metrics)`: the loss of each token (N,) with its gradient, and detached metrics per
-token (N,). Metrics are averaged over tokens; a metric whose name ends in `_max` is reduced by its maximum.
+A loss takes flat action tokens and returns `(loss, metrics)`: the loss of each token (N,) with its gradient, and
+detached metrics per token (N,). Metrics are averaged over tokens; a metric whose name ends in `_max` is reduced by its
+maximum.
 """
 
 from typing import Literal
@@ -18,13 +19,18 @@ CLIP = Needs({"low": (0, 1), "high": (0, 1e6), "dual": (1, 1e6)})
 
 @losses.register(needs=CLIP)
 def clip(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float = 0.2, high: float = 0.2,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
     dual: float | None = None,
-) -> tuple[Tensor, Metrics]:  # fmt: skip
+) -> tuple[Tensor, Metrics]:
     """Return −min(r·A, clip(r, 1 − low, 1 + high)·A); with `dual` c, at most −c·A where A < 0.
 
-    PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
-    arXiv 1912.09729.
+    PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28);
+    dual clip, arXiv 1912.09729.
     """
     r = ratio(log_probs, old_log_probs)
     loss, metrics = clipped_surrogate(r, advantages, low, high, log_probs, old_log_probs)
@@ -45,13 +51,18 @@ def clipped_surrogate(
 
 
 def clip_metrics(above: Tensor, below: Tensor, log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
-    """Return indicators of tokens clipped from above and below, the probability of those clipped from above, and KL(π_old, π)."""
+    """Return indicators of tokens clipped from above and below, the probability of those clipped from above, and
+    KL(π_old, π).
+    """
     probability = log_probs.detach().exp() * above
     return {
-        "clip_fraction": (above | below).to(probability.dtype), "clip_fraction_low": below.to(probability.dtype),
-        "clip_fraction_high": above.to(probability.dtype), "clip_high_probability": probability,
-        "clip_high_probability_max": probability, **kl_metrics(log_probs, old_log_probs),
-    }  # fmt: skip
+        "clip_fraction": (above | below).to(probability.dtype),
+        "clip_fraction_low": below.to(probability.dtype),
+        "clip_fraction_high": above.to(probability.dtype),
+        "clip_high_probability": probability,
+        "clip_high_probability_max": probability,
+        **kl_metrics(log_probs, old_log_probs),
+    }
 
 
 def kl_metrics(log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
@@ -66,8 +77,8 @@ def cispo(
 ) -> tuple[Tensor, Metrics]:
     """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, and every token keeps its gradient.
 
-    MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1 + high = 5 is
-    from ScaleRL, arXiv 2510.13786.
+    MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1 + high = 5
+    is from ScaleRL, arXiv 2510.13786.
     """
     r = ratio(log_probs, old_log_probs).detach()
     # CISPO clips a weight for either sign of the advantage.
@@ -77,9 +88,13 @@ def cispo(
 
 @losses.register(needs=Needs({"tau_positive": (1e-3, 1e3), "tau_negative": (1e-3, 1e3)}))
 def sapo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_positive: float = 1.0,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    tau_positive: float = 1.0,
     tau_negative: float = 1.05,
-) -> tuple[Tensor, Metrics]:  # fmt: skip
+) -> tuple[Tensor, Metrics]:
     """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347."""
     r = ratio(log_probs, old_log_probs)
     tau = torch.full_like(r, tau_negative).masked_fill(advantages > 0, tau_positive)
@@ -107,13 +122,21 @@ def dppo_tv(
     )
 )
 def decoupled(
-    log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *, low: float = 0.2,
-    high: float = 0.2, cap: float = 5.0, over_cap: Literal["clamp", "mask"] = "clamp",
-) -> tuple[Tensor, Metrics]:  # fmt: skip
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    cap: float = 5.0,
+    over_cap: Literal["clamp", "mask"] = "clamp",
+) -> tuple[Tensor, Metrics]:
     """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
-    AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
-    policy that sampled the tokens. Where w is above `cap` it is clamped, or the token is masked (`over_cap`).
+    AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update;
+    π_behaviour is the policy that sampled the tokens. Where w is above `cap` it is clamped, or the token is masked
+    (`over_cap`).
     """
     w = ratio(old_log_probs, rollout_log_probs)
     over = w > cap
@@ -137,13 +160,18 @@ def sft(log_probs: Tensor) -> tuple[Tensor, Metrics]:
 
 @losses.register()
 def ptx(log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """Return −log π of pre-training text, added to a policy loss. PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2."""
+    """Return −log π of pre-training text, added to a policy loss.
+
+    PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2.
+    """
     return sft(log_probs)
 
 
 @losses.register()
 def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv 2306.13649."""
+    """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv
+    2306.13649.
+    """
     gap = (ref_log_probs - log_probs).detach()
     return -gap * log_probs, {"kl_teacher": -gap}
 
@@ -164,6 +192,10 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | 
         loss = torch.maximum(loss, other)
     error = (returns - values).detach()
     return 0.5 * loss, {
-        "clip_fraction": clipped, "values": values.detach(), "returns": returns, "returns_squared": returns**2,
-        "error": error, "error_squared": error**2,
-    }  # fmt: skip
+        "clip_fraction": clipped,
+        "values": values.detach(),
+        "returns": returns,
+        "returns_squared": returns**2,
+        "error": error,
+        "error_squared": error**2,
+    }

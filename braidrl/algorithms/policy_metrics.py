@@ -10,7 +10,9 @@ from braidrl.algorithms.advantages import Groups, subset_share
 
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:
-    """Return 1 − Var(R − V)/Var(R) from the means over action tokens of R − V, R and their squares; 0 where R is constant."""
+    """Return 1 − Var(R − V)/Var(R) from the means over action tokens of R − V, R and their squares; 0 where R is
+    constant.
+    """
     variance = returns_squared - returns**2
     unexplained = error_squared - error**2
     # A smaller variance may be the rounding error of this difference.
@@ -19,12 +21,15 @@ def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, re
 
 
 def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
-    """Return (Σw)²/(N·Σw²), the effective sample size divided by N, from means over N weights and their squares; 0 if all are 0."""
+    """Return (Σw)²/(N·Σw²), the effective sample size divided by N, from means over N weights and their squares; 0 if
+    all are 0.
+    """
     return torch.where(mean_square > 0, mean**2 / mean_square.masked_fill(mean_square <= 0, 1), 0.0)
 
 
 def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
-    """Return the mean of a value over selected tokens, given the means over all of value·indicator and of the indicator; 0 if none is.
+    """Return the mean of a value over selected tokens, given the means over all of value·indicator and of the
+    indicator; 0 if none is.
 
     `mean_where(clip_high_probability, clip_fraction_high)` is the mean probability of the tokens clipped from above.
     """
@@ -32,12 +37,16 @@ def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
 
 
 def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Tensor]:
-    """Return the shares of groups with equal rewards, which give no gradient: of all such groups, of all right, and of all wrong ones."""
+    """Return the shares of groups with equal rewards, which give no gradient: of all such groups, of all right, and of
+    all wrong ones.
+    """
     groups = Groups(group)
     right, size, equal = groups.sums((correct > 0).long()), groups.sizes, ~groups.varies(reward)
     found = {
-        "all_correct_fraction": (right == size) & equal, "all_wrong_fraction": (right == 0) & equal, "no_signal_fraction": equal,
-    }  # fmt: skip
+        "all_correct_fraction": (right == size) & equal,
+        "all_wrong_fraction": (right == 0) & equal,
+        "no_signal_fraction": equal,
+    }
     return {name: chosen.double().sum() / max(len(chosen), 1) for name, chosen in found.items()}
 
 
@@ -48,7 +57,10 @@ def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:
 
 
 def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
-    """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), unbiased pass@k (arXiv 2107.03374, eq. 1). Raises ValueError if n < k."""
+    """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), unbiased pass@k (arXiv 2107.03374, eq.
+
+    1). Raises ValueError if n < k.
+    """
     groups = Groups(group)
     sizes = groups.sizes
     if bool((sizes < k).any()):
@@ -67,6 +79,8 @@ def reflection_counts(responses: Sequence[str], phrases: Sequence[str]) -> Tenso
 
 
 def repeats_itself(tokens: Tensor, window: int) -> bool:
-    """Return whether the last `window` of tokens (T,) repeat one phrase at least four times (repeat detection of Kimi k1.5)."""
+    """Return whether the last `window` of tokens (T,) repeat one phrase at least four times (repeat detection of Kimi
+    k1.5).
+    """
     last = tokens[-window:]
     return len(last) == window and any(torch.equal(last[n:], last[:-n]) for n in range(1, window // 4 + 1))

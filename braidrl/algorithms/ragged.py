@@ -1,4 +1,5 @@
-"""Ragged tensors: rows of different lengths as flat values and offsets. Payload columns have this form in every computation.
+"""Ragged tensors: rows of different lengths as flat values and offsets. Payload columns have this form in every
+computation.
 
 values_N   x0 x0 x0 | x1 | x2 x2          N = all entries, joined
 offsets    0          3    4       6      B + 1 numbers; row b is values[offsets[b]:offsets[b + 1]]
@@ -17,7 +18,9 @@ from braidrl.algorithms.registry import responses
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths: `values` (N, ...) holds the rows joined, `offsets` (B + 1, int64) the start of each and the last end."""
+    """Rows of different lengths: `values` (N, ...) holds the rows joined, `offsets` (B + 1, int64) the start of each
+    and the last end.
+    """
 
     values: Tensor
     offsets: Tensor
@@ -85,7 +88,10 @@ class Ragged:
         return Ragged(values, self.offsets)
 
     def take(self, rows: Tensor) -> "Ragged":
-        """Return the rows at these positions (K,) int64, in the given order; positions may repeat. Consecutive rows are not copied."""
+        """Return the rows at these positions (K,) int64, in the given order; positions may repeat.
+
+        Consecutive rows are not copied.
+        """
         if len(rows) and rows.device.type == "cpu" and bool((rows.diff() == 1).all()) and int(rows[0]) >= 0:
             first, end = int(rows[0]), int(rows[-1]) + 1
             begin = self.offsets[first]
@@ -120,7 +126,9 @@ def offsets_of(lengths: Tensor) -> Tensor:
 def join_response(
     prompt: Ragged, response: Ragged, response_mask: Ragged | None = None
 ) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
-    """Join prompt and response ids as sequences, with masks and lengths; actions are all response tokens, or those of `response_mask`."""
+    """Join prompt and response ids as sequences, with masks and lengths; actions are all response tokens, or those of
+    `response_mask`.
+    """
     length, offsets = prompt.lengths + response.lengths, offsets_of(prompt.lengths + response.lengths)
     tokens = prompt.values.new_empty(len(prompt.values) + len(response.values))
     mask = torch.zeros_like(tokens, dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""Counter-based random numbers: a pure function of keys. The same keys give the same number on any device, in any batch, in any order.
+"""Counter-based random numbers: a pure function of keys. The same keys give the same number on any device, in any
+batch, in any order.
 
     keys (seed, "sample", stage, group, sample, position)  ──▶  64 mixed bits  ──▶  a number in [0, 1)
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 Key = int | str | Tensor
 
-# The increment and the multipliers of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+# The increment and the multipliers of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+# generators").
 INCREMENT = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
@@ -23,8 +25,8 @@ MASK = (1 << 64) - 1
 def hashed(*keys: Key) -> Tensor:
     """Return 64 well-mixed bits (int64) for each combination of the broadcast keys.
 
-    A key is an int (modulo 2^64), a text (a purpose, a stage) or an integer tensor; tensors broadcast and must share a device.
-    Put the widest tensor last: earlier keys are then mixed at their own smaller shape.
+    A key is an int (modulo 2^64), a text (a purpose, a stage) or an integer tensor; tensors broadcast and must share a
+    device. Put the widest tensor last: earlier keys are then mixed at their own smaller shape.
     """
     state: int | Tensor = 0
     for key in keys:

@@ -1,14 +1,15 @@
 """Registries of algorithms by name; a recipe, a YAML flow or a user's own file selects from them.
 
-A registered function is a plain function. Its positional parameters are the columns that it reads, its keyword-only parameters
-are its settings. `writes` names the columns that it returns.
+A registered function is a plain function. Its positional parameters are the columns that it reads, its keyword-only
+parameters are its settings. `writes` names the columns that it returns.
 
     @advantages.register(writes=["advantage"], scope="group")
     def group_centered(reward: Tensor, group: Tensor) -> Tensor: ...
 
 A positional parameter with the default None is an optional column: it is read if an earlier stage writes it.
 
-The rows of a batch are spread over processes. A function of scope `batch` is called with some rows at a time, and is given their sums:
+The rows of a batch are spread over processes. A function of scope `batch` is called with some rows at a time, and is
+given their sums:
 
     def count_and_sum(reward: Tensor) -> dict[str, Tensor]:
         return {"sum": reward.sum(), "rows": torch.tensor(len(reward))}
@@ -74,7 +75,10 @@ class Entry:
         return self.columns.get(parameter, parameter)
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raise ValueError for an unknown, missing or invalid setting. A name of the state is also a setting: it sets the initial value."""
+        """Raise ValueError for an unknown, missing or invalid setting.
+
+        A name of the state is also a setting: it sets the initial value.
+        """
         known = {**self.settings, **self.state}
         for name, value in given.items():
             if name not in known:
@@ -101,21 +105,30 @@ class Registry(dict[str, Entry]):
         self.family = family
 
     def register(
-        self, name: str | None = None, *, writes: Sequence[str] = (), scope: ScopeName = "row",
-        sums: Callable[..., Any] | None = None, columns: dict[str, str] | None = None,
-        state: dict[str, float] | None = None, update_state: Callable[..., dict[str, float]] | None = None,
-        needs: Needs | None = None, denominator: str = "tokens",
-    ) -> Callable[[F], F]:  # fmt: skip
+        self,
+        name: str | None = None,
+        *,
+        writes: Sequence[str] = (),
+        scope: ScopeName = "row",
+        sums: Callable[..., Any] | None = None,
+        columns: dict[str, str] | None = None,
+        state: dict[str, float] | None = None,
+        update_state: Callable[..., dict[str, float]] | None = None,
+        needs: Needs | None = None,
+        denominator: str = "tokens",
+    ) -> Callable[[F], F]:
         """Return a decorator that registers a function.
 
         Args:
             name: By default the function's own.
             writes: Columns that it returns.
             scope: The rows that it must see at once.
-            sums: For scope `batch`: `sums(columns, **settings)` returns a dict of numbers or tensors, which are added up over all rows; the
+            sums: For scope `batch`: `sums(columns, **settings)` returns a dict of numbers or tensors, which are added
+            up over all rows; the
                 function receives the totals as its keyword `totals`.
             columns: Columns of parameters whose names differ from the columns': `{"baseline": "greedy.reward"}`.
-            state: Initial values of a small state that its stage owns, such as a KL coefficient; the function receives it as its keyword
+            state: Initial values of a small state that its stage owns, such as a KL coefficient; the function receives
+            it as its keyword
                 `state`.
             update_state: `update_state(state, totals, **settings)` returns the next state, once per iteration.
             needs: Requirements of the function.
@@ -128,7 +141,8 @@ class Registry(dict[str, Entry]):
             raise ValueError("a state needs its initial values, the function that updates it and the sums for that")
         if scope == "batch" and sums is None:
             raise ValueError(
-                f"a {self.family} of scope `batch` sees some rows of the batch at a time; give `sums`, a function of the same columns that "
+                f"a {self.family} of scope `batch` sees some rows of the batch at a time; give `sums`, a function of "
+                "the same columns that "
                 "returns a dict of what is added up over all rows, and take the result as the keyword `totals`"
             )
         if denominator not in DENOMINATORS:
@@ -150,9 +164,21 @@ class Registry(dict[str, Entry]):
                     if not has_default:
                         required.append(parameter.name)
             entry = Entry(
-                title, function, tuple(reads), tuple(optional), settings, tuple(required), tuple(writes), scope, sums,
-                columns or {}, state or {}, update_state, needs or Needs(), denominator,
-            )  # fmt: skip
+                title,
+                function,
+                tuple(reads),
+                tuple(optional),
+                settings,
+                tuple(required),
+                tuple(writes),
+                scope,
+                sums,
+                columns or {},
+                state or {},
+                update_state,
+                needs or Needs(),
+                denominator,
+            )
             if both := set(entry.state) & set(entry.settings):
                 raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
             known = self.get(entry.name)

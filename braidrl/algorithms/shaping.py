@@ -18,7 +18,8 @@ CUT_OFF = 1
 
 @shapes.register(writes=["reward"], needs=Needs({"max_response_tokens": (1, 1 << 40), "cache": (1, 1 << 40)}))
 def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_tokens: int, cache: int) -> Tensor:
-    """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at max, −1 beyond.
+    """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at max, −1
+    beyond.
 
     DAPO, arXiv 2503.14476, equation 13. Raises ValueError unless 0 < cache ≤ max.
     """
@@ -32,7 +33,8 @@ def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_toke
 def overlong_filter(finish_reason: Tensor, loss_mask: Tensor | None = None) -> Tensor:
     """Return 0 for rows truncated at the length limit and 1 for others, (B,) float32, times an earlier mask.
 
-    Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows are excluded from the loss, but not from their group's statistics.
+    Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows are excluded from the loss, but not from their
+    group's statistics.
     """
     kept = (finish_reason != CUT_OFF).to(torch.float32)
     return kept if loss_mask is None else kept * loss_mask
@@ -48,32 +50,49 @@ def overlong_exclude(
 
 @shapes.register(writes=["token_rewards"], needs=KL)
 def kl_penalty(
-    reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
-    coef: float, estimator: str = "k1",
-) -> Ragged:  # fmt: skip
+    reward: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    coef: float,
+    estimator: str = "k1",
+) -> Ragged:
     """Return −coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
 
-    arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
-    and the engine's `rollout_log_probs` otherwise.
+    arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage
+    writes them and the engine's `rollout_log_probs` otherwise.
     """
     return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -coef)
 
 
 @shapes.register(writes=["reward"], needs=KL)
 def row_kl_penalty(
-    reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
-    coef: float, estimator: str = "k1",
-) -> Tensor:  # fmt: skip
-    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv 1909.08593, equation 2."""
+    reward: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    coef: float,
+    estimator: str = "k1",
+) -> Tensor:
+    """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv
+    1909.08593, equation 2.
+    """
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return reward - coef * kl.row_sums().to(reward.dtype)
 
 
 @shapes.register(writes=["advantages"], needs=KL)
 def advantage_kl_penalty(
-    advantage: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
-    coef: float, estimator: str = "k1",
-) -> Ragged:  # fmt: skip
+    advantage: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    coef: float,
+    estimator: str = "k1",
+) -> Ragged:
     """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
     This is a KL penalty per token in the return, while the baseline has none, as in ReMax, arXiv 2310.10505.
@@ -83,9 +102,13 @@ def advantage_kl_penalty(
 
 
 def kl_sums(
-    reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
+    reward: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
     estimator: str = "k1",
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Return the sums for the batch's mean KL per row."""
     kl = kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator)
     return {"kl": kl.values.double().sum(), "rows": torch.tensor(float(len(kl)))}
@@ -94,7 +117,9 @@ def kl_sums(
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1
 ) -> dict[str, float]:
-    """Return coef·(1 + gain·e), e the relative error of the batch's mean KL, clamped to ±0.2. arXiv 1909.08593, section 2.2."""
+    """Return coef·(1 + gain·e), e the relative error of the batch's mean KL, clamped to ±0.2. arXiv 1909.08593, section
+    2.2.
+    """
     kl = totals["kl"] / max(totals["rows"], 1.0)
     error = max(-0.2, min(0.2, (kl - target) / target))
     return {"coef": state["coef"] * (1 + gain * error)}
@@ -108,18 +133,33 @@ def next_kl_coefficient(
     needs=replace(KL, limits={"coef": (0, 1e6), "target": (1e-9, 1e6), "gain": (0, 1e6)}),
 )
 def adaptive_kl_penalty(
-    reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
-    target: float, gain: float = 0.1, estimator: str = "k1", state: dict[str, float],
-) -> Ragged:  # fmt: skip
-    """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv 1909.08593, section 2.2."""
+    reward: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    target: float,
+    gain: float = 0.1,
+    estimator: str = "k1",
+    state: dict[str, float],
+) -> Ragged:
+    """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv
+    1909.08593, section 2.2.
+    """
     return kl_shaped(reward, kl_of(rollout_log_probs, ref_log_probs, old_log_probs, estimator), -state["coef"])
 
 
 @shapes.register(writes=["token_rewards", "cost_token_rewards"], needs=KL)
 def safe_rlhf_kl_penalty(
-    reward: Tensor, cost: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None,
-    *, coef: float, estimator: str = "k1",
-) -> tuple[Ragged, Ragged]:  # fmt: skip
+    reward: Tensor,
+    cost: Tensor,
+    rollout_log_probs: Ragged,
+    ref_log_probs: Ragged,
+    old_log_probs: Ragged | None = None,
+    *,
+    coef: float,
+    estimator: str = "k1",
+) -> tuple[Ragged, Ragged]:
     """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
     Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then contains the penalty coef/2 for every λ.

@@ -1,7 +1,7 @@
 """Advantages per action token: GAE and others, and whitening over the batch in two passes: sums, then apply.
 
-GAE's recursion runs over a row's action tokens in order, across its sequences. Prompt and observation tokens were not sampled and are
-skipped: δ_t compares an action token with the row's next one.
+GAE's recursion runs over a row's action tokens in order, across its sequences. Prompt and observation tokens were not
+sampled and are skipped: δ_t compares an action token with the row's next one.
 """
 
 import torch
@@ -42,7 +42,9 @@ def sums_to_go(rows: Ragged, decay: Tensor | float) -> Ragged:
 
 
 def residuals(values: Ragged, reward: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Return δ_t = r_t + γ·V_{t+1} − V_t with V = 0 after a row; r are `token_rewards`, or `reward` (B,) at its last action token."""
+    """Return δ_t = r_t + γ·V_{t+1} − V_t with V = 0 after a row; r are `token_rewards`, or `reward` (B,) at its last
+    action token.
+    """
     v = values.values
     rewards = at_row_end(reward.to(v.dtype), values) if token_rewards is None else token_rewards
     following = torch.cat([v[1:], v.new_zeros(min(len(v), 1))]) * ~is_row_end(values)
@@ -55,8 +57,8 @@ def gae(
 ) -> tuple[Ragged, Ragged]:
     """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
-    GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward` is given at the row's
-    last action token.
+    GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward` is given
+    at the row's last action token.
 
     Args:
         gamma: Discount per action token.
@@ -72,13 +74,19 @@ def gae(
     needs=Needs({"gamma": (0, 1), "lam_critic": (0, 1), "lam_actor": (0, 1), "alpha": (1e-6, 1e6)}),
 )
 def decoupled_gae(
-    values: Ragged, reward: Tensor, token_rewards: Ragged | None = None, *, gamma: float = 1.0, lam_critic: float = 1.0,
-    lam_actor: float | None = None, alpha: float = 0.05,
-) -> tuple[Ragged, Ragged]:  # fmt: skip
+    values: Ragged,
+    reward: Tensor,
+    token_rewards: Ragged | None = None,
+    *,
+    gamma: float = 1.0,
+    lam_critic: float = 1.0,
+    lam_actor: float | None = None,
+    alpha: float = 0.05,
+) -> tuple[Ragged, Ragged]:
     """Return `gae` with one λ for the advantages and another for the critic's returns.
 
-    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l), in [0, 1], for a row of l
-    action tokens.
+    VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l), in [0, 1],
+    for a row of l action tokens.
     """
     delta = residuals(values, reward, token_rewards, gamma)
     adaptive = (1 - 1 / (alpha * values.lengths.clamp(min=1).double())).clamp(0, 1)
@@ -123,7 +131,9 @@ def whiten(
 
 
 def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) is given at the row's last one."""
+    """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) is given at the row's last
+    one.
+    """
     if token_rewards is None:
         empty = reward.new_zeros(int(action_tokens.sum()))
         token_rewards = at_row_end(reward, Ragged.from_lengths(empty, action_tokens))
@@ -131,18 +141,28 @@ def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged |
 
 
 def return_sums(
-    reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
-    *, gamma: float = 1.0,
-) -> BatchSums:  # fmt: skip
+    reward: Tensor,
+    action_tokens: Tensor,
+    token_rewards: Ragged | None = None,
+    statistics_mask: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+) -> BatchSums:
     """Return the moments of the batch's returns-to-go."""
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
 
 
 @advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=Needs({"gamma": (0, 1)}))
 def reinforce_plus_plus(
-    reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
-    *, gamma: float = 1.0, epsilon: float = 1e-8, totals: BatchSums,
-) -> Ragged:  # fmt: skip
+    reward: Tensor,
+    action_tokens: Tensor,
+    token_rewards: Ragged | None = None,
+    statistics_mask: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    epsilon: float = 1e-8,
+    totals: BatchSums,
+) -> Ragged:
     """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
     return whitened(returns_to_go(reward, action_tokens, token_rewards, gamma), totals, epsilon)
 
@@ -154,16 +174,26 @@ def baseline_sums(advantage: Tensor, action_tokens: Tensor, statistics_mask: Ten
 
 @advantages.register(writes=["advantages"], scope="batch", sums=baseline_sums)
 def reinforce_plus_plus_baseline(
-    advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8,
+    advantage: Tensor,
+    action_tokens: Tensor,
+    statistics_mask: Tensor | None = None,
+    *,
+    epsilon: float = 1e-8,
     totals: BatchSums,
-) -> Ragged:  # fmt: skip
-    """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens. REINFORCE++ with baseline, arXiv 2501.03262."""
+) -> Ragged:
+    """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens.
+
+    REINFORCE++ with baseline, arXiv 2501.03262.
+    """
     return whitened(returns_to_go(advantage, action_tokens, None, 1.0), totals, epsilon)
 
 
 @advantages.register(writes=["advantages"])
 def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None) -> Ragged:
-    """Return log π_teacher − log π per action token; the teacher is the reference. On-policy distillation, arXiv 2306.13649."""
+    """Return log π_teacher − log π per action token; the teacher is the reference.
+
+    On-policy distillation, arXiv 2306.13649.
+    """
     student = rollout_log_probs if old_log_probs is None else old_log_probs
     return student.with_values(ref_log_probs.values - student.values)
 
@@ -176,7 +206,9 @@ def cost_sums(advantages: Ragged, cost_advantages: Ragged, cost: Tensor) -> Batc
 def next_multiplier(
     state: dict[str, float], totals: dict[str, float], *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> dict[str, float]:
-    """Return max(0, λ + learning_rate·(the batch's mean cost − threshold)): gradient ascent on the constraint. arXiv 2310.12773."""
+    """Return max(0, λ + learning_rate·(the batch's mean cost − threshold)): gradient ascent on the constraint. arXiv
+    2310.12773.
+    """
     mean = totals["cost"] / max(totals["rows"], 1.0)
     return {"multiplier": max(0.0, state["multiplier"] + learning_rate * (mean - threshold))}
 
@@ -189,10 +221,17 @@ def next_multiplier(
     needs=Needs({"multiplier": (0, float("inf")), "learning_rate": (0, 1e6)}),
 )
 def safe_rlhf(
-    advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1,
+    advantages: Ragged,
+    cost_advantages: Ragged,
+    cost: Tensor,
+    *,
+    threshold: float = 0.0,
+    learning_rate: float = 0.1,
     state: dict[str, float],
-) -> Ragged:  # fmt: skip
-    """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per iteration. arXiv 2310.12773."""
+) -> Ragged:
+    """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per iteration. arXiv
+    2310.12773.
+    """
     multiplier = state["multiplier"]
     mixed = advantages.values - multiplier * cost_advantages.values
     return advantages.with_values(mixed / (1 + multiplier))

@@ -16,23 +16,37 @@ from braidrl.errors import UserError, suggest
 from braidrl.importing import PluginRegistry
 
 ALGORITHMS = {
-    "losses": registry.losses, "advantages": registry.advantages, "shapes": registry.shapes, "selections": registry.selections,
-    "aggregations": registry.aggregations, "corrections": registry.corrections, "kl-estimators": registry.divergences,
-}  # fmt: skip
+    "losses": registry.losses,
+    "advantages": registry.advantages,
+    "shapes": registry.shapes,
+    "selections": registry.selections,
+    "aggregations": registry.aggregations,
+    "corrections": registry.corrections,
+    "kl-estimators": registry.divergences,
+}
 PLUGINS = {
-    "recipes": "braidrl.flow.recipes:RECIPES", "conversions": "braidrl.data.conversions:CONVERSIONS",
+    "recipes": "braidrl.flow.recipes:RECIPES",
+    "conversions": "braidrl.data.conversions:CONVERSIONS",
     "rewards": "braidrl.rewards.verifiers:VERIFIERS",
     "engines": "braidrl.engines.engine:ENGINES",
-    "backends": "braidrl.training.backends:BACKENDS", "optimizers": "braidrl.training.optimizer:OPTIMIZERS",
-    "trackers": "braidrl.observe.trackers:TRACKERS", "samplers": "braidrl.queue.samplers:SAMPLERS",
-    "transports": "braidrl.weights.publisher:TRANSPORTS", "protocols": "braidrl.runtimes.hybrid.protocols:PROTOCOLS",
-}  # fmt: skip
+    "backends": "braidrl.training.backends:BACKENDS",
+    "optimizers": "braidrl.training.optimizer:OPTIMIZERS",
+    "trackers": "braidrl.observe.trackers:TRACKERS",
+    "samplers": "braidrl.queue.samplers:SAMPLERS",
+    "transports": "braidrl.weights.publisher:TRANSPORTS",
+    "protocols": "braidrl.runtimes.hybrid.protocols:PROTOCOLS",
+}
 KINDS = (*ALGORITHMS, "environments", *PLUGINS)
 SCHEMES = {
     "gem:NAME": "An environment of the package gem-llm, such as gem:game:GuessTheNumber-v0-easy.",
-    "mcp:SERVER": "Tools of an MCP server, a command such as mcp:python server.py or an address; a verifier scores the answer.",
+    "mcp:SERVER": (
+        "Tools of an MCP server, a command such as mcp:python server.py or an address; a verifier scores the answer."
+    ),
     "openenv:ADDRESS": "An environment that a server of OpenEnv has, such as openenv:http://127.0.0.1:8000.",
-    "verifiers:NAME": "An environment of the package verifiers, or a file with load_environment; it talks to an endpoint as agents do.",
+    "verifiers:NAME": (
+        "An environment of the package verifiers, or a file with load_environment; it talks to an endpoint as agents "
+        "do."
+    ),
     "agent:MODULE:FUNCTION": "A whole agent with its own loop, which talks to an OpenAI-compatible endpoint.",
     "MODULE:CLASS": "Your own: a class with reset and step, or a function of all texts so far.",
 }

@@ -1,4 +1,5 @@
-"""`braid check MODEL`: properties measured on a tiny model of the same structure, one per line, with the figure and its bound.
+"""`braid check MODEL`: properties measured on a tiny model of the same structure, one per line, with the figure and its
+bound.
 
 ok      packed rows equal rows alone: log-probs       4.8e-07   (bound 2.0e-04)
 REFUSED pipeline ranks equal one                  its layers take the ids of the tokens
@@ -20,9 +21,11 @@ WIDTH = 52
 
 
 def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | None = None) -> bool:
-    """Print a model's table; return True if it may train. A run that needs an optional property that does not hold is refused.
+    """Print a model's table; return True if it may train. A run that needs an optional property that does not hold is
+    refused.
 
-    `layouts` also starts two ranks for each layout; `vllm`, an interpreter that has it, compares with vLLM. Raises UserError for no model.
+    `layouts` also starts two ranks for each layout; `vllm`, an interpreter that has it, compares with vLLM. Raises
+    UserError for no model.
     """
     config = config_of(model)
     try:

@@ -1,4 +1,5 @@
-"""The `braid` command: its subcommands and exit codes. A user error is a message of one line; `--debug` adds the traceback.
+"""The `braid` command: its subcommands and exit codes. A user error is a message of one line; `--debug` adds the
+traceback.
 
 The other modules of this room each do the work of one subcommand, which imports them when it runs.
 """
@@ -32,7 +33,10 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG.yaml] [KEY=VALUE]...",
-        help="A configuration, if needed; then dotted keys, as in trainer.steps=10, or YAML files whose keys override the first.",
+        help=(
+            "A configuration, if needed; then dotted keys, as in trainer.steps=10, or YAML files whose keys override "
+            "the first."
+        ),
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(file_okay=False, help="A run folder.")]
@@ -56,9 +60,12 @@ def before_commands(
 
 
 app = typer.Typer(
-    callback=before_commands, no_args_is_help=True, invoke_without_command=True, add_completion=False,
+    callback=before_commands,
+    no_args_is_help=True,
+    invoke_without_command=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
-)  # fmt: skip
+)
 checkpoint = typer.Typer(no_args_is_help=True, help="A run's checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
 
@@ -102,7 +109,9 @@ def train(
 
 @app.command("eval")
 def evaluate(settings: Settings = None) -> None:
-    """Evaluate a model, or a checkpoint given as model=, on the sets in data.eval; a reward model on pairs of responses."""
+    """Evaluate a model, or a checkpoint given as model=, on the sets in data.eval; a reward model on pairs of
+    responses.
+    """
     from braidrl.config import load_config
     from braidrl.config.reading import given_keys
     from braidrl.runtimes.evaluation import evaluate_model
@@ -153,7 +162,9 @@ def flow(
 
 @app.command()
 def data(settings: Settings = None) -> None:
-    """Show the data of a configuration: counts, lengths, samples as the model sees them, and skipped records with reasons."""
+    """Show the data of a configuration: counts, lengths, samples as the model sees them, and skipped records with
+    reasons.
+    """
     from braidrl.cli.show_data import show_data
     from braidrl.config import load_config
 
@@ -198,7 +209,9 @@ def check(
     layouts: Annotated[bool, typer.Option("--layouts", help="Also compare two ranks in each layout.")] = False,
     vllm: Annotated[Path | None, typer.Option(help="Also compare with vLLM, by an interpreter that has it.")] = None,
 ) -> None:
-    """Check on a tiny model of the same structure that a model trains correctly; the exit code is 1 if it may not train."""
+    """Check on a tiny model of the same structure that a model trains correctly; the exit code is 1 if it may not
+    train.
+    """
     from braidrl.cli.check_model import check as check_model
 
     if not check_model(model, layouts, typer.echo, vllm):
@@ -241,7 +254,10 @@ def doctor(
         bool, typer.Option("--cluster", help="Check a Ray cluster, and a configuration's paths.")
     ] = False,
 ) -> None:
-    """Check this machine: versions, devices, memory, and a training step on a tiny model. With --cluster, every node of a Ray cluster."""
+    """Check this machine: versions, devices, memory, and a training step on a tiny model.
+
+    With --cluster, every node of a Ray cluster.
+    """
     from braidrl.cli.doctor import examine, examine_cluster
     from braidrl.config import load_config
 
@@ -316,7 +332,8 @@ def main() -> None:
             most, _ = resource.getrlimit(limit)
             if most != resource.RLIM_INFINITY and most < least:
                 raise UserError(
-                    f"this process may have {most / unit:.4g} {what}, and needs at least {least / unit:g}; raise the limit"
+                    f"this process may have {most / unit:.4g} {what}, and needs at least {least / unit:g}; raise the "
+                    "limit"
                 )
         app(arguments, standalone_mode=True)
     except Exception as error:

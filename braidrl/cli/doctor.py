@@ -1,4 +1,5 @@
-"""`braid doctor`: a report on this machine with a training step of a tiny model, or with `--cluster` on every node of a Ray cluster.
+"""`braid doctor`: a report on this machine with a training step of a tiny model, or with `--cluster` on every node of a
+Ray cluster.
 
                                    ┌─ look ───▶ versions, devices, models, data and the run's folder as this node sees them
 command ──▶ Inspector on each node ┴─ reach ──▶ a port of every other node               reports ──problems──▶ a line each
@@ -66,9 +67,15 @@ def trains(say: Callable[[str], None]) -> bool:
     # Variable-length attention on CUDA supports only half precision.
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config = Qwen3Config(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, attn_implementation=ATTENTION,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        attn_implementation=ATTENTION,
+    )
     model = Qwen3ForCausalLM(config).to(device, dtype)
     tokens = torch.arange(48, device=device) % 64
     start = time.perf_counter()
@@ -104,7 +111,10 @@ class Inspector:
         self._server = socket.create_server(("", 0))
 
     def look(self, node: str, paths: Mapping[str, str], folder: Path | None, mark: str) -> NodeReport:
-        """Return the findings on this node. The command has made the file `mark` in the run's `folder`; `paths` are by key."""
+        """Return the findings on this node.
+
+        The command has made the file `mark` in the run's `folder`; `paths` are by key.
+        """
         import ray
 
         versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
@@ -144,7 +154,10 @@ def unusable(folder: Path, mark: str, own: str) -> str:
 
 
 def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
-    """Report each node and each problem in a line; return False if there is a problem. Raises UserError without a cluster."""
+    """Report each node and each problem in a line; return False if there is a problem.
+
+    Raises UserError without a cluster.
+    """
     settings = config.cluster if config is not None else ClusterConfig()
     address = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
     cluster = RayCluster(settings.model_copy(update={"address": address}), "auto")
@@ -217,7 +230,8 @@ def problems(reports: Sequence[NodeReport]) -> list[str]:
     answered = [report for report in reports if report.versions]
     have = sum(bool(report.devices) for report in reports)
     lines = [
-        f"{report.node} has {name} {report.versions[name]}, and {answered[0].node} has {usual}; install one version everywhere"
+        f"{report.node} has {name} {report.versions[name]}, and {answered[0].node} has {usual}; install one version "
+        "everywhere"
         for name, usual in (answered[0].versions.items() if answered else ())
         for report in answered[1:]
         if report.versions[name] != usual

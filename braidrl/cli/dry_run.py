@@ -27,7 +27,10 @@ from braidrl.training.role_settings import USUAL_TOKENS
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
-    """Check as a run does, and print the memory of each device and a verdict. Raises Problems with all independent errors, a line each."""
+    """Check as a run does, and print the memory of each device and a verdict.
+
+    Raises Problems with all independent errors, a line each.
+    """
     problems: list[str] = []
 
     def noted(check: Callable[[], Any]) -> Any:
@@ -81,7 +84,10 @@ REMEDIES = {
     "activations": "set trainer.activation_checkpointing=true, or lower trainer.max_tokens_per_device",
 }
 """Remedies by the part of memory to reduce."""
-STATE = "divide it over more devices by trainer.layout={shard: full}, train adapters by trainer.lora={}, or set trainer.resident_gib"
+STATE = (
+    "divide it over more devices by trainer.layout={shard: full}, train adapters by trainer.lora={}, or set "
+    "trainer.resident_gib"
+)
 
 
 def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]) -> Iterator[str]:
@@ -109,7 +115,8 @@ def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]
             yield f"verdict: fits, {in_units(needed)} of the {in_units(memory)} of {where}; {largest}"
         else:
             yield (
-                f"verdict: does not fit, {in_units(needed)} are more than the {in_units(memory)} of {where}; {largest}: "
+                f"verdict: does not fit, {in_units(needed)} are more than the {in_units(memory)} of {where}; "
+                f"{largest}: "
                 f"{REMEDIES.get(part, STATE)}"
             )
     if lacking(config):
@@ -149,7 +156,8 @@ def show(
     batch = [
         f"a step: {trainer.prompts_per_step:,} prompts x {config.rollout.samples_per_prompt} samples = {rows:,} rows, "
         f"{-(-rows // (trainer.rows_per_update or rows)) * trainer.epochs} updates",
-        f"a micro-batch: at most {tokens:,} tokens per device, {tokens // longest_row} rows of the longest ({longest_row:,} tokens)",
+        f"a micro-batch: at most {tokens:,} tokens per device, {tokens // longest_row} rows of the longest "
+        f"({longest_row:,} tokens)",
     ]
     pools, available, devices = pools_of_run(prepared), device_count(config.device), list[str]()
     if available is not None:

@@ -1,4 +1,5 @@
-"""`braid import-config verl.yaml`: conversion of a verl configuration to Braid, and a line for each key without a counterpart.
+"""`braid import-config verl.yaml`: conversion of a verl configuration to Braid, and a line for each key without a
+counterpart.
 
 verl.yaml ──keys──▶ verl_keys.yaml: key of Braid, rule ──▶ braid.yaml, checked        keys left over ──▶ a line each
 """
@@ -24,9 +25,13 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 UNSET = ("", "???", -1)
 """Placeholders in verl's configuration for missing or derived values."""
 FLOWS = {
-    "grpo": "grpo", "gae": "ppo", "rloo": "rloo", "remax": "remax", "reinforce_plus_plus": "reinforce_plus_plus",
+    "grpo": "grpo",
+    "gae": "ppo",
+    "rloo": "rloo",
+    "remax": "remax",
+    "reinforce_plus_plus": "reinforce_plus_plus",
     "grpo_passk": "grpo",
-}  # fmt: skip
+}
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 HAVE_KL_IN_REWARD = ("ppo", "rloo", "reinforce_plus_plus")
 OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
@@ -48,8 +53,9 @@ class Imported:
     def flow(self) -> str:
         named = str(self.given.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
         dynamic = self.given.get("algorithm.filter_groups.enable") or "dapo" in (
-            self.given.get("reward_model.reward_manager"), self.given.get("reward.reward_manager.name"),
-        )  # fmt: skip
+            self.given.get("reward_model.reward_manager"),
+            self.given.get("reward.reward_manager.name"),
+        )
         return "dapo" if dynamic and named == "grpo" else FLOWS.get(named, "grpo")
 
     @property
@@ -61,8 +67,8 @@ class Left(str):
     """The advice for a key without a counterpart."""
 
 
-# A rule is a function of the import, verl's value and Braid's key. It returns the value of that key, a `Left`, or None, which leaves the
-# key out; it may also set keys of the import itself.
+# A rule is a function of the import, verl's value and Braid's key. It returns the value of that key, a `Left`, or None,
+# which leaves the key out; it may also set keys of the import itself.
 
 
 def flow(one: Imported, value: Any, to: str) -> Any:
@@ -159,7 +165,8 @@ def verify(one: Imported, value: Any, to: str) -> Any:
             function = one.given.get(f"{key}.name") or "compute_score"
             one.made["reward.verify"] = f"{path}:{function}"
             one.left[f"{key}.path"] = (
-                f"rename the parameters of {function}: data_source to source, solution_str to response, ground_truth to answer, "
+                f"rename the parameters of {function}: data_source to source, solution_str to response, ground_truth "
+                "to answer, "
                 "extra_info to metadata"
             )
 
@@ -188,8 +195,19 @@ def trackers(one: Imported, value: Any, to: str) -> Any:
 
 RULES: dict[str, Callable[[Imported, Any, str], Any]] = {
     "": lambda one, value, to: None if value in UNSET else value,
-    "flow": flow, "kl": kl, "clip": clip, "correction": correction, "eval_sets": eval_sets, "field_name": of_source, "first": of_source,
-    "lora": lora, "shard": shard, "vllm_more": vllm_more, "verify": verify, "reward_model": reward_model, "workers": workers,
+    "flow": flow,
+    "kl": kl,
+    "clip": clip,
+    "correction": correction,
+    "eval_sets": eval_sets,
+    "field_name": of_source,
+    "first": of_source,
+    "lora": lora,
+    "shard": shard,
+    "vllm_more": vllm_more,
+    "verify": verify,
+    "reward_model": reward_model,
+    "workers": workers,
     "trackers": trackers,
     **{name: partial(axis, name) for name in ("tensor", "pipeline", "sequence")},
     "dynamic": lambda one, value, to: one.flow,
@@ -207,11 +225,14 @@ RULES: dict[str, Callable[[Imported, Any, str], Any]] = {
     "vllm": lambda one, value, to: (
         value if one.given.get(f"{ROLLOUT}.name") == "vllm" and (to, value) not in ONE else None
     ),
-}  # fmt: skip
+}
 
 
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the nested keys of a Braid configuration, and verl's keys without a counterpart. Raises UserError if it is no file of verl."""
+    """Return the nested keys of a Braid configuration, and verl's keys without a counterpart.
+
+    Raises UserError if it is no file of verl.
+    """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
     tree = read_yaml(path)
@@ -271,7 +292,10 @@ def row_of(key: str, table: Mapping[str, dict[str, Any]]) -> dict[str, Any] | No
 
 
 def write_imported(path: Path, target: Path) -> Iterator[str]:
-    """Convert a verl configuration to a Braid file, and yield the lines to print. Raises UserError if the target exists."""
+    """Convert a verl configuration to a Braid file, and yield the lines to print.
+
+    Raises UserError if the target exists.
+    """
     if target.exists():
         raise UserError(f"{target} exists; nothing was overwritten")
     tree, left = import_config(path)

@@ -48,7 +48,10 @@ class Wanted:
 
 
 def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | None, console: Console) -> list[Plan]:
-    """Find the best plans, print them, and write the first. Raises UserError for what cannot be planned, and for models that do not fit."""
+    """Find the best plans, print them, and write the first.
+
+    Raises UserError for what cannot be planned, and for models that do not fit.
+    """
     problem = problem_of(config, wanted)
     plans = best_plans(problem, wanted)
     show(problem, plans, console)
@@ -102,7 +105,8 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
         found += search.colocated("distributed")
         found += search.hybrid()
     if any(model.generates for model in problem.models.values()):
-        # For each bound on staleness from the configuration's on. Staleness adds stages: recomputed log-probs for a correction.
+        # For each bound on staleness from the configuration's on. Staleness adds stages: recomputed log-probs for a
+        # correction.
         given = problem.config.trainer.max_staleness
         for staleness in range(given, max(given, wanted.max_staleness or 0) + 1):
             trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
@@ -113,7 +117,10 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
 
 
 def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
-    """Fit rates to runs on one kind of device, and add them to a file with the rates of other kinds. Raises UserError without rollouts."""
+    """Fit rates to runs on one kind of device, and add them to a file with the rates of other kinds.
+
+    Raises UserError without rollouts.
+    """
     cluster = read_cluster(devices)
     known = read_rates(file) if file.is_file() else {}
     rates = calibrate([observe(run, cluster) for run in runs], known)

@@ -40,7 +40,8 @@ def show_data(config: Config, console: Console | None = None) -> None:
     for key, source in named.items():
         console.print(f"[bold]{key}[/bold]  {escape(str(source.path))}", soft_wrap=True)
         console.print(
-            f"{len(source)} examples, {source.dropped} dropped as longer than data.max_prompt_tokens={config.data.max_prompt_tokens}"
+            f"{len(source)} examples, {source.dropped} dropped as longer than "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
         )
         for reason, count in source.facts.left_out.items():
             console.print(f"{count} records left out because {escape(reason)}")

@@ -30,7 +30,10 @@ class TaskFailed(Exception):
 
 
 def main(descriptor: int) -> NoReturn:
-    """Do the first task that arrives over the connection at a file descriptor. End after the task, or when the parent is gone."""
+    """Do the first task that arrives over the connection at a file descriptor.
+
+    End after the task, or when the parent is gone.
+    """
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     task = unpack_message(connection.recv_bytes(), ProcessSpec)
@@ -88,7 +91,9 @@ def end_with(connection: Connection, task: ProcessSpec) -> None:
 
 
 def end_at_once(status: int = FAILED) -> NoReturn:
-    """End without waiting for other ranks, which may be stuck, or for library threads; processes started here end first."""
+    """End without waiting for other ranks, which may be stuck, or for library threads; processes started here end
+    first.
+    """
     try:
         for call in at_end:
             call()

@@ -1,6 +1,8 @@
-"""Kinds of devices with their makers' figures (memory, bandwidths, peak operations) from `kinds.yaml`, and clusters of them.
+"""Kinds of devices with their makers' figures (memory, bandwidths, peak operations) from `kinds.yaml`, and clusters of
+them.
 
-"8x8xH100-80GB"  8 nodes of 8 devices        "4x8xH100-80GB+2x8xA100-80GB"  mixed kinds        "cpu"  the cores of this machine
+"8x8xH100-80GB"  8 nodes of 8 devices        "4x8xH100-80GB+2x8xA100-80GB"  mixed kinds        "cpu"  the cores of this
+                 machine
 "devices.yaml"   {kinds: {...}, groups: [{kind: H100-80GB, nodes: 8, devices: 8}]}
 """
 
@@ -92,7 +94,10 @@ class Cluster(Section):
 
 
 def read_cluster(text: str) -> Cluster:
-    """Parse the value of `--devices`. Raises UserError for a wrong form or an unknown kind; the message names the nearest one."""
+    """Parse the value of `--devices`.
+
+    Raises UserError for a wrong form or an unknown kind; the message names the nearest one.
+    """
     kinds, groups = known_kinds(), list[NodeGroup]()
     if text.endswith((".yaml", ".yml")):
         path = Path(text)

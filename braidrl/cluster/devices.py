@@ -2,10 +2,10 @@
 
 process pools and the engines that each process starts ──▶ {process: its own device, the devices of each of its engines}
 
-A process sees only its own devices: CUDA_VISIBLE_DEVICES is set before it imports torch, so `cuda` is always its own. If there are
-enough devices, engine processes get their own; otherwise they share those of their parent. Under Ray the cluster picks the
-devices, and the counts come from here. Ranks started by `torchrun` see all devices of their node and take a share by LOCAL_RANK.
-torch is imported only inside functions: a process that only starts others need not load it.
+A process sees only its own devices: CUDA_VISIBLE_DEVICES is set before it imports torch, so `cuda` is always its own.
+If there are enough devices, engine processes get their own; otherwise they share those of their parent. Under Ray the
+cluster picks the devices, and the counts come from here. Ranks started by `torchrun` see all devices of their node and
+take a share by LOCAL_RANK. torch is imported only inside functions: a process that only starts others need not load it.
 """
 
 import os
@@ -54,7 +54,9 @@ def device_count(name: str) -> int | None:
 
 
 def device_memory(name: str, free: bool = False) -> int | None:
-    """Return the bytes of this process's CUDA device, or its `free` ones; None if the configured `device` is not present."""
+    """Return the bytes of this process's CUDA device, or its `free` ones; None if the configured `device` is not
+    present.
+    """
     import torch
 
     if not device_count(name):
@@ -63,7 +65,10 @@ def device_memory(name: str, free: bool = False) -> int | None:
 
 
 def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str, int]:
-    """Return the devices per process of each pool, with its engines'. Raises UserError, which says `where`, if fewer are `available`."""
+    """Return the devices per process of each pool, with its engines'.
+
+    Raises UserError, which says `where`, if fewer are `available`.
+    """
     apart = {p.name: p.device * (1 + p.engines * p.engine_devices) for p in pools}
     shared = {p.name: p.device * max(1, p.engines * p.engine_devices) for p in pools}
     for each in (apart, shared):
@@ -73,12 +78,16 @@ def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str,
     sizes = ", ".join(f"{p.name}: {p.workers * shared[p.name]}" for p in pools if p.device)
     raise UserError(
         f"the processes of the run need {needed} CUDA devices ({sizes}) and {where} has {available}; "
-        "lower `workers`, `streaming.workers`, `rollout.engines` or `rollout.tensor`, place more roles in one pool, or write device=cpu"
+        "lower `workers`, `streaming.workers`, `rollout.engines` or `rollout.tensor`, place more roles in one pool, "
+        "or write device=cpu"
     )
 
 
 def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
-    """Return the devices of each process on one node, named POOL-NUMBER, in the order of pools. Raises as `devices_each`."""
+    """Return the devices of each process on one node, named POOL-NUMBER, in the order of pools.
+
+    Raises as `devices_each`.
+    """
     each, table, first = devices_each(pools, available, "this machine"), dict[str, Devices](), 0
     for pool in pools:
         for number in range(pool.workers):
@@ -93,7 +102,9 @@ def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
 
 
 def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> Devices:
-    """Return the devices of this process, which starts so many engines: all that it sees, or its share of them under `torchrun`."""
+    """Return the devices of this process, which starts so many engines: all that it sees, or its share of them under
+    `torchrun`.
+    """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rank = int(os.environ["LOCAL_RANK"]) if local > 1 else 0
     pool = Pool(("rank",), local, engines=engines, engine_devices=engine_devices)

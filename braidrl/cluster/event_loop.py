@@ -1,7 +1,7 @@
 """Coroutines for synchronous callers, also inside a running event loop (notebooks, asynchronous servers).
 
-Ctrl-C first cancels the coroutines and is raised after they end. If it were raised inside the loop, tasks would be left behind
-and Python would print their tracebacks.
+Ctrl-C first cancels the coroutines and is raised after they end. If it were raised inside the loop, tasks would be left
+behind and Python would print their tracebacks.
 """
 
 import asyncio
@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 
 class Runner(AbstractContextManager["Runner"]):
-    """An `asyncio.Runner` whose coroutines interrupts cancel. Inside a running event loop they run in a separate thread."""
+    """An `asyncio.Runner` whose coroutines interrupts cancel.
+
+    Inside a running event loop they run in a separate thread.
+    """
 
     def __init__(self) -> None:
         # With a factory, asyncio keeps the caller's event loop as the thread's current one.
@@ -31,7 +34,8 @@ class Runner(AbstractContextManager["Runner"]):
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end and return its result; an interrupt cancels it.
 
-        Raises KeyboardInterrupt if the process's handler of SIGINT or SIGTERM raised it. A second interrupt does not wait for the end.
+        Raises KeyboardInterrupt if the process's handler of SIGINT or SIGTERM raised it. A second interrupt does not
+        wait for the end.
         """
         interrupts, running = list[int](), list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
 

@@ -1,11 +1,14 @@
 """Processes of this machine: two ways to start one, and the launcher that assigns cores and devices.
 
-Spawned      a fresh interpreter, perhaps of another environment                    vLLM, verifiers, processes with devices
-from_server  a copy of a process that has imported the code and computed nothing    ranks, workers, engines on CPUs; starts fast
+Spawned      a fresh interpreter, perhaps of another environment                    vLLM, verifiers, processes with
+             devices
+from_server  a copy of a process that has imported the code and computed nothing    ranks, workers, engines on CPUs;
+             starts fast
 
 parent ◀──connection──▶ process        the process ends when the connection closes; its output goes to the parent's output
 
-The fork server is a copy of a command with all imports done: processes start at once and share the imported code's memory.
+The fork server is a copy of a command with all imports done: processes start at once and share the imported code's
+memory.
 
 a command, all imported ──fork──▶ fork server ──fork──▶ ranks, workers, engines
 """
@@ -94,7 +97,8 @@ class LocalProcess(Process):
     @property
     def status(self) -> int | None:
         """Return the exit status, negative for a signal; None while it runs."""
-        # The fork server reports how its copies ended. If the server was killed, its copies live on and only this status arrives.
+        # The fork server reports how its copies ended. If the server was killed, its copies live on and only this
+        # status arrives.
         status: int | None = self._process.exitcode
         return None if status == SERVER_IS_GONE and not has_ended(self.pid) else status
 
@@ -168,7 +172,8 @@ class LocalProcess(Process):
 
 
 class Spawned(LocalProcess):
-    """A fresh interpreter in its own session: its children are killed with it, and a terminal's Ctrl-C does not reach it.
+    """A fresh interpreter in its own session: its children are killed with it, and a terminal's Ctrl-C does not reach
+    it.
 
     No torch thread is copied, and the user's main script does not run again.
     """
@@ -178,10 +183,18 @@ class Spawned(LocalProcess):
         module, _, function = spec.main.partition(":")
         boot = BOOT if spec.python == sys.executable else BOOT_ELSEWHERE
         process = subprocess.Popen(
-            [*spec.wrapper, spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path, spec.name[:15]])],
-            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *spec.descriptors], start_new_session=True,
+            [
+                *spec.wrapper,
+                spec.python,
+                "-c",
+                boot,
+                json.dumps([theirs.fileno(), module, function, sys.path, spec.name[:15]]),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno(), *spec.descriptors],
+            start_new_session=True,
             env=environment_of(spec, os.environ),
-        )  # fmt: skip
+        )
         theirs.close()
         super().__init__(spec, ours, process)
 
@@ -207,8 +220,8 @@ class Spawned(LocalProcess):
 def from_server(spec: ProcessSpec) -> LocalProcess:
     """Fork from the fork server, a process that has imported the entry's modules. No thread or device is copied.
 
-    A process has one server, whose imports are fixed at its start. A copy that starts copies itself has its own server: a copy of
-    itself at its start if `spec.starts` names modules, else a fresh interpreter.
+    A process has one server, whose imports are fixed at its start. A copy that starts copies itself has its own server:
+    a copy of itself at its start if `spec.starts` names modules, else a fresh interpreter.
     """
     context = multiprocessing.get_context("forkserver")
     modules = [name.partition(":")[0] for name in (spec.entry, spec.also_calls) if name]
@@ -226,7 +239,9 @@ def from_server(spec: ProcessSpec) -> LocalProcess:
 
 @contextlib.contextmanager
 def main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from running the user's main script again in the child; scripts would need a guard for that."""
+    """Keep multiprocessing from running the user's main script again in the child; scripts would need a guard for
+    that.
+    """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -241,12 +256,12 @@ def _copied(
     gc.freeze()  # Freeze the server's imports: a garbage collection over them would copy its memory.
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     gc.enable()
-    # As in a fresh interpreter. The server's own method names each lock of a library (tqdm's), Python's resource tracker
-    # records the names, and a restarted tracker prints a traceback for each name that it does not know.
+    # As in a fresh interpreter. The server's own method names each lock of a library (tqdm's), Python's resource
+    # tracker records the names, and a restarted tracker prints a traceback for each name that it does not know.
     multiprocessing.set_start_method(None, force=True)
     os.setsid()
-    # Have the kernel send SIGCONT when the parent ends; a stopped process could not notice it and end. The parent is the fork server,
-    # which lives as long as its copies, and this the end of a pipe that it never writes to.
+    # Have the kernel send SIGCONT when the parent ends; a stopped process could not notice it and end. The parent is
+    # the fork server, which lives as long as its copies, and this the end of a pipe that it never writes to.
     starter = multiprocessing.parent_process()
     assert starter is not None, "a copy has a starter"
     end = starter.sentinel
@@ -264,11 +279,13 @@ def _copied(
 
 
 def copy_as_fork_server(modules: Iterable[str]) -> bool:
-    """Fork this process as the fork server of all processes that it and they start from now on; return True if that was possible.
+    """Fork this process as the fork server of all processes that it and they start from now on; return True if that was
+    possible.
 
-    By default multiprocessing starts a fresh interpreter as its fork server, and that imports everything again. Call this before this
-    process computes, starts a thread or opens anything private: threads, locks and devices do not survive a fork. If it is too late,
-    this does nothing and multiprocessing starts its own server when needed. `modules` are imported first, for the copies to run.
+    By default multiprocessing starts a fresh interpreter as its fork server, and that imports everything again. Call
+    this before this process computes, starts a thread or opens anything private: threads, locks and devices do not
+    survive a fork. If it is too late, this does nothing and multiprocessing starts its own server when needed.
+    `modules` are imported first, for the copies to run.
     """
     if threading.active_count() > 1:
         return False
@@ -331,7 +348,10 @@ class LocalLauncher(Launcher):
         self._start_engines = {pool.name for pool in pools if pool.engines}
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
-        """Start a process. With devices it is a fresh interpreter, since CUDA_VISIBLE_DEVICES must be set before torch is imported."""
+        """Start a process.
+
+        With devices it is a fresh interpreter, since CUDA_VISIBLE_DEVICES must be set before torch is imported.
+        """
         given = self._table.get(f"{pool}-{number}")
         starts = ENGINES if pool in self._start_engines else ()
         spec = replace(spec, threads=self._threads, devices=given.every if given else None, starts=starts)

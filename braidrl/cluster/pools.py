@@ -50,7 +50,9 @@ class Pool:
 def place(
     placement: PlacementConfig, roles: Sequence[str], generating: Collection[str], workers: int
 ) -> tuple[Pool, ...]:
-    """Return the pools of a run; `workers` is the default size. Raises UserError for an unknown name, and a role in no or two pools."""
+    """Return the pools of a run; `workers` is the default size. Raises UserError for an unknown name, and a role in no
+    or two pools.
+    """
     if placement.pools:
         check_partition(placement.pools, roles, generating)
         parts = [(tuple(pool.roles), pool.workers or workers, pool.kind, pool.nodes) for pool in placement.pools]
@@ -64,8 +66,10 @@ def place(
     else:
         generate, others = (tuple(role for role in roles if (role in generating) is wanted) for wanted in (True, False))
         named: dict[str, list[tuple[str, ...]]] = {
-            "colocate": [tuple(roles)], "standalone": [(role,) for role in roles], "split": [generate, others],
-        }  # fmt: skip
+            "colocate": [tuple(roles)],
+            "standalone": [(role,) for role in roles],
+            "split": [generate, others],
+        }
         parts = [(own, workers, None, None) for own in named[placement.name] if own]
     apart = {name for own, *_ in parts for name in own if name.endswith(GENERATE)}
     places = {role: role + GENERATE if role + GENERATE in apart else role for role in generating}

@@ -32,19 +32,26 @@ class Failure:
     """The reason why a process did not do its task."""
 
     kind: str
-    """user (a UserError), update (a BadUpdate), step (a FailedStep), error, interrupted, or died (ended without an outcome)."""
+    """user (a UserError), update (a BadUpdate), step (a FailedStep), error, interrupted, or died (ended without an
+    outcome).
+    """
     message: str
     """Text for the user; for an error with the process's traceback."""
     follows: bool = False
     """True if the process only noticed that other ranks were gone."""
 
     def error(self) -> BaseException:
-        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or WorkerError."""
+        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or
+        WorkerError.
+        """
         if self.kind == "interrupted":
             return KeyboardInterrupt()
         kinds: dict[str, type[Exception]] = {
-            "user": UserError, "update": BadUpdate, "step": FailedStep, "died": LostProcess,
-        }  # fmt: skip
+            "user": UserError,
+            "update": BadUpdate,
+            "step": FailedStep,
+            "died": LostProcess,
+        }
         return kinds.get(self.kind, LostProcess if self.follows else WorkerError)(self.message)
 
 
@@ -65,8 +72,9 @@ class ProcessSpec:
 
     name: str
     entry: str
-    """`module:function`. With `arguments` it is called with them and its return value is the process's result. Without, it is called with
-    the descriptor of its end of the connection and exchanges its own messages."""
+    """`module:function`. With `arguments` it is called with them and its return value is the process's result. Without,
+    it is called with the descriptor of its end of the connection and exchanges its own messages.
+    """
     arguments: Mapping[str, Any] | None = None
     """Values that the message codec supports."""
     orphaned: str = ""
@@ -98,7 +106,10 @@ class ProcessSpec:
 def interrupts_handled(
     handle: Callable[[int, FrameType | None], None], numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM)
 ) -> Iterator[None]:
-    """Call `handle` for these signals inside the block. Python allows this only in the main thread; elsewhere do nothing."""
+    """Call `handle` for these signals inside the block.
+
+    Python allows this only in the main thread; elsewhere do nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -111,7 +122,9 @@ def interrupts_handled(
 
 
 def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of a process started from the environment `starter`; it must be set before torch is imported."""
+    """Return the whole environment of a process started from the environment `starter`; it must be set before torch is
+    imported.
+    """
     own = dict(spec.environment)
     if spec.threads is not None:
         own["OMP_NUM_THREADS"] = str(spec.threads)
@@ -135,8 +148,8 @@ def usable_cores() -> int:
 def sleep_at_barriers() -> None:
     """Let OpenMP threads sleep at barriers, unless the user has set a wait policy.
 
-    This affects this process if torch is not loaded yet, and its children. By default the threads spin: when another program takes
-    the core of one thread, all others spin until it returns, and a step takes ten times as long.
+    This affects this process if torch is not loaded yet, and its children. By default the threads spin: when another
+    program takes the core of one thread, all others spin until it returns, and a step takes ten times as long.
     """
     if not any(name in os.environ for name in WAIT_SETTINGS):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -167,8 +180,8 @@ class Process(Protocol):
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
         """Kill it if no heartbeat or no progress was received for `limit_s` seconds; return True if it was killed.
 
-        For progress the limit is at least ten times the longest recent time without any. `describe_end` then says so, and its stack is
-        in the run's `folder`.
+        For progress the limit is at least ten times the longest recent time without any. `describe_end` then says so,
+        and its stack is in the run's `folder`.
         """
 
     def describe_end(self) -> str:
@@ -204,7 +217,9 @@ class Launcher(Protocol):
         return self.node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        """Construct `service(node, ip, *arguments)` on every reserved node but this one, until `close`; return their `place()`s."""
+        """Construct `service(node, ip, *arguments)` on every reserved node but this one, until `close`; return their
+        `place()`s.
+        """
         return []
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:

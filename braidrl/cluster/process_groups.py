@@ -25,9 +25,11 @@ CONNECT_S = 5.0
 
 
 def open_store(host: str, limit_s: float) -> dist.TCPStore:
-    """Open a store at this process's address, for others to connect to. This process keeps it alive; readers wait `limit_s` seconds.
+    """Open a store at this process's address, for others to connect to. This process keeps it alive; readers wait
+    `limit_s` seconds.
 
-    Raises UserError if the address is not reachable even from this process; torch would wait `limit_s` and ignore signals.
+    Raises UserError if the address is not reachable even from this process; torch would wait `limit_s` and ignore
+    signals.
     """
     # A store that opens its port itself listens on every interface.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -37,17 +39,25 @@ def open_store(host: str, limit_s: float) -> dist.TCPStore:
     except OSError as error:
         listening.close()
         raise UserError(
-            f"processes of this run meet at {host}, which cannot be reached from here ({error.strerror or error}); bring the network "
+            f"processes of this run meet at {host}, which cannot be reached from here ({error.strerror or error}); "
+            "bring the network "
             "interface of this address up, as in `ip link set lo up`"
         ) from error
     return dist.TCPStore(
-        host, listening.getsockname()[1], is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s),
+        host,
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=limit_s),
         master_listen_fd=listening.detach(),
-    )  # fmt: skip
+    )
 
 
 def connect_store(host: str, port: int, limit_s: float, prefix: str = "") -> dist.Store:
-    """Connect to another process's store, to keys with a prefix. Raises RuntimeError with its address after `limit_s` seconds."""
+    """Connect to another process's store, to keys with a prefix.
+
+    Raises RuntimeError with its address after `limit_s` seconds.
+    """
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
     return dist.PrefixStore(prefix, store) if prefix else store
 
@@ -67,8 +77,8 @@ def join_group(
 ) -> dist.ProcessGroup:
     """Join the group of all ranks that use a store, with `cuda` for tensors on CUDA devices too, and return it.
 
-    Each wait in the group has the limit of `limit_s` seconds. The group listens only on the interface towards `host`, the store's
-    address. Raises LostPeers with the numbers of the ranks that did not arrive in time.
+    Each wait in the group has the limit of `limit_s` seconds. The group listens only on the interface towards `host`,
+    the store's address. Raises LostPeers with the numbers of the ranks that did not arrive in time.
     """
     if host and (interface := interface_of(address_towards(host))):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -108,7 +118,10 @@ def limit_of_all() -> timedelta:
 
 
 def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
-    """Return the group of `ranks` (groups, members) that contains this rank, or None. All ranks must call this together."""
+    """Return the group of `ranks` (groups, members) that contains this rank, or None.
+
+    All ranks must call this together.
+    """
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit_of_all())
     return group
 
@@ -131,9 +144,11 @@ def background_group() -> dist.ProcessGroup:
 def group_between(
     store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str
 ) -> dist.ProcessGroup:
-    """Return a group outside the group of all ranks, usable by torch.distributed functions; a process may be in several.
+    """Return a group outside the group of all ranks, usable by torch.distributed functions; a process may be in
+    several.
 
-    The arguments are those of `join_group`, but `address` is this machine's own, for gloo. With `cuda` NCCL is used between devices.
+    The arguments are those of `join_group`, but `address` is this machine's own, for gloo. With `cuda` NCCL is used
+    between devices.
     """
     group, kinds = dist.ProcessGroup(dist.PrefixStore("between", store), rank, size), dist.ProcessGroup.BackendType
     limit = timedelta(seconds=limit_s)
@@ -154,7 +169,9 @@ def group_between(
 def all_gather_bytes(
     message: bytes | bytearray | memoryview, group: dist.ProcessGroup, sizes: Tensor | None = None
 ) -> list[memoryview]:
-    """All-gather messages of different lengths over a group, in the order of ranks; `sizes` are their bytes, if known."""
+    """All-gather messages of different lengths over a group, in the order of ranks; `sizes` are their bytes, if
+    known.
+    """
     mine = as_tensor(message)
     if sizes is None:
         sizes = torch.empty(group.size(), dtype=torch.int64)

@@ -34,14 +34,19 @@ LOOK_EVERY_S = 0.2
 
 
 def run_ranks(
-    entry: str, task: Mapping[str, Any], workers: int | Pool, limit_s: float, launcher: Launcher | None = None,
+    entry: str,
+    task: Mapping[str, Any],
+    workers: int | Pool,
+    limit_s: float,
+    launcher: Launcher | None = None,
     silence_s: float = 60.0,
-) -> Any:  # fmt: skip
+) -> Any:
     """Run `module:function(world, task)` in `workers` processes and return rank 0's result, a JSON value.
 
-    `workers` is a number, or a pool if the ranks start engines; by default they are local processes. In the task, a JSON object, `cuda`
-    says whether they compute on CUDA devices. A rank waits for others at most `limit_s` seconds, and is killed after `silence_s`
-    seconds without a heartbeat. Raises the failure of the rank that failed first; all processes have then ended.
+    `workers` is a number, or a pool if the ranks start engines; by default they are local processes. In the task, a
+    JSON object, `cuda` says whether they compute on CUDA devices. A rank waits for others at most `limit_s` seconds,
+    and is killed after `silence_s` seconds without a heartbeat. Raises the failure of the rank that failed first; all
+    processes have then ended.
     """
     # Another client of the store cannot guess the ranks' key prefix.
     secret = secrets.token_hex(16)
@@ -64,10 +69,12 @@ def run_ranks(
                 meeting = {"MASTER_ADDR": launcher.ip, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(pool.workers)}
                 own = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 spec = ProcessSpec(
-                    f"rank {rank}", f"{__name__}:work", 
+                    f"rank {rank}",
+                    f"{__name__}:work",
                     {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank, "secret": secret},
-                    environment={**meeting, **own}, also_calls=entry,
-                )  # fmt: skip
+                    environment={**meeting, **own},
+                    also_calls=entry,
+                )
                 ranks.append(launcher.start(pool.name, rank, spec))
             with FrozenWatch(silence_s, tell) as frozen:
                 return supervise(launcher, ranks, interrupts, silence_s, frozen.killed)
@@ -91,7 +98,9 @@ def tell(line: str) -> None:
 def supervise(
     launcher: Launcher, ranks: Sequence[Process], interrupts: Sequence[int], silence_s: float, killed: Sequence[str]
 ) -> Any:
-    """Wait for all ranks and return rank 0's result, or raise the first failure; `killed` has lines on frozen processes."""
+    """Wait for all ranks and return rank 0's result, or raise the first failure; `killed` has lines on frozen
+    processes.
+    """
     silent, outcomes = list(ranks), dict[str, Outcome]()
     deadline, passed_on = float("inf"), 0
     while silent and time.monotonic() < deadline:

@@ -51,7 +51,10 @@ class Reservation:
 
 
 class RayCluster:
-    """A connection to a cluster, and all actors started on it. `close` ends them, and the cluster if it was started here."""
+    """A connection to a cluster, and all actors started on it.
+
+    `close` ends them, and the cluster if it was started here.
+    """
 
     def __init__(self, config: ClusterConfig, device: str) -> None:
         """Use the current connection, else connect to or start a cluster. Raises UserError if that fails."""
@@ -90,14 +93,18 @@ class RayCluster:
         self.devices = int(resources.get(self.kind, 0))
 
     def reserve(self, pools: Sequence[Pool]) -> list[list[Reservation]]:
-        """Return the place of each rank of each pool, in the order of nodes. Raises UserError if devices are missing or stay occupied."""
+        """Return the place of each rank of each pool, in the order of nodes.
+
+        Raises UserError if devices are missing or stay occupied.
+        """
         resources, util = self.ray.cluster_resources(), self.ray.util
         kinds = {name.removeprefix(KIND) for name in resources if name.startswith(KIND)}
         wanted = {pool.name: pool.kind.partition("-")[0] for pool in pools if pool.kind and pool.kind != "cpu"}
         for pool in pools:
             if wanted.get(pool.name, "") not in {"", *kinds}:
                 raise UserError(
-                    f"placement: {pool.name} needs devices of kind {pool.kind}, and the cluster has {', '.join(sorted(kinds)) or 'none'}; "
+                    f"placement: {pool.name} needs devices of kind {pool.kind}, and the cluster has "
+                    f"{', '.join(sorted(kinds)) or 'none'}; "
                     "make a plan for these (`braid plan --devices`), or remove kind"
                 )
         # A worker with a device takes a CPU too.
@@ -112,7 +119,8 @@ class RayCluster:
         for pool in pools:
             if each.get(pool.name, 0) > largest:
                 raise UserError(
-                    f"{pool.name} needs {each[pool.name]} CUDA devices on one node, and the largest has {largest}; lower rollout.tensor or "
+                    f"{pool.name} needs {each[pool.name]} CUDA devices on one node, and the largest has {largest}; "
+                    "lower rollout.tensor or "
                     "rollout.engines, or let engines of vLLM span nodes (runtime=streaming, rollout.nodes=2)"
                 )
         for pool in pools:
@@ -142,14 +150,19 @@ class RayCluster:
         return found
 
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
-        """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call runs.
+        """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call
+        runs.
 
         Other actors of the run find it by `name`.
         """
         options = {
-            "name": name, "num_cpus": place.cpus, "num_gpus": place.gpus, "scheduling_strategy": place.strategy,
-            "concurrency_groups": {"rows": 2, "aside": 1, BEATS: 1}, "max_restarts": 0,
-        }  # fmt: skip
+            "name": name,
+            "num_cpus": place.cpus,
+            "num_gpus": place.gpus,
+            "scheduling_strategy": place.strategy,
+            "concurrency_groups": {"rows": 2, "aside": 1, BEATS: 1},
+            "max_restarts": 0,
+        }
         actor = self.ray.remote(**options)(worker).remote(*arguments)
         self.actors.append(actor)
         return actor
@@ -166,7 +179,10 @@ class RayCluster:
         return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
 
     def look(self) -> None:
-        """Record heartbeats and ask again, at most once a second. Raises WorkerError if one of Ray's own processes is gone."""
+        """Record heartbeats and ask again, at most once a second.
+
+        Raises WorkerError if one of Ray's own processes is gone.
+        """
         if self.lost:
             raise WorkerError(self.lost)
         now = time.monotonic()
@@ -191,7 +207,10 @@ class RayCluster:
         return 0.0 if heard is None else max(0.0, self._looked - heard)
 
     def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
-        """Wait for the first reference and return all that are ready; none after `limit_s` seconds. Raises WorkerError for a loss."""
+        """Wait for the first reference and return all that are ready; none after `limit_s` seconds.
+
+        Raises WorkerError for a loss.
+        """
         deadline = time.monotonic() + limit_s
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -208,7 +227,9 @@ class RayCluster:
                 return found
 
     def dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
-        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only be busy."""
+        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only
+        be busy.
+        """
         asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
         answered, silent = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
         dead = []
@@ -220,9 +241,11 @@ class RayCluster:
         return dead, [asked[reference] for reference in silent]
 
     def end(self, actors: Sequence[Any], processes: Sequence[int] = (), names: Sequence[str] = ()) -> None:
-        """End actors at once, free their bundles, and wait until their `names` are free. Raises WorkerError if one stays taken.
+        """End actors at once, free their bundles, and wait until their `names` are free. Raises WorkerError if one
+        stays taken.
 
-        `processes` are their own, if known and on this machine: Ray alone cannot end a process that a signal has stopped.
+        `processes` are their own, if known and on this machine: Ray alone cannot end a process that a signal has
+        stopped.
         """
         for actor in actors:
             self.ray.kill(actor)
@@ -247,7 +270,8 @@ class RayCluster:
         if not self.ray.is_initialized():
             return
         if self.lost:
-            # The cluster does not answer, so Ray's own shutdown would hang. Workers and agents are children of the raylet.
+            # The cluster does not answer, so Ray's own shutdown would hang. Workers and agents are children of the
+            # raylet.
             for process in {each for own in self.needed for each in descendants(own)}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)

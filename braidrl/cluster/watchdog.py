@@ -3,8 +3,8 @@
 watch ──each look──▶ all descendants of this process: stopped by a signal, or without heartbeat
       ──longer than `cluster.silence_s`──▶ stack into the run's folder ──▶ SIGKILL
 
-A process sends a heartbeat each second over the connection to its parent, from a separate thread (`child`). The kernel reports a
-process stopped by a signal, whatever started it: this covers Ray's own processes and the fork server.
+A process sends a heartbeat each second over the connection to its parent, from a separate thread (`child`). The kernel
+reports a process stopped by a signal, whatever started it: this covers Ray's own processes and the fork server.
 """
 
 import contextlib
@@ -33,11 +33,16 @@ STACK_S = 2.0
 COMM_BYTES = 15
 FORK_SERVER = "fork server"
 NEEDED_BY_RAY = ("gcs_server", "raylet")
-"""Ray's processes that a cluster needs. If one dies, Ray ends the waiting program without a line, at once or after a minute."""
+"""Ray's processes that a cluster needs.
+
+If one dies, Ray ends the waiting program without a line, at once or after a minute.
+"""
 
 
 def mute_after(silence_s: float) -> float:
-    """Return the seconds without a heartbeat before a process is killed; one stopped by a signal is reported earlier."""
+    """Return the seconds without a heartbeat before a process is killed; one stopped by a signal is reported
+    earlier.
+    """
     return 1.25 * silence_s + 2 * BEAT_S
 
 
@@ -49,7 +54,9 @@ def named(name: str) -> None:
 
 
 def keep_stack(process: int, name: str, folder: Path | None) -> str:
-    """Stop a process of this run after it has dumped its stacks into the run's folder; return the part of a message that names the file."""
+    """Stop a process of this run after it has dumped its stacks into the run's folder; return the part of a message
+    that names the file.
+    """
     with contextlib.suppress(OSError):
         held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
         if held is None:
@@ -119,10 +126,15 @@ def name_of(process: int) -> str:
 
 
 class FrozenWatch(AbstractContextManager["FrozenWatch"]):
-    """Kills descendants of this process that are stopped for too long, and reports stalls of this process's own work."""
+    """Kills descendants of this process that are stopped for too long, and reports stalls of this process's own
+    work.
+    """
 
     def __init__(self, silence_s: float, say: Callable[[str], object], folder: Path | None = None) -> None:
-        """Start the watching thread. `say` prints a line for a process stopped for `silence_s` seconds, and for a stall of this one."""
+        """Start the watching thread.
+
+        `say` prints a line for a process stopped for `silence_s` seconds, and for a stall of this one.
+        """
         self.silence_s, self.say, self.folder = silence_s, say, folder
         self.killed: list[str] = []
         self._ending = threading.Event()

@@ -5,8 +5,8 @@ exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
 notices     messages without waiting: a list in the store of the process group
 
-Each wait has a limit. Before it waits, a rank writes its location to the store; after a timeout the others read there which
-ranks are missing.
+Each wait has a limit. Before it waits, a rank writes its location to the store; after a timeout the others read there
+which ranks are missing.
 """
 
 import os
@@ -119,7 +119,10 @@ class World:
 
     @contextmanager
     def supervised(self, purpose: str) -> Iterator[None]:
-        """Guard work in which libraries call collectives. Raises LostPeers if one of those fails; other errors pass through."""
+        """Guard work in which libraries call collectives.
+
+        Raises LostPeers if one of those fails; other errors pass through.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -182,7 +185,8 @@ class World:
 def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, secret: str = "") -> World:
     """Join the world described by the environment that `torchrun` or our launchers set (RANK, WORLD_SIZE, ...).
 
-    Waits take `limit_s` seconds at most. With `cuda` each rank takes a device; `secret` is the prefix of their keys in the store.
+    Waits take `limit_s` seconds at most. With `cuda` each rank takes a device; `secret` is the prefix of their keys in
+    the store.
     """
     if cuda:
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
@@ -199,7 +203,10 @@ def world_at(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes that call collectives together. Without a process group it is one process, and every reduction is the identity."""
+    """Processes that call collectives together.
+
+    Without a process group it is one process, and every reduction is the identity.
+    """
 
     group: dist.ProcessGroup | None = None
     supervisor: World | None = None

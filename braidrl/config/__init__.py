@@ -14,7 +14,22 @@ from braidrl.config.reading import apply_override, load_config, parse_config
 from braidrl.config.training import EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
 
 __all__ = [
-    "ClusterConfig", "Config", "DataConfig", "EnvironmentConfig", "EvaluationConfig", "LoraConfig", "PlacementConfig", "PoolConfig",
-    "RewardConfig", "RoleConfig", "SourceConfig", "StreamingConfig", "TrackerConfig", "TrainerConfig", "VerifierConfig",
-    "apply_override", "load_config", "parse_config",
-]  # fmt: skip
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "EnvironmentConfig",
+    "EvaluationConfig",
+    "LoraConfig",
+    "PlacementConfig",
+    "PoolConfig",
+    "RewardConfig",
+    "RoleConfig",
+    "SourceConfig",
+    "StreamingConfig",
+    "TrackerConfig",
+    "TrainerConfig",
+    "VerifierConfig",
+    "apply_override",
+    "load_config",
+    "parse_config",
+]

@@ -36,22 +36,30 @@ class StreamingConfig(Section):
     """Settings of the streaming runtime. Without staleness none of them changes the result of a run."""
 
     workers: dict[str, Processes] = {}
-    """Processes by worker group: `actor.generate`, and each role that infers or trains. The default is 1, or as many as the role's
-    layout needs. Checks and computations run with generation and training."""
+    """Processes by worker group: `actor.generate`, and each role that infers or trains. The default is 1, or as many as
+    the role's layout needs. Checks and computations run with generation and training.
+    """
     dispatch_rows: int = Field(16, ge=1, le=MOST_ROWS)
-    """Maximum number of rows that a worker takes at once: a lower number balances the load better, a higher one needs fewer requests."""
+    """Maximum number of rows that a worker takes at once: a lower number balances the load better, a higher one needs
+    fewer requests.
+    """
     sampler: str | dict[str, str] = "first_in"
-    """Order in which ready rows are given to workers: `first_in`, `whole_groups`, `token_balanced`, `shortest_first`, `oldest_version`, or
-    your own `module:function` or `path/to/file.py:function`; for all stages, or by stage."""
+    """Order in which ready rows are given to workers: `first_in`, `whole_groups`, `token_balanced`, `shortest_first`,
+    `oldest_version`, or your own `module:function` or `path/to/file.py:function`; for all stages, or by stage.
+    """
     storage: str = "shared_memory"
     """Storage of payload: `shared_memory`, `file:/path` on a disk, or `redis://host:port/0`."""
     weights: Literal["end", "delayed", "rolling", "interrupt"] = "end"
-    """Weight-update policy of engines. `end`: all load when a batch's generation is complete. `delayed`: the same, but they receive the
-    weights in host memory while they generate. `rolling`: up to half of them drain at a time, while the others generate: a draining engine
-    takes no rows, finishes most of its rows, and loads. `interrupt`: each immediately; its running rows continue with the new weights."""
+    """Weight-update policy of engines. `end`: all load when a batch's generation is complete. `delayed`: the same, but
+    they receive the weights in host memory while they generate. `rolling`: up to half of them drain at a time, while
+    the others generate: a draining engine takes no rows, finishes most of its rows, and loads. `interrupt`: each
+    immediately; its running rows continue with the new weights.
+    """
     on_policy_share: float = Field(0.0, ge=0, lt=1)
-    """With `trainer.max_staleness`: share of each batch that must start on the version on which the batch is trained, spread evenly over
-    its updates. The batch waits for these rows; meanwhile engines start rows of the next batch. 0 requires none."""
+    """With `trainer.max_staleness`: share of each batch that must start on the version on which the batch is trained,
+    spread evenly over its updates. The batch waits for these rows; meanwhile engines start rows of the next batch. 0
+    requires none.
+    """
     lease_s: float = Field(600.0, gt=0, le=MOST_S)
     """Seconds without progress after which a worker's rows are given to another worker."""
     wait_s: float = Field(5.0, gt=0, le=MOST_S)
@@ -67,9 +75,15 @@ class PoolConfig(Section):
     workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """Processes, each with a device of its own; by default the configuration's `workers`."""
     kind: str | None = None
-    """Kind of device, as `braid plan --devices` names it (`H100-80GB`); a run is refused where its cluster has none. By default any."""
+    """Kind of device, as `braid plan --devices` names it (`H100-80GB`); a run is refused where its cluster has none.
+
+    By default any.
+    """
     nodes: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Number of nodes, with equal numbers of processes; by default as few as possible. Ranks are in the order of nodes."""
+    """Number of nodes, with equal numbers of processes; by default as few as possible.
+
+    Ranks are in the order of nodes.
+    """
 
 
 class PlacementConfig(Section):
@@ -77,17 +91,24 @@ class PlacementConfig(Section):
 
     short_for = {str: "name", list: "pools"}
     name: str = "colocate"
-    """`colocate`: one pool for all; `standalone`: one for each role; `split`: one for the roles that generate, one for the others."""
+    """`colocate`: one pool for all; `standalone`: one for each role; `split`: one for the roles that generate, one for
+    the others.
+    """
     pools: list[PoolConfig] = []
-    """A list of pools in place of a name; each role is in one of them. `ROLE.generate` places a role's generation in another pool."""
+    """A list of pools in place of a name; each role is in one of them.
+
+    `ROLE.generate` places a role's generation in another pool.
+    """
 
 
 class ClusterConfig(Section):
     """The processes of a run, and its Ray cluster."""
 
     launcher: Literal["local", "torchrun", "ray"] | None = None
-    """Launcher of the ranks of `runtime: distributed` and the workers of `runtime: streaming`. `local`: this command, on this machine.
-    `ray`: Ray, on its cluster. `torchrun` (ranks only): torchrun has started this command as a rank, and is then the default."""
+    """Launcher of the ranks of `runtime: distributed` and the workers of `runtime: streaming`. `local`: this command,
+    on this machine. `ray`: Ray, on its cluster. `torchrun` (ranks only): torchrun has started this command as a rank,
+    and is then the default.
+    """
     address: str | None = None
     """Address of a running cluster; by default RAY_ADDRESS, or a cluster on this machine that ends with the run."""
     cpus: int | None = Field(None, ge=1, le=MOST_PROCESSES)
@@ -95,8 +116,10 @@ class ClusterConfig(Section):
     start_limit_s: float = Field(300.0, gt=0, le=MOST_S)
     """Seconds for workers to start and load their models."""
     silence_s: float = Field(60.0, gt=0, le=MOST_S)
-    """Watchdog: seconds without a heartbeat after which a process is reported and killed; another process takes over its work, or the run
-    ends. The same applies to a process without progress for this time and for ten times its longest recent interval between progress."""
+    """Watchdog: seconds without a heartbeat after which a process is reported and killed; another process takes over
+    its work, or the run ends. The same applies to a process without progress for this time and for ten times its
+    longest recent interval between progress.
+    """
     wait_limit_s: float = Field(3600.0, gt=0, le=MOST_S)
     """Seconds without a message from a worker after which the run ends."""
 
@@ -106,26 +129,37 @@ class EnvironmentConfig(SandboxConfig):
 
     short_for = {str: "name"}
     name: str | None = None
-    """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address`, `verifiers:name` or `agent:module:function`,
-    for generate stages that do not name one. It gives the score and the reward; the flow's `verify` is then omitted."""
+    """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address`, `verifiers:name` or
+    `agent:module:function`, for generate stages that do not name one. It gives the score and the reward; the flow's
+    `verify` is then omitted.
+    """
     params: dict[str, Any] = {}
     """Keyword arguments for it."""
     at_once: int = Field(64, ge=1, le=MOST_PROCESSES)
     """Maximum number of concurrent trajectories in the whole run; each rank has an equal share, at least one."""
     timeout_s: float = Field(60.0, gt=0, le=MOST_S)
-    """Seconds for one answer of the environment, or an agent's whole trajectory, which otherwise ends and is counted as failed."""
+    """Seconds for one answer of the environment, or an agent's whole trajectory, which otherwise ends and is counted as
+    failed.
+    """
     max_turns: int = Field(16, ge=1, le=MOST_ROWS)
     """Maximum number of the model's turns in one trajectory."""
     variables: list[str] = []
     """Environment variables that it receives from the run, in addition to PATH and the like."""
     host: str = "127.0.0.1"
-    """The address of this machine on which an agent's endpoint listens. An address that other machines can reach needs a key."""
+    """The address of this machine on which an agent's endpoint listens.
+
+    An address that other machines can reach needs a key.
+    """
     key_variable: str | None = None
-    """Environment variable with the endpoint's key: clients send it as their API key, an agent has it as `api_key` in its example."""
+    """Environment variable with the endpoint's key: clients send it as their API key, an agent has it as `api_key` in
+    its example.
+    """
     tool_format: Literal["hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm"] | None = None
     """Format of the model's tool calls; by default found from its tokenizer's chat template."""
     python: Path | None = None
-    """Python interpreter of its processes, if its library is installed in another virtual environment; by default Braid's."""
+    """Python interpreter of its processes, if its library is installed in another virtual environment; by default
+    Braid's.
+    """
 
     @model_validator(mode="after")
     def _fits_the_sandbox(self) -> "EnvironmentConfig":
@@ -145,9 +179,13 @@ class ServersConfig(Section):
     dialect: str = "vllm"
     """Type of the servers: `vllm` or `sglang`."""
     weights: Literal["folder", "network"] = "folder"
-    """Transfer of weights: the servers read them from `folder`, or the run sends them over the network (vLLM; NCCL on CUDA, else gloo)."""
+    """Transfer of weights: the servers read them from `folder`, or the run sends them over the network (vLLM; NCCL on
+    CUDA, else gloo).
+    """
     folder: Path | None = None
-    """Folder for weights, which the servers and the run see at the same path; by default this machine's folder for temporary files."""
+    """Folder for weights, which the servers and the run see at the same path; by default this machine's folder for
+    temporary files.
+    """
 
 
 VLLM_SHAPE = {
@@ -166,41 +204,58 @@ class RolloutConfig(Section):
     """Sampling of responses."""
 
     engine: str = "embedded"
-    """Inference engine: `embedded` decodes with the trainer's own weights, `vllm` runs in its own processes, `http` uses external servers;
-    or your own `module:name` or `file.py:name`."""
+    """Inference engine: `embedded` decodes with the trainer's own weights, `vllm` runs in its own processes, `http`
+    uses external servers; or your own `module:name` or `file.py:name`.
+    """
     engine_settings: dict[str, Any] = {}
     """Settings of your own engine, which receives them in its spec's `options`."""
     reproducible: bool | Literal["auto"] = "auto"
-    """True: a row's own random numbers draw its tokens in every engine, so that all engines draw the same ones. False: vLLM and servers
-    draw by their own numbers, at full speed; the loss is corrected for what their log-probs differ from the trainer's. `auto`: true with
-    the embedded engine, which cannot do otherwise, and your own; false with vLLM and servers."""
+    """True: a row's own random numbers draw its tokens in every engine, so that all engines draw the same ones. False:
+    vLLM and servers draw by their own numbers, at full speed; the loss is corrected for what their log-probs differ
+    from the trainer's. `auto`: true with the embedded engine, which cannot do otherwise, and your own; false with vLLM
+    and servers.
+    """
     servers: ServersConfig = ServersConfig()
     """External servers; an address or a list of addresses is short for `urls`."""
     engines: int | None = Field(None, ge=0, le=MOST_PROCESSES)
-    """Number of engine processes, each with a replica of the weights; a router distributes rows over them and restarts one that ends.
-    By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains also generates."""
+    """Number of engine processes, each with a replica of the weights; a router distributes rows over them and restarts
+    one that ends. By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains also
+    generates.
+    """
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Tensor-parallel ranks of an engine of vLLM or a server: they shard its weights, heads and vocabulary. A number that divides the
-    model's attention heads. With the embedded engine, and vLLM's with `engines` 0, so many of the ranks that train decode together, under
-    `runtime: distributed` or `hybrid`; see `grouping`. With the embedded engine the number also divides the key/value heads."""
+    """Tensor-parallel ranks of an engine of vLLM or a server: they shard its weights, heads and vocabulary. A number
+    that divides the model's attention heads. With the embedded engine, and vLLM's with `engines` 0, so many of the
+    ranks that train decode together, under `runtime: distributed` or `hybrid`; see `grouping`. With the embedded engine
+    the number also divides the key/value heads.
+    """
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Pipeline-parallel ranks of an engine of vLLM or a server, each with `tensor` ranks; or of ranks that train and generate."""
+    """Pipeline-parallel ranks of an engine of vLLM or a server, each with `tensor` ranks; or of ranks that train and
+    generate.
+    """
     nodes: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Nodes that each engine of vLLM spans, with equal numbers of its ranks, under `runtime: streaming`. By default as few as have devices
-    for them, with `cluster.launcher: ray`; else 1."""
+    """Nodes that each engine of vLLM spans, with equal numbers of its ranks, under `runtime: streaming`. By default as
+    few as have devices for them, with `cluster.launcher: ray`; else 1.
+    """
     grouping: Literal["interval", "neighbour", "gather"] | None = None
-    """Groups of training ranks that generate together, and the weights that they receive. `interval`: ranks at equal distances; a rank's
-    training shard is part of its generation shard, and it receives the rest (HybridFlow). `neighbour`: the ranks of each replica gather all
-    weights and keep their slices (HybridFlow-V). `gather`: all ranks gather all weights, for `shard: full` (DeepSpeed-Chat). The default is
-    `interval` if `pipeline` and `tensor` divide the training layout's, else neighbours that receive what they lack."""
+    """Groups of training ranks that generate together, and the weights that they receive. `interval`: ranks at equal
+    distances; a rank's training shard is part of its generation shard, and it receives the rest (HybridFlow).
+    `neighbour`: the ranks of each replica gather all weights and keep their slices (HybridFlow-V). `gather`: all ranks
+    gather all weights, for `shard: full` (DeepSpeed-Chat). The default is `interval` if `pipeline` and `tensor` divide
+    the training layout's, else neighbours that receive what they lack.
+    """
     python: Path | None = None
-    """Python interpreter of the engine processes, if vLLM is installed in another virtual environment; by default Braid's."""
+    """Python interpreter of the engine processes, if vLLM is installed in another virtual environment; by default
+    Braid's.
+    """
     vllm: dict[str, Any] = {}
-    """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`. Its shape is `tensor`, `pipeline` and `engines`."""
+    """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`. Its shape is `tensor`, `pipeline` and
+    `engines`.
+    """
     weights: str | None = None
-    """Transfer of weights from training ranks to engine processes: `file` in shared memory; `collective` from device to device over a
-    process group (NCCL on CUDA, where each process needs its own device; gloo on a CPU); or your own transport, `module:name` or
-    `file.py:name`. The default is collective between CUDA devices, else file."""
+    """Transfer of weights from training ranks to engine processes: `file` in shared memory; `collective` from device to
+    device over a process group (NCCL on CUDA, where each process needs its own device; gloo on a CPU); or your own
+    transport, `module:name` or `file.py:name`. The default is collective between CUDA devices, else file.
+    """
 
     @field_validator("weights", mode="before")
     @classmethod
@@ -231,11 +286,15 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(512, ge=1, le=MOST_TOKENS)
     """Maximum length of a response."""
     tokens_per_iteration: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """Partial rollout: a response with so many tokens in one iteration is suspended and resumes in the next one with its weights, so that
-    no iteration waits for the longest response. Under `streaming` an iteration lasts until the response's batch is complete. Needs
-    `trainer.max_staleness`, which bounds the age of the oldest token, and `trainer.surplus=keep`."""
+    """Partial rollout: a response with so many tokens in one iteration is suspended and resumes in the next one with
+    its weights, so that no iteration waits for the longest response. Under `streaming` an iteration lasts until the
+    response's batch is complete. Needs `trainer.max_staleness`, which bounds the age of the oldest token, and
+    `trainer.surplus=keep`.
+    """
     repeated_tokens: int | None = Field(None, ge=4, le=MOST_TOKENS)
-    """A response whose last so many tokens repeat one phrase ends when it would be suspended (`response/repeated_fraction`)."""
+    """A response whose last so many tokens repeat one phrase ends when it would be suspended
+    (`response/repeated_fraction`).
+    """
     temperature: float = Field(1.0, ge=1e-4, le=1e4)
     """Divides the logits, in sampling and in every log-probability."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -247,22 +306,35 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = []
     """Token ids that end a response, in addition to the tokenizer's end of sequence."""
     slots: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Literal["auto"] | None = None
-    """Rows that an engine decodes at once. The default is as many as a CUDA device has memory for, at most those of a step; 64 on a CPU.
-    `auto`: those of a step; of them vLLM begins as many as its keys and values have room for, by the lengths of recent rows, so that it
-    preempts none. With the embedded engine as many as there is memory for, also on a CPU."""
+    """Rows that an engine decodes at once. The default is as many as a CUDA device has memory for, at most those of a
+    step; 64 on a CPU. `auto`: those of a step; of them vLLM begins as many as its keys and values have room for, by the
+    lengths of recent rows, so that it preempts none. With the embedded engine as many as there is memory for, also on a
+    CPU.
+    """
     dtype: DType | None = None
-    """Dtype of the engine's weights; by default the model's, and the weights are then shared with the trainer and not copied."""
+    """Dtype of the engine's weights; by default the model's, and the weights are then shared with the trainer and not
+    copied.
+    """
     compile: bool = True
-    """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes without a C compiler, or if the model is
-    not a Qwen2, Qwen3 or Llama. On CUDA: record decode steps as CUDA graphs, and keep the KV cache reserved between generations."""
+    """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes without a C compiler,
+    or if the model is not a Qwen2, Qwen3 or Llama. On CUDA: record decode steps as CUDA graphs, and keep the KV cache
+    reserved between generations.
+    """
     max_sequence_tokens: int | None = Field(None, ge=2, le=MOST_TOKENS)
-    """Maximum length of a sequence, prompt included; by default `data.max_prompt_tokens` plus `max_response_tokens`. With an environment
-    `max_response_tokens` limits one turn, and this limits all turns together."""
+    """Maximum length of a sequence, prompt included; by default `data.max_prompt_tokens` plus `max_response_tokens`.
+    With an environment `max_response_tokens` limits one turn, and this limits all turns together.
+    """
     environment: EnvironmentConfig = EnvironmentConfig()
     """Environment of multi-turn trajectories; a name is short for `{name: ...}`."""
     reflection_phrases: list[NotEmpty] = [
-        "wait", "let me check", "let me verify", "double-check", "on second thought", "alternatively", "however",
-    ]  # fmt: skip
+        "wait",
+        "let me check",
+        "let me verify",
+        "double-check",
+        "on second thought",
+        "alternatively",
+        "however",
+    ]
     """Phrases that show reflection, counted per response in `response/reflections`, as in the DAPO paper."""
 
 
@@ -275,8 +347,9 @@ class TrackerConfig(Section):
     params: dict[str, Any] = {}
     """Keyword arguments for it; for `wandb`, `trackio` and `swanlab`, further arguments of their `init`."""
     samples_every: int = Field(10, ge=0, le=MOST_STEPS)
-    """Steps between tables of responses, for trackers that support tables: the best and the worst of training, and the first of each
-    held-out set evaluated at that step; 0 never."""
+    """Steps between tables of responses, for trackers that support tables: the best and the worst of training, and the
+    first of each held-out set evaluated at that step; 0 never.
+    """
 
 
 def default_trackers() -> list[TrackerConfig]:
@@ -291,7 +364,9 @@ class Config(Section):
     flow: str
     """A recipe's name, a .yaml flow, `module:function` or `file.py:function`."""
     model: Path
-    """A Hugging Face directory: weights, configuration and tokenizer; or a model of the hub, `ORG/NAME` or `ORG/NAME@revision`."""
+    """A Hugging Face directory: weights, configuration and tokenizer; or a model of the hub, `ORG/NAME` or
+    `ORG/NAME@revision`.
+    """
     algorithm: dict[str, Any] = {}
     """Settings of the recipe, such as `clip_high`."""
     data: DataConfig = DataConfig()
@@ -307,11 +382,17 @@ class Config(Section):
     roles: dict[str, RoleConfig] = {}
     """Settings of single roles by name, as in `roles.critic.learning_rate=1e-5`."""
     trackers: Annotated[list[TrackerConfig], ONE_OR_MORE] = Field(default_factory=default_trackers)
-    """Trackers in addition to `metrics.jsonl`; the default is TensorBoard, and `wandb` if it is installed and WANDB_PROJECT is set."""
+    """Trackers in addition to `metrics.jsonl`; the default is TensorBoard, and `wandb` if it is installed and
+    WANDB_PROJECT is set.
+    """
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
-    """Execution mode: `eager` (single process), `hybrid` (Ray controller), `distributed` (SPMD), `streaming` (asynchronous)."""
+    """Execution mode: `eager` (single process), `hybrid` (Ray controller), `distributed` (SPMD), `streaming`
+    (asynchronous).
+    """
     placement: PlacementConfig = PlacementConfig()
-    """Placement of roles on pools: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
+    """Placement of roles on pools: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference],
+    [critic]]`.
+    """
     workers: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Processes of each pool whose placement gives no number; number of ranks of `runtime: distributed`."""
     cluster: ClusterConfig = ClusterConfig()
@@ -321,8 +402,9 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; `auto` is CUDA if available."""
     dtype: Literal["float32", "bfloat16", "float64", "auto"] = "auto"
-    """Dtype of the weights in the forward pass; master weights and optimizer state have at least float32. `auto` is bfloat16 on a
-    CUDA device that supports it, and float32 elsewhere."""
+    """Dtype of the weights in the forward pass; master weights and optimizer state have at least float32. `auto` is
+    bfloat16 on a CUDA device that supports it, and float32 elsewhere.
+    """
     seed: int = Field(0, ge=-(2**63), lt=2**63)
     """Seed of all random numbers: order of the data, sampling, shuffles."""
     output: Path = Path("runs")

@@ -23,7 +23,9 @@ class VerifierConfig(Section):
 
     short_for = {str: "name"}
     name: str
-    """A verifier (exact, gsm8k, math, format, f1, ifeval, code, judge, remote), or your own `module:function` or `file.py:function`."""
+    """A verifier (exact, gsm8k, math, format, f1, ifeval, code, judge, remote), or your own `module:function` or
+    `file.py:function`.
+    """
     weight: float = 1.0
     """Weight in `reward`."""
     params: dict[str, Any] = {}
@@ -35,7 +37,9 @@ class SourceConfig(Section):
 
     short_for = {str: "path", Path: "path"}
     path: Path
-    """A .jsonl, .json or .parquet file, a folder of such files, or a data set of the hub, `ORG/SET` or `ORG/SET@revision`."""
+    """A .jsonl, .json or .parquet file, a folder of such files, or a data set of the hub, `ORG/SET` or
+    `ORG/SET@revision`.
+    """
     subset: str | None = None
     """Subset of a folder or a data set of the hub."""
     split: str | None = None
@@ -43,9 +47,10 @@ class SourceConfig(Section):
     where: dict[str, Any] = {}
     """Filter: fields and the value, or list of values, that a record must have; other records are skipped."""
     convert: str | None = None
-    """Conversion of a record to an example: a name from `braid list conversions`, or your own `module:function` or `file.py:function`. It
-    receives the record and returns a dict, or a text with the reason to skip it. By default records are used as they are; a data set of
-    the hub that Braid knows has its own conversion."""
+    """Conversion of a record to an example: a name from `braid list conversions`, or your own `module:function` or
+    `file.py:function`. It receives the record and returns a dict, or a text with the reason to skip it. By default
+    records are used as they are; a data set of the hub that Braid knows has its own conversion.
+    """
     unique: bool = False
     """Skip repeated prompts."""
     skip: int = Field(0, ge=0, le=MOST_STEPS)
@@ -61,10 +66,13 @@ class SourceConfig(Section):
     answer_field: str = "answer"
     """Field with the reference answer; if it is absent, `reward_model.ground_truth` is used."""
     response_field: str = "response"
-    """Field with a given response, for supervised training, text or messages; if it is absent, `completion`, `messages` or
-    `conversations` is used, which may include the prompt."""
+    """Field with a given response, for supervised training, text or messages; if it is absent, `completion`, `messages`
+    or `conversations` is used, which may include the prompt.
+    """
     chosen_field: str = "chosen"
-    """Field with the better response of a pair, for reward models and DPO: text, or messages, with or without the prompt."""
+    """Field with the better response of a pair, for reward models and DPO: text, or messages, with or without the
+    prompt.
+    """
     rejected_field: str = "rejected"
     """Field with the worse response."""
     tools_field: str = "tools"
@@ -76,7 +84,10 @@ class SourceConfig(Section):
     train_on: Literal["all", "last"] = "all"
     """Trained turns of a given conversation: all assistant turns, or the last one."""
     convert_version: str | None = None
-    """Version of your own `convert`; change it with its code. Without a version the converted data is not cached for later runs."""
+    """Version of your own `convert`; change it with its code.
+
+    Without a version the converted data is not cached for later runs.
+    """
 
     @property
     def label(self) -> str:
@@ -93,9 +104,13 @@ class DataConfig(Section):
     eval: dict[Name, SourceConfig] = {}
     """Held-out sets by name."""
     held_out: int = Field(0, ge=0, le=MOST_STEPS)
-    """Reserve this number of examples, the first of the first source in `train`, as an evaluation set named `held_out`."""
+    """Reserve this number of examples, the first of the first source in `train`, as an evaluation set named `held_out`.
+    """
     in_memory: int = Field(200_000, ge=0, le=MOST_STEPS)
-    """A source with more examples than this is tokenised once and kept in `cache` for later runs. Each run reads smaller sources anew."""
+    """A source with more examples than this is tokenised once and kept in `cache` for later runs.
+
+    Each run reads smaller sources anew.
+    """
     cache: Path = Path("~/.cache/braid/data")
     """Folder for tokenised sources."""
     ptx: SourceConfig | None = None
@@ -144,22 +159,29 @@ class RewardConfig(SandboxConfig):
     verify: Annotated[list[VerifierConfig], ONE_OR_MORE] = [VerifierConfig(name="exact")]
     """One verifier or several; `reward` is their weighted sum."""
     correct_score: float | None = None
-    """Score of a right answer, for verifiers that return only right or wrong; by default the recipe's (GRPO 1, DAPO 1)."""
+    """Score of a right answer, for verifiers that return only right or wrong; by default the recipe's (GRPO 1, DAPO 1).
+    """
     wrong_score: float | None = None
     """Score of a wrong answer; by default the recipe's (GRPO 0, DAPO -1)."""
     skip_special_tokens: bool = False
-    """Remove all special tokens from the text for verifiers and records. By default only padding and end-of-sequence tokens are removed,
-    so that a format such as `<think>` can be checked."""
+    """Remove all special tokens from the text for verifiers and records. By default only padding and end-of-sequence
+    tokens are removed, so that a format such as `<think>` can be checked.
+    """
     max_abs: float = Field(1e6, gt=0)
     """Largest valid absolute score of a verifier or environment; a larger one counts as a failure of the row."""
     max_failed_fraction: float = Field(0.99, ge=0, le=1)
-    """The run ends, with a checkpoint and exit code 1, if a larger share of a step's checks or trajectories fails; 1 never ends it."""
+    """The run ends, with a checkpoint and exit code 1, if a larger share of a step's checks or trajectories fails; 1
+    never ends it.
+    """
     max_failed_steps: int = Field(1, ge=0, le=MOST_ROWS)
     """Number of consecutive such steps that end the run; 0 never ends it."""
     timeout_s: float = Field(10.0, gt=0, le=MOST_S)
-    """Seconds for one verifier on one row; after this time the verification counts as failed and its process is replaced."""
+    """Seconds for one verifier on one row; after this time the verification counts as failed and its process is
+    replaced.
+    """
     processes: int = Field(1, ge=0, le=MOST_PROCESSES)
-    """Number of processes for verification. With 0, verifiers that are not `async` are called in the run's own process, without limits or
-    a sandbox, so that a `breakpoint()` in them works."""
+    """Number of processes for verification. With 0, verifiers that are not `async` are called in the run's own process,
+    without limits or a sandbox, so that a `breakpoint()` in them works.
+    """
     environment: list[str] = []
     """Environment variables that verifiers receive from the run, in addition to PATH and the like."""

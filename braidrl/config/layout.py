@@ -20,16 +20,25 @@ class ParallelLayout(Section):
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Pipeline parallelism: number of ranks with an equal share of the layers."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Tensor parallelism: number of devices that shard each matrix and the vocabulary, and the tokens in norms and residuals."""
+    """Tensor parallelism: number of devices that shard each matrix and the vocabulary, and the tokens in norms and
+    residuals.
+    """
     data: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Data parallelism: number of devices that shard the rows; by default the number of devices divided by the other axes."""
+    """Data parallelism: number of devices that shard the rows; by default the number of devices divided by the other
+    axes.
+    """
     sequence: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Sequence parallelism: number of devices that shard the tokens of each micro-batch, and in attention the heads (Ulysses)."""
+    """Sequence parallelism: number of devices that shard the tokens of each micro-batch, and in attention the heads
+    (Ulysses).
+    """
     shard: Literal["full", "optimizer", "none"] = "none"
-    """Sharding over the ranks of `data` and `sequence`. `full`: weights, gradients and optimizer state (FSDP, ZeRO-3). `optimizer`:
-    gradients and optimizer state (ZeRO-2). `none`: nothing."""
+    """Sharding over the ranks of `data` and `sequence`. `full`: weights, gradients and optimizer state (FSDP, ZeRO-3).
+    `optimizer`: gradients and optimizer state (ZeRO-2). `none`: nothing.
+    """
     nodes: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Hybrid sharding: number of groups of ranks along `data` with full shards each; only gradients cross between groups."""
+    """Hybrid sharding: number of groups of ranks along `data` with full shards each; only gradients cross between
+    groups.
+    """
 
     @property
     def ranks_per_replica(self) -> int:
@@ -42,7 +51,10 @@ class ParallelLayout(Section):
         return self.ranks_per_replica == 1 and self.shard == "none"
 
     def resolve(self, devices: int, key: str = "trainer.layout", devices_key: str = "workers") -> "ParallelLayout":
-        """Return the layout with `data` filled in. Raises UserError, with both keys, if the product of the axes is not `devices`."""
+        """Return the layout with `data` filled in.
+
+        Raises UserError, with both keys, if the product of the axes is not `devices`.
+        """
         data = self.data or max(1, devices // self.ranks_per_replica)
         filled = self.model_copy(update={"data": data})
         if data * self.ranks_per_replica != devices:
@@ -58,7 +70,9 @@ class ParallelLayout(Section):
 
     @property
     def shard_ranks(self) -> int:
-        """Return the number of devices over which weights, gradients or optimizer state are sharded; `data` must be filled in."""
+        """Return the number of devices over which weights, gradients or optimizer state are sharded; `data` must be
+        filled in.
+        """
         return 1 if self.shard == "none" else (self.data or 1) * self.sequence // self.nodes
 
     def check_model(self, heads: int, key_value_heads: int, layers: int, key: str = "trainer.layout") -> None:
@@ -66,7 +80,8 @@ class ParallelLayout(Section):
         for name, count in (("attention heads", heads), ("key/value heads", key_value_heads)):
             if count % (self.tensor * self.sequence):
                 raise UserError(
-                    f"{key}: the model has {count} {name}, which tensor={self.tensor} times sequence={self.sequence} does not "
+                    f"{key}: the model has {count} {name}, which tensor={self.tensor} times sequence={self.sequence} "
+                    "does not "
                     f"divide; write numbers whose product divides {count}"
                 )
         if layers % self.pipeline:

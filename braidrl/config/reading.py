@@ -38,7 +38,8 @@ GONE: dict[str, tuple[object, str]] = {
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: bool = False, **defaults: Any) -> Config:
     """Load and validate a YAML file, if any, and overrides: dotted `key=value`, or YAML files whose keys win.
 
-    `defaults` are for unset keys. Raises UserError for an invalid key or value; with `every` for all of them, one per line.
+    `defaults` are for unset keys. Raises UserError for an invalid key or value; with `every` for all of them, one per
+    line.
     """
     tree = given_keys(path, overrides)
     if path is not None:
@@ -49,7 +50,8 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: b
             code = CODE.fullmatch(value) if isinstance(value, str) and not OTHERS_SETTINGS.fullmatch(place) else None
             if code is not None and not Path(code[1]).is_file():
                 raise UserError(
-                    f"{place}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} nor in {Path.cwd()}; "
+                    f"{place}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} "
+                    f"nor in {Path.cwd()}; "
                     "give its path"
                 )
     return parse_config({**defaults, **tree}, every)
@@ -67,7 +69,10 @@ def given_keys(path: Path | str | None, overrides: Sequence[str]) -> dict[str, A
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a YAML file, with files beside it found (`found_beside`). Raises UserError if it has none."""
+    """Return the keys and values of a YAML file, with files beside it found (`found_beside`).
+
+    Raises UserError if it has none.
+    """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
     tree = read_yaml(path) or {}
@@ -77,7 +82,9 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = False) -> Any:
-    """Return a tree with absolute paths for files in the configuration's folder; `unless_here` keeps paths of the current folder."""
+    """Return a tree with absolute paths for files in the configuration's folder; `unless_here` keeps paths of the
+    current folder.
+    """
     if isinstance(value, dict):
         parts = {name: f"{place}.{name}" if place else str(name) for name in value}
         return {name: found_beside(folder, part, parts[name], unless_here) for name, part in value.items()}
@@ -103,7 +110,10 @@ def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
-    """Validate a nested dict. Raises UserError for the first invalid key, or with `every` for all of them, one per line."""
+    """Validate a nested dict.
+
+    Raises UserError for the first invalid key, or with `every` for all of them, one per line.
+    """
     try:
         check_levels(tree)
     except ValueError as error:

@@ -52,11 +52,17 @@ class SandboxConfig(Section):
     """Limits of user code: a call of a verifier, or a trajectory's environment."""
 
     sandbox: Literal["process", "bubblewrap", "none"] = "process"
-    """Isolation of your own code. `process`: processes that cannot access the run, and end with the call or the trajectory.
-    `bubblewrap`: additionally without network and without files other than its own. `none`: no isolation."""
+    """Isolation of your own code. `process`: processes that cannot access the run, and end with the call or the
+    trajectory. `bubblewrap`: additionally without network and without files other than its own. `none`: no isolation.
+    """
     memory_gib: float = Field(4.0, gt=0, le=1 << 20)
-    """GiB of address space of each process in the sandbox, and of memory of all of them together, with shared memory and files in /tmp."""
+    """GiB of address space of each process in the sandbox, and of memory of all of them together, with shared memory
+    and files in /tmp.
+    """
     max_processes: int = Field(64, ge=1, le=MOST_PROCESSES)
-    """Maximum number of concurrent processes in the sandbox; threads are limited to sixteen times this. Code that exceeds it is killed."""
+    """Maximum number of concurrent processes in the sandbox; threads are limited to sixteen times this.
+
+    Code that exceeds it is killed.
+    """
     run_programs_without_walls: bool = False
     """Run programs written by a model even without the full isolation of `bubblewrap`."""

@@ -22,7 +22,9 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers with an adapter, by the last part of their name; by default all in the decoder's layers."""
     base_dtype: Literal["nf4"] | None = None
-    """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes), also for engines in the same process; by default as the model."""
+    """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes), also for engines in the same process; by
+    default as the model.
+    """
 
 
 class TrainerConfig(Section):
@@ -37,12 +39,17 @@ class TrainerConfig(Section):
     epochs: int = Field(1, ge=1, le=MOST_ROWS)
     """Passes over a batch."""
     max_tokens_per_device: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """Maximum number of tokens of a micro-batch: the setting for memory; it does not change the result. The default is as many as a CUDA
-    device has memory for, and 8192 on a CPU."""
+    """Maximum number of tokens of a micro-batch: the setting for memory; it does not change the result. The default is
+    as many as a CUDA device has memory for, and 8192 on a CPU.
+    """
     backend: str = "torch"
-    """Training backend: `torch`, which supports layouts, adapters and offloading, or your own `module:name` or `file.py:name`."""
+    """Training backend: `torch`, which supports layouts, adapters and offloading, or your own `module:name` or
+    `file.py:name`.
+    """
     optimizer: str = "adamw"
-    """`adamw`, `adamw8bit` (needs bitsandbytes), `sgd`, your own `module:name` or `file.py:name`, or torch's, as `torch.optim:RMSprop`."""
+    """`adamw`, `adamw8bit` (needs bitsandbytes), `sgd`, your own `module:name` or `file.py:name`, or torch's, as
+    `torch.optim:RMSprop`.
+    """
     optimizer_settings: dict[str, Any] = {}
     """Keyword arguments for it, as in `{momentum: 0.9}`."""
     learning_rate: float = Field(1e-6, ge=0, le=MOST_LEARNING_RATE)
@@ -62,43 +69,64 @@ class TrainerConfig(Section):
     skip_bad_updates: bool = False
     """Skip and count an optimizer step with a NaN or infinite loss or gradient; by default the run ends there."""
     max_skipped_updates: int = Field(10, ge=0, le=MOST_STEPS)
-    """With `skip_bad_updates`: number of consecutive skipped optimizer steps of a role that ends the run; 0 never ends it."""
+    """With `skip_bad_updates`: number of consecutive skipped optimizer steps of a role that ends the run; 0 never ends
+    it.
+    """
     share_prompts: bool = False
-    """Compute a group's prompt once for all its rows if this saves a quarter of the tokens; results are the same up to rounding."""
+    """Compute a group's prompt once for all its rows if this saves a quarter of the tokens; results are the same up to
+    rounding.
+    """
     compile: bool = True
-    """On a CPU: compiled C kernels for norms and gated activations (compiled once, in about a second); torch's if there is no C compiler.
-    On CUDA: Triton kernels for these, rotary embeddings and log-probs, from liger-kernel if installed, else from torch.compile."""
+    """On a CPU: compiled C kernels for norms and gated activations (compiled once, in about a second); torch's if there
+    is no C compiler. On CUDA: Triton kernels for these, rotary embeddings and log-probs, from liger-kernel if
+    installed, else from torch.compile.
+    """
     layout: ParallelLayout = ParallelLayout()
-    """Layout of each role on the devices of `runtime: distributed`, or of its pool under `hybrid`; by default each holds a replica."""
+    """Layout of each role on the devices of `runtime: distributed`, or of its pool under `hybrid`; by default each
+    holds a replica.
+    """
     inference_layout: ParallelLayout | None = None
-    """Layout of trained roles for log-probs, values and scores, with a second copy of their weights; by default the training layout."""
+    """Layout of trained roles for log-probs, values and scores, with a second copy of their weights; by default the
+    training layout.
+    """
     lora: LoraConfig | None = None
-    """Train low-rank adapters in place of each trained role's weights; `{}` takes the defaults. They need about ten times the rate."""
+    """Train low-rank adapters in place of each trained role's weights; `{}` takes the defaults. They need about ten
+    times the rate.
+    """
     resident_gib: float | None = Field(None, gt=0, le=1 << 20)
-    """Offloading: GiB of its device for weights, optimizers, gradients and KV caches of all roles of a process together. Parts that a
-    stage does not need wait in pinned host memory, or on a CPU in a file in TMPDIR. By default nothing is offloaded."""
+    """Offloading: GiB of its device for weights, optimizers, gradients and KV caches of all roles of a process
+    together. Parts that a stage does not need wait in pinned host memory, or on a CPU in a file in TMPDIR. By default
+    nothing is offloaded.
+    """
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     checkpoint_every: int = Field(50, ge=0, le=MOST_STEPS)
     """Iterations between checkpoints; 0 writes only the last one."""
     checkpoint_async: bool = False
-    """Write checkpoints in the background, from a copy in host memory. An error ends the run at the next step; its end waits for it."""
+    """Write checkpoints in the background, from a copy in host memory.
+
+    An error ends the run at the next step; its end waits for it.
+    """
     keep_checkpoints: int = Field(2, ge=1, le=MOST_ROWS)
     """Number of latest checkpoints to keep; older ones are removed."""
     accept_changes: list[Literal["model", "tokenizer", "template", "data", "code"]] = []
-    """Inputs that may differ from those of the checkpoint when a run resumes. By default a changed model, tokenizer, template, training
-    data or user code ends the run. Valid for one resume."""
+    """Inputs that may differ from those of the checkpoint when a run resumes. By default a changed model, tokenizer,
+    template, training data or user code ends the run. Valid for one resume.
+    """
     max_restarts: int = Field(0, ge=0, le=MOST_ROWS)
-    """Number of automatic restarts from the newest whole checkpoint after the loss of an essential process: a rank, a trainer, or a worker
-    under hybrid. Under streaming only training processes restart, and rows in the queue stay if the checkpoint has the last published
-    version; under hybrid only the worker's pool restarts. A process that fails with its own error is not restarted."""
+    """Number of automatic restarts from the newest whole checkpoint after the loss of an essential process: a rank, a
+    trainer, or a worker under hybrid. Under streaming only training processes restart, and rows in the queue stay if
+    the checkpoint has the last published version; under hybrid only the worker's pool restarts. A process that fails
+    with its own error is not restarted.
+    """
     deterministic: bool = False
     """Use only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"
     """Treatment of kept groups beyond the batch: `drop` them, or `keep` them for the next batch."""
     over_sampling: float = Field(1.0, ge=1, le=1000)
-    """Size of a batch's first wave of groups relative to the batch, for flows with `select`: it reduces waiting for refills. Groups that
-    are not needed are aborted, always those with the highest numbers."""
+    """Size of a batch's first wave of groups relative to the batch, for flows with `select`: it reduces waiting for
+    refills. Groups that are not needed are aborted, always those with the highest numbers.
+    """
     max_staleness: int = Field(0, ge=0, le=MOST_ROWS)
     """Maximum number of versions by which a row may lag behind the weights that it trains (streaming)."""
 
@@ -128,7 +156,10 @@ class RoleConfig(Section):
     """Settings of one role that differ from the run's."""
 
     model: Path | None = None
-    """The role's own model; by default the run's. A role that only scores may have another tokenizer: it reads the same texts."""
+    """The role's own model; by default the run's.
+
+    A role that only scores may have another tokenizer: it reads the same texts.
+    """
     backend: str | None = None
     """The default is the trainer's."""
     learning_rate: float | None = Field(None, ge=0, le=MOST_LEARNING_RATE)
@@ -146,4 +177,6 @@ class RoleConfig(Section):
     activation_checkpointing: bool | None = None
     """The default is the trainer's."""
     methods: str | None = None
-    """Class with your own methods for this role's workers, `module:Class` or `file.py:Class`, for a session under `runtime: hybrid`."""
+    """Class with your own methods for this role's workers, `module:Class` or `file.py:Class`, for a session under
+    `runtime: hybrid`.
+    """

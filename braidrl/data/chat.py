@@ -4,7 +4,8 @@ content         text, null or absent beside calls, a list of {type: text, text} 
 arguments       an object, or its JSON as text (OpenAI)                             ──▶ an object
 nulls           null means the same as absent                                       ──▶ absent
 
-Chat templates are untrusted programs: they are rendered with limits of time and size, after a trial in a separate process.
+Chat templates are untrusted programs: they are rendered with limits of time and size, after a trial in a separate
+process.
 
 tokenizer ──check_template: a fork with limits of memory and time──▶ may be used
 messages  ──PromptTemplate.apply──▶ text, or a UserError
@@ -35,7 +36,10 @@ TEMPLATE = "chat_template_kwargs"
 MARK = "the-assistants-turn-stands-here"
 """Text that stands for an assistant's turn where a template is rendered."""
 RENDER_S = 5.0
-"""Limit of one rendering in CPU seconds, independent of other programs' load. The largest known templates take some milliseconds."""
+"""Limit of one rendering in CPU seconds, independent of other programs' load.
+
+The largest known templates take some milliseconds.
+"""
 TRIAL_S = 120.0
 """Limit of a whole trial, in seconds of wall-clock time."""
 TEMPLATE_CHARACTERS = 256 << 10
@@ -54,9 +58,7 @@ CALL: ChatMessage = {
     "content": "",
     "tool_calls": [{"id": "call00000", "type": "function", "function": FUNCTION}],
 }
-SYSTEM, USER, ANSWER, RESULT = (
-    {"role": role, "content": "a"} for role in ("system", "user", "assistant", "tool")
-)  # fmt: skip
+SYSTEM, USER, ANSWER, RESULT = ({"role": role, "content": "a"} for role in ("system", "user", "assistant", "tool"))
 TRIALS: Sequence[tuple[list[ChatMessage], Tools]] = (
     ([USER], ()),
     ([SYSTEM, USER, ANSWER, USER], ()),
@@ -97,7 +99,10 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools in a value: a list of objects, or the same as JSON text. Null gives an empty list, anything else None."""
+    """Return the tools in a value: a list of objects, or the same as JSON text.
+
+    Null gives an empty list, anything else None.
+    """
     if value in (None, "", []):
         return []
     if isinstance(value, str):
@@ -117,10 +122,11 @@ class Overdue(BaseException):
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raise UserError for a chat template that is not text, is too long, needs too much time or memory for short conversations, or ends its
-    process.
+    """Raise UserError for a chat template that is not text, is too long, needs too much time or memory for short
+    conversations, or ends its process.
 
-    It is compiled and rendered in a fork of this process with limits, because a template can allocate any amount of memory at once.
+    It is compiled and rendered in a fork of this process with limits, because a template can allocate any amount of
+    memory at once.
     """
     template = tokenizer.chat_template
     if not template:
@@ -147,7 +153,8 @@ def check_template(tokenizer: Any) -> None:
         found = b"took too long"
     if found != b"rendered":
         raise UserError(
-            f"the tokenizer's chat template {found.decode() or 'ended its process'} for a short conversation; copy the template that "
+            f"the tokenizer's chat template {found.decode() or 'ended its process'} for a short conversation; copy "
+            "the template that "
             "belongs to this model"
         )
 
@@ -164,7 +171,8 @@ def try_template(tokenizer: Any, line: int) -> NoReturn:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, RENDER_S)
-        # Jinja evaluates constants when it compiles, and swallows exceptions there; they would occur again later, without limits.
+        # Jinja evaluates constants when it compiles, and swallows exceptions there; they would occur again later,
+        # without limits.
         nodes.Impossible.__init__ = end_without_memory  # type: ignore[assignment]
         with open("/proc/self/statm") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
@@ -184,7 +192,10 @@ def try_template(tokenizer: Any, line: int) -> NoReturn:
 
 
 class RenderingWatch:
-    """A context in which a rendering that takes too long raises Overdue. One thread watches the renderings of all threads."""
+    """A context in which a rendering that takes too long raises Overdue.
+
+    One thread watches the renderings of all threads.
+    """
 
     _process = 0
 
@@ -235,7 +246,9 @@ def end_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
-    """Return the end ids of the tokenizer and of the model's settings (objects or JSON), and the end of a turn in the chat template."""
+    """Return the end ids of the tokenizer and of the model's settings (objects or JSON), and the end of a turn in the
+    chat template.
+    """
 
     def value_of(part: Any, name: str) -> Any:
         return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
@@ -248,7 +261,9 @@ def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the special tokens by id: the named ones, and added ones marked as special, as Gemma 3 and Phi 3 have the end of a turn."""
+    """Return the special tokens by id: the named ones, and added ones marked as special, as Gemma 3 and Phi 3 have the
+    end of a turn.
+    """
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return named | {number: token.content for number, token in added.items() if token.special}

@@ -3,8 +3,8 @@
     frame 0     mark, checksum, a message: number of rows; name, kind, dtype and shape of every column
     frame 1..   raw bytes     index column: its values    Ragged: offsets, then values    Objects: a JSON array
 
-Encoded frames are views on the columns' memory, and decoded columns are views on the frames: neither copies a tensor. Nothing is
-unpickled. Decoded tensors may be in read-only memory, because `Rows` are immutable.
+Encoded frames are views on the columns' memory, and decoded columns are views on the frames: neither copies a tensor.
+Nothing is unpickled. Decoded tensors may be in read-only memory, because `Rows` are immutable.
 """
 
 import json
@@ -26,10 +26,18 @@ MARK = b"braidrow"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
     )
-}  # fmt: skip
+}
 FRAMES_OF_KIND = {"index": 1, "ragged": 2, "objects": 1}
 
 
@@ -47,7 +55,9 @@ class ColumnHeader(NamedTuple):
 
 
 _forbidding: list[object] = []
-"""One entry for each active `payload_forbidden`, for all threads of the process: a driver's callbacks run in other threads."""
+"""One entry for each active `payload_forbidden`, for all threads of the process: a driver's callbacks run in other
+threads.
+"""
 
 
 @contextmanager
@@ -61,7 +71,10 @@ def payload_forbidden() -> Iterator[None]:
 
 
 def encode(rows: Rows) -> list[Frame]:
-    """Encode rows as frames that are views on the rows' memory. Raises CodecError, with the column's name, for unsupported values."""
+    """Encode rows as frames that are views on the rows' memory.
+
+    Raises CodecError, with the column's name, for unsupported values.
+    """
     headers: list[ColumnHeader] = []
     frames: list[Frame] = []
     for name, column in rows.items():
@@ -120,7 +133,10 @@ def unpack_rows(message: Frame) -> Rows:
 
 
 def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
-    """Return the number of rows, and each column's header. Raises CodecError for a damaged header or a wrong number of frames."""
+    """Return the number of rows, and each column's header.
+
+    Raises CodecError for a damaged header or a wrong number of frames.
+    """
     if not frames:
         raise CodecError("no frames")
     first = bytes(frames[0])

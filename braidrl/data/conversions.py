@@ -14,10 +14,19 @@ from braidrl.importing import PluginRegistry
 
 CONVERSIONS = PluginRegistry(
     "data conversion",
-    {name: f"braidrl.data.conversions:{name}" for name in (
-        "gsm8k", "math", "dapo_math_17k", "deepscaler", "aime", "hh", "ultrafeedback",
-    )},
-)  # fmt: skip
+    {
+        name: f"braidrl.data.conversions:{name}"
+        for name in (
+            "gsm8k",
+            "math",
+            "dapo_math_17k",
+            "deepscaler",
+            "aime",
+            "hh",
+            "ultrafeedback",
+        )
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,9 @@ UNIQUE = ("dapo_math_17k", "aime")
 
 
 def gsm8k(record: Record) -> Record | str:
-    """Convert GSM8K (`openai/gsm8k`): `question`, and `answer` with the solution before `####`, which becomes the response to train on."""
+    """Convert GSM8K (`openai/gsm8k`): `question`, and `answer` with the solution before `####`, which becomes the
+    response to train on.
+    """
     _, mark, answer = record["answer"].rpartition("####")
     if not mark:
         return "the answer has no ####"
@@ -59,7 +70,9 @@ def gsm8k(record: Record) -> Record | str:
 
 
 def math(record: Record) -> Record | str:
-    """Convert MATH (Hendrycks et al., and MATH-500): `problem`, `level`, and `answer` or else the last box of `solution`."""
+    """Convert MATH (Hendrycks et al., and MATH-500): `problem`, `level`, and `answer` or else the last box of
+    `solution`.
+    """
     answer = record.get("answer") or last_boxed(record["solution"])
     if answer is None:
         return "the solution has no \\boxed answer"
@@ -79,13 +92,17 @@ def dapo_math_17k(record: Record) -> Record | str:
 
 
 def deepscaler(record: Record) -> Record | str:
-    """Convert DeepScaleR-Preview: `problem` and `answer`, from AIME, AMC, Omni-MATH and Still; rows without an answer are skipped."""
+    """Convert DeepScaleR-Preview: `problem` and `answer`, from AIME, AMC, Omni-MATH and Still; rows without an answer
+    are skipped.
+    """
     answer = str(record["answer"]).strip()
     return {"prompt": record["problem"], "answer": answer} if answer else "the answer is empty"
 
 
 def aime(record: Record) -> Record | str:
-    """Convert AIME 2024 or 2025 in any form on the hub: `problem`, `Problem` or `question`, or chat messages; each prompt once."""
+    """Convert AIME 2024 or 2025 in any form on the hub: `problem`, `Problem` or `question`, or chat messages; each
+    prompt once.
+    """
     ground_truth = (record.get("reward_model") or {}).get("ground_truth")
     fields = {name.lower(): value for name, value in record.items()}
     answer = as_integer(str(fields.get("answer", ground_truth)))
@@ -100,7 +117,9 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def hh(record: Record) -> Record | str:
-    """Convert HH-RLHF: two conversations, text with `Human:` and `Assistant:`, that differ in the last answer; for preferences."""
+    """Convert HH-RLHF: two conversations, text with `Human:` and `Assistant:`, that differ in the last answer; for
+    preferences.
+    """
     conversations = []
     for text in (record["chosen"], record["rejected"]):
         _, *parts = TURN.split(text)
@@ -110,7 +129,9 @@ def hh(record: Record) -> Record | str:
 
 
 def ultrafeedback(record: Record) -> Record | str:
-    """Convert UltraFeedback, binarized: `chosen` and `rejected` as chat messages with scores; pairs with equal scores are skipped."""
+    """Convert UltraFeedback, binarized: `chosen` and `rejected` as chat messages with scores; pairs with equal scores
+    are skipped.
+    """
     scores = record.get("score_chosen"), record.get("score_rejected")
     if None not in scores and scores[0] == scores[1]:
         return "both responses have the same score"
@@ -146,7 +167,9 @@ BOX = re.compile(r"\\boxed\s*(\{|[^\s{}])")
 
 
 def boxed_parts(text: str) -> list[tuple[str, int, int]]:
-    r"""Return the content, start and end of every complete `\boxed{...}` of a text, nested braces included, and of `\boxed 5`."""
+    r"""Return the content, start and end of every complete `\boxed{...}` of a text, nested braces included, and of
+    `\boxed 5`.
+    """
     found = []
     for match in BOX.finditer(text):
         depth, end = int(match[1] == "{"), match.end()

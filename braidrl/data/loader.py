@@ -1,11 +1,12 @@
-"""The prompt loader and the rows of admitted prompts: seeded, weighted over sources, resumable. Its state is one number.
+"""The prompt loader and the rows of admitted prompts: seeded, weighted over sources, resumable. Its state is one
+number.
 
 Each admitted prompt becomes a group of rows, one per sample; no later stage creates rows.
 
 number n ──weighted_draw──▶ source s, and how many before n came from s ──permutation of (seed, s, epoch)──▶ example
 
-A prompt is a function of its admission number. `peek` works for any number without the earlier ones, so that each rank of a
-distributed run draws only its slice under one global shuffle, and a resumed run continues exactly.
+A prompt is a function of its admission number. `peek` works for any number without the earlier ones, so that each rank
+of a distributed run draws only its slice under one global shuffle, and a resumed run continues exactly.
 """
 
 import hashlib
@@ -29,7 +30,9 @@ from braidrl.errors import UserError
 # Shares of the weights are integer multiples of 1/UNIT, so that counting is exact for any admission number.
 UNIT = 1 << 32
 LARGE = 1_000_000
-"""Above this number of examples a permutation is computed element by element: a whole one takes 8 bytes of memory per example."""
+"""Above this number of examples a permutation is computed element by element: a whole one takes 8 bytes of memory per
+example.
+"""
 ROUNDS = 4
 
 
@@ -37,9 +40,9 @@ ROUNDS = 4
 class Admitted:
     """One admitted prompt.
 
-    `number` counts admissions through the whole run and becomes the rows' `group`. `index` is the example's position among the kept
-    examples of its source. `prompt` (T,) int64 are token ids. `given` has no, one or two given responses, of a pair the better first:
-    token ids (T,) int64, and the mask of trained tokens, (T,) bool.
+    `number` counts admissions through the whole run and becomes the rows' `group`. `index` is the example's position
+    among the kept examples of its source. `prompt` (T,) int64 are token ids. `given` has no, one or two given
+    responses, of a pair the better first: token ids (T,) int64, and the mask of trained tokens, (T,) bool.
     """
 
     number: int
@@ -86,14 +89,17 @@ class Admissions:
         for name, value in self._identity.items():
             if state["data"][name] != value:
                 raise UserError(
-                    f"the checkpoint was made with {name} {state['data'][name]} of the training data and this run has {value}; "
+                    f"the checkpoint was made with {name} {state['data'][name]} of the training data and this run "
+                    f"has {value}; "
                     "resume with the same data settings, or start a new run from its model"
                 )
         self.admitted = state["admitted"]
 
 
 class PromptLoader(Admissions):
-    """A loader that draws prompts from sources in proportion to their weights, and shuffles each source anew in each of its epochs."""
+    """A loader that draws prompts from sources in proportion to their weights, and shuffles each source anew in each of
+    its epochs.
+    """
 
     def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
@@ -116,7 +122,9 @@ class PromptLoader(Admissions):
 def eval_rows(
     source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0, rank: int = 0, size: int = 1
 ) -> Rows:
-    """Return a held-out set as rows, `samples` of each of `max_prompts` or of a rank's share; source is `number`, group the position."""
+    """Return a held-out set as rows, `samples` of each of `max_prompts` or of a rank's share; source is `number`, group
+    the position.
+    """
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
     share = equal_share(count, rank, size)
     return as_rows([Admitted.of(source, i, number, 0, i) for i in share], samples) if share else Rows({})
@@ -125,9 +133,10 @@ def eval_rows(
 def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
     """Return the rows of admitted prompts, in order; the samples of a group are consecutive.
 
-    Columns: source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata: the example's fields, "prompt", "answer",
-    "tools" and arguments of the chat template; with given responses also response, int64 token ids, and response_mask, bool, the trained
-    tokens. A pair of given responses always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
+    Columns: source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata: the example's fields,
+    "prompt", "answer", "tools" and arguments of the chat template; with given responses also response, int64 token ids,
+    and response_mask, bool, the trained tokens. A pair of given responses always makes two rows: sample 0 is the chosen
+    one and sample 1 the rejected one.
     """
     given = len(admitted[0].given) if admitted else 0
     samples = 2 if given == 2 else samples
@@ -154,7 +163,9 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """Return the rows with one pre-training text each, `ptx_tokens` int64 and `ptx_length`, by (group, sample) in a seeded order."""
+    """Return the rows with one pre-training text each, `ptx_tokens` int64 and `ptx_length`, by (group, sample) in a
+    seeded order.
+    """
     numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
     tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
     joined = Ragged.from_rows(tokens, torch.int64)
@@ -162,10 +173,12 @@ def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows
 
 
 def weighted_draw(number: int, weights: Sequence[float], seed: int) -> tuple[int, int]:
-    """Return the source of a number 0, 1, 2, ..., and the count of earlier numbers of that source, in proportion to `weights`.
+    """Return the source of a number 0, 1, 2, ..., and the count of earlier numbers of that source, in proportion to
+    `weights`.
 
-    Of the first n numbers, source 0 has floor((n * share + phase) / UNIT), and the others share the rest in the same way. The spread is
-    even, closer to the weights than independent draws, and can be counted without iteration. The seed sets the phases.
+    Of the first n numbers, source 0 has floor((n * share + phase) / UNIT), and the others share the rest in the same
+    way. The spread is even, closer to the weights than independent draws, and can be counted without iteration. The
+    seed sets the phases.
     """
     for source, weight in enumerate(weights[:-1]):
         share = min(UNIT - 1, max(1, round(UNIT * weight / sum(weights[source:]))))
@@ -196,7 +209,9 @@ def shuffled(seed: int, source: int, epoch: int, size: int, index: int) -> int:
 # A step may include the end of an epoch in each source; older permutations are not needed again.
 @lru_cache(maxsize=32)
 def permutation(seed: int, source: int, epoch: int, size: int) -> np.ndarray:
-    """Return the permutation (size,) int64 of a source's examples in one epoch; Philox's stream is stable between numpy releases."""
+    """Return the permutation (size,) int64 of a source's examples in one epoch; Philox's stream is stable between numpy
+    releases.
+    """
     keys = np.random.Philox(key=seeded_key(seed, "epoch", source, epoch)).random_raw(size)
     return np.argsort(keys, kind="stable")
 

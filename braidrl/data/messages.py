@@ -1,8 +1,8 @@
 """The wire format of messages between processes: MessagePack, by msgspec. Rows have their own format, `codec`.
 
-A message consists of None, numbers, text, bytes, lists, dictionaries, dataclasses, msgspec Structs, and tensors (N,) on the CPU. If the
-reader names a type, it gets a value of that type, checked field by field; otherwise tuples become lists, and dataclasses dictionaries.
-Nothing is unpickled.
+A message consists of None, numbers, text, bytes, lists, dictionaries, dataclasses, msgspec Structs, and tensors (N,) on
+the CPU. If the reader names a type, it gets a value of that type, checked field by field; otherwise tuples become
+lists, and dataclasses dictionaries. Nothing is unpickled.
 
     pack_message(value) ──bytes──▶ unpack_message(bytes, Type)
 
@@ -75,7 +75,9 @@ def join(frames: Sequence[Frame]) -> bytearray:
 
 
 def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]]:
-    """Return the size of the joined frames in bytes, and their pieces with offsets; gaps between the pieces are padding."""
+    """Return the size of the joined frames in bytes, and their pieces with offsets; gaps between the pieces are
+    padding.
+    """
     views = [memoryview(frame).cast("B") for frame in frames]
     lengths = [view.nbytes for view in views]
     *starts, total = _starts(lengths)
@@ -84,7 +86,10 @@ def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]
 
 
 def split(buffer: Frame) -> list[memoryview]:
-    """Return the frames as views on the buffer, which may be longer. Raises CodecError if it is damaged or truncated."""
+    """Return the frames as views on the buffer, which may be longer.
+
+    Raises CodecError if it is damaged or truncated.
+    """
     view = memoryview(buffer).cast("B")
     if view.nbytes < FIXED.size:
         raise CodecError(f"{view.nbytes} bytes are too few to hold frames")

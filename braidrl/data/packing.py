@@ -1,17 +1,20 @@
-"""Partition of rows over ranks and into micro-batches: pure, deterministic functions of costs and groups, the same in every runtime.
+"""Partition of rows over ranks and into micro-batches: pure, deterministic functions of costs and groups, the same in
+every runtime.
 
     rows ──▶ parts (ranks, workers) of equal cost ──▶ in each rank micro-batches of equal tokens, heaviest first
 
-The algorithm is Karmarkar and Karp's largest differencing method (1982), for any number of parts. Each item starts as its own division
-into parts, one of them not empty. The two divisions with the largest differences are merged, fullest part on emptiest, until one is
-left. A merge never increases the difference, so the fullest and the emptiest part differ by at most the largest item.
+The algorithm is Karmarkar and Karp's largest differencing method (1982), for any number of parts. Each item starts as
+its own division into parts, one of them not empty. The two divisions with the largest differences are merged, fullest
+part on emptiest, until one is left. A merge never increases the difference, so the fullest and the emptiest part differ
+by at most the largest item.
 
-If all parts must have equally many items, the corresponding variant of this method cannot balance a long tail (parts of 32 log-normal
-lengths: 16% over the mean). The largest remaining item then goes to the cheapest part with room (0.2% on the same lengths).
+If all parts must have equally many items, the corresponding variant of this method cannot balance a long tail (parts of
+32 log-normal lengths: 16% over the mean). The largest remaining item then goes to the cheapest part with room (0.2% on
+the same lengths).
 
-The first number of micro-batches is the least that could hold all tokens; while the fullest exceeds the limit, there is one more.
-Unlike in RL2, rows are divided among the ranks first: the rank with the longest row gets fewer other rows, which micro-batches of one
-size could not balance.
+The first number of micro-batches is the least that could hold all tokens; while the fullest exceeds the limit, there is
+one more. Unlike in RL2, rows are divided among the ranks first: the rank with the longest row gets fewer other rows,
+which micro-batches of one size could not balance.
 """
 
 import heapq
@@ -25,7 +28,9 @@ from braidrl.errors import UserError
 def balanced_partition(
     costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Divide items into `parts` of nearly equal cost (and `equal_size`), `groups` kept together; return positions, fullest first."""
+    """Divide items into `parts` of nearly equal cost (and `equal_size`), `groups` kept together; return positions,
+    fullest first.
+    """
     if parts == 1:
         return [list(range(len(costs)))]
     divide = _fill_equally if equal_size else _differencing
@@ -50,7 +55,9 @@ def equal_share(count: int, rank: int, size: int) -> range:
 
 
 def in_turn(groups: Sequence[int], parts: int) -> list[int]:
-    """Return the part of each row, round-robin by group number, so that each part starts early; the last groups are split evenly."""
+    """Return the part of each row, round-robin by group number, so that each part starts early; the last groups are
+    split evenly.
+    """
     place = {group: number for number, group in enumerate(sorted(set(groups)))}
     whole = len(place) // parts * parts
     left = [row for row, group in enumerate(groups) if place[group] >= whole]
@@ -87,7 +94,8 @@ def _fill_equally(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
-    # A part is (minus its cost, its first item, its items): sorted, the fullest comes first and ties go to the lowest item.
+    # A part is (minus its cost, its first item, its items): sorted, the fullest comes first and ties go to the lowest
+    # item.
     divisions = [(-cost, item, [(-cost, item, [item])]) for item, cost in enumerate(costs)]
     heapq.heapify(divisions)
     while len(divisions) > 1:
@@ -114,10 +122,11 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
 def plan_micro_batches(
     lengths: Sequence[int], max_tokens: int, uids: Sequence[Any] | None = None, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Divide a rank's rows, given their lengths, into micro-batches of at most `max_tokens`; return row positions by micro-batch.
+    """Divide a rank's rows, given their lengths, into micro-batches of at most `max_tokens`; return row positions by
+    micro-batch.
 
-    The heaviest comes first. Rows of one of `groups` share a micro-batch, as some losses need. Raises UserError, with its uid, for a row
-    over the limit.
+    The heaviest comes first. Rows of one of `groups` share a micro-batch, as some losses need. Raises UserError, with
+    its uid, for a row over the limit.
     """
     if groups is not None:
         # Plan with the sums of each group, then replace each group by its rows.
@@ -129,7 +138,8 @@ def plan_micro_batches(
         uid = uids[long] if uids is not None else long
         name = uid if isinstance(uid, str) else f"row {uid}"
         raise UserError(
-            f"{name} has {lengths[long]} tokens and trainer.max_tokens_per_device={max_tokens} is the most that one micro-batch holds; "
+            f"{name} has {lengths[long]} tokens and trainer.max_tokens_per_device={max_tokens} is the most that one "
+            "micro-batch holds; "
             f"write trainer.max_tokens_per_device={lengths[long]} or lower rollout.max_response_tokens"
         )
     count = max(1, -(-sum(lengths) // max_tokens))

@@ -1,9 +1,11 @@
-"""Loading of sources: reading, tokenisation and the length filter. Prompts that are too long are dropped and counted here.
+"""Loading of sources: reading, tokenisation and the length filter. Prompts that are too long are dropped and counted
+here.
 
 file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ folder/...arrow ──mapped──▶ LoadedSource
                                                                                         folder/facts.json
 
-One process writes the table of a source, by `datasets`; all processes of its machine map the file and share its memory pages. Its columns:
+One process writes the table of a source, by `datasets`; all processes of its machine map the file and share its memory
+pages. Its columns:
 
 example                        JSON of an `Example`
 prompt, response, rejected     int32 token ids; `response_trained` and `rejected_trained` are masks of the trained ones
@@ -80,7 +82,8 @@ class LoadedSource(Sequence[Example]):
         self.path, self.weight, self.facts, self.kept = source.path, source.weight, facts, str(folder)
         self.dropped = facts.read - len(dataset)
         """Number of prompts that were too long."""
-        # Reading a cell of a mapped column takes microseconds; a row through the data set takes a hundred times as long.
+        # Reading a cell of a mapped column takes microseconds; a row through the data set takes a hundred times as
+        # long.
         self._columns = {name: dataset.data.column(name) for name in dataset.column_names}
 
     def __len__(self) -> int:
@@ -94,7 +97,9 @@ class LoadedSource(Sequence[Example]):
         return torch.from_numpy(self._columns["prompt"][index].values.to_numpy().astype(np.int64))
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return a given response's token ids (T,) int64 and the mask of trained ones (T,) bool; None if the source was loaded without."""
+        """Return a given response's token ids (T,) int64 and the mask of trained ones (T,) bool; None if the source was
+        loaded without.
+        """
         if which not in self._columns:
             return None
         ids, trained = self._columns[which][index].values, self._columns[f"{which}_trained"][index].values
@@ -152,10 +157,16 @@ def with_progress(
 
 
 def load_train(
-    data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    responses: bool = False,
+    pairs: bool = False,
     kept: Sequence[str] | None = None,
-) -> list[LoadedSource]:  # fmt: skip
-    """Load each source of `data.train`; `kept` are another rank's `LoadedSource.kept`. Raises UserError for none or an invalid file."""
+) -> list[LoadedSource]:
+    """Load each source of `data.train`; `kept` are another rank's `LoadedSource.kept`. Raises UserError for none or an
+    invalid file.
+    """
     check_train(data)
     template = PromptTemplate.of(tokenizer, data)
     readings = [Reading(source, responses=responses, pairs=pairs) for source in data.training_sources]
@@ -189,8 +200,9 @@ def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None) -> Loa
 def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, kept: str | None = None) -> LoadedSource:
     """Read, tokenise and filter one source, or map another process's table of it.
 
-    If the table is incomplete, one process writes it and the others wait. `kept` is another rank's `LoadedSource.kept` of it; if this
-    machine does not have that folder, the source is read into it. Raises UserError if the file is invalid, or no prompt is short enough.
+    If the table is incomplete, one process writes it and the others wait. `kept` is another rank's `LoadedSource.kept`
+    of it; if this machine does not have that folder, the source is read into it. Raises UserError if the file is
+    invalid, or no prompt is short enough.
     """
     # Imported here: it takes a second.
     import datasets
@@ -221,7 +233,8 @@ def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, ke
         if full := no_room(error):
             key = "TMPDIR" if mine else "data.cache"
             raise UserError(
-                f"{folder.parent}: the tokenised data of {reading.source.path} cannot be written: {full}, or set {key} to another folder"
+                f"{folder.parent}: the tokenised data of {reading.source.path} cannot be written: {full}, or set "
+                f"{key} to another folder"
             ) from error
         raise error.__cause__ or error from None
     facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
@@ -235,8 +248,9 @@ def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, ke
 def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> tuple[Path, Iterator[Example]]:
     """Return the folder of a source's table, and the examples to write to it.
 
-    A large source has a folder in the cache; its name depends on files, settings, code and tokenizer. The folder is temporary for a small
-    source, and for unknown code: a conversion without a version, or a tokenizer with its own code.
+    A large source has a folder in the cache; its name depends on files, settings, code and tokenizer. The folder is
+    temporary for a small source, and for unknown code: a conversion without a version, or a tokenizer with its own
+    code.
     """
     source, tokenizer, examples = reading.source, template.tokenizer, iter(reading)
     own_conversion = source.convert is not None and source.convert not in CONVERSIONS
@@ -251,17 +265,23 @@ def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> 
             source.model_dump(mode="json", exclude={"weight", "verify"}),
             [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))],
             [importlib.metadata.version(name) for name in PACKAGES],
-            tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map), chat,
+            tokenizer.backend_tokenizer.to_str(),
+            repr(tokenizer.special_tokens_map),
+            chat,
             # Some templates write the date into the prompt.
             time.strftime("%Y-%m-%d") if "strftime" in str(chat) else "",
-            template.system_prompt, repr(dict(template.arguments)),
-            data.max_prompt_tokens, reading.responses, reading.pairs, reading.usual_split,
-        ]  # fmt: skip
+            template.system_prompt,
+            repr(dict(template.arguments)),
+            data.max_prompt_tokens,
+            reading.responses,
+            reading.pairs,
+            reading.usual_split,
+        ]
         name = hashlib.blake2b(json.dumps(described, default=str).encode(), digest_size=16).hexdigest()
         folder = data.cache.expanduser() / f"{source.label}-{name}"
-        begun = [] if folder.is_dir() else list(islice(examples, data.in_memory + 1))
-        examples = chain(begun, examples)
-        if folder.is_dir() or len(begun) > data.in_memory:
+        started = [] if folder.is_dir() else list(islice(examples, data.in_memory + 1))
+        examples = chain(started, examples)
+        if folder.is_dir() or len(started) > data.in_memory:
             return folder, examples
     own, temporary = f"{PASSING}{platform.node()}-", Path(tempfile.gettempdir())
     for other in temporary.glob(f"{glob.escape(own)}*"):
@@ -275,7 +295,10 @@ def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> 
 def rows_of(
     reading: Reading, examples: Iterator[Example], template: PromptTemplate, limit: int, given: int, facts: Facts
 ) -> Iterator[dict[str, Any]]:
-    """Yield a source's rows and fill in the facts. Raises UserError for an invalid example, and if no prompt is short enough."""
+    """Yield a source's rows and fill in the facts.
+
+    Raises UserError for an invalid example, and if no prompt is short enough.
+    """
     path, title = reading.source.path, f"Tokenising {reading.source.label}"
     for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), title):
         facts.read += len(batch)
@@ -308,5 +331,6 @@ def rows_of(
     facts.left_out, facts.without_form = dict(reading.left_out), reading.without_form
     if not facts.longest_prompt:
         raise UserError(
-            f"{path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; the shortest has {facts.shortest} tokens"
+            f"{path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; the shortest has "
+            f"{facts.shortest} tokens"
         )

@@ -39,7 +39,8 @@ def check_source(source: SourceConfig) -> None:
         return
     if path.suffix not in SUFFIXES:
         raise UserError(
-            f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl, .json or .parquet file, or a folder of them"
+            f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl, .json or .parquet file, or a "
+            "folder of them"
         )
     if not path.is_file():
         where = "" if path.is_absolute() else f", neither beside the configuration nor in {Path.cwd()}"
@@ -53,7 +54,8 @@ def check_source(source: SourceConfig) -> None:
 def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Record]]:
     """Yield the JSON object of each line of a file, or each item if the file is a list, with its number from 1.
 
-    Empty lines are skipped but counted. Raises UserError, with the location, for anything else, and for objects too long or too deep.
+    Empty lines are skipped but counted. Raises UserError, with the location, for anything else, and for objects too
+    long or too deep.
     """
     with path.open("rb") as file:
         is_list = may_be_list and file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
@@ -76,7 +78,10 @@ def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Re
 
 
 def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:
-    """Return the JSON value. Raises UserError, with the location and a hint, for other text and for values too long or too deep."""
+    """Return the JSON value.
+
+    Raises UserError, with the location and a hint, for other text and for values too long or too deep.
+    """
     try:
         return parse_json(raw, most_bytes, whole=False)  # `as_json` makes characters whole
     except ValueError as error:
@@ -84,7 +89,9 @@ def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:
 
 
 def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Record]]:
-    """Yield the rows of a parquet file, or of one split of a folder, with the subsets and splits that `datasets` finds."""
+    """Yield the rows of a parquet file, or of one split of a folder, with the subsets and splits that `datasets`
+    finds.
+    """
     # Imported here: it takes a second, and JSON files do without it.
     import datasets
     import pyarrow
@@ -126,7 +133,8 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
         if path.is_dir():
             raise UserError(
-                f"{path} cannot be read by datasets: {first_line(cause)}; `subset` and `split` of this source choose a part"
+                f"{path} cannot be read by datasets: {first_line(cause)}; `subset` and `split` of this source choose "
+                "a part"
             ) from error
         raise UserError(f"{path} is not a readable parquet file: {' '.join(str(cause).split())}") from None
 
@@ -162,8 +170,8 @@ def with_bytes(feature: Any) -> Any:
 def as_json(value: Any) -> Any:
     """Return a value in JSON form, or NO_FORM for a value without one, such as bytes.
 
-    Dates, times and decimals become text, non-finite numbers null, arrays lists, lone surrogates U+FFFD. A nested value without a form
-    is omitted from its object, and is null in its list.
+    Dates, times and decimals become text, non-finite numbers null, arrays lists, lone surrogates U+FFFD. A nested value
+    without a form is omitted from its object, and is null in its list.
     """
     match value:
         case None | bool() | int():

@@ -5,8 +5,8 @@ payload column  Ragged          a variable number of values per row (tokens, log
                 Objects         one JSON value per row (prompt messages, metadata)
 
 `tokens` and `action_mask` have one entry per token of the row, prompt and observations included. Columns about actions
-(`rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`, `token_rewards`) have one entry per
-*action token*, in order: tokens that were not sampled have no entry and need no mask.
+(`rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`, `token_rewards`) have one
+entry per *action token*, in order: tokens that were not sampled have no entry and need no mask.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -153,7 +153,10 @@ class Rows:
 
 
 def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
-    """Merge segments (positions, rows) into one table of `size` rows; later segments win. Columns that some row lacks are omitted."""
+    """Merge segments (positions, rows) into one table of `size` rows; later segments win.
+
+    Columns that some row lacks are omitted.
+    """
     by_name: dict[str, list[tuple[Tensor, Column]]] = {}
     for positions, rows in segments:
         for name, column in rows.items():

@@ -1,4 +1,5 @@
-"""Conversion of records to examples: one `Example` per line or row, errors with their location, counts of skipped records by reason.
+"""Conversion of records to examples: one `Example` per line or row, errors with their location, counts of skipped
+records by reason.
 
 records ──where──▶ ──convert──▶ JSON values ──unique──▶ ──skip, first──▶ examples
 
@@ -71,13 +72,17 @@ class LeftOut(Exception):
 class Reading:
     """One pass over a source, which yields its examples in order.
 
-    Afterwards `left_out` has the number of skipped records by reason, and `without_form` the columns without a JSON form.
+    Afterwards `left_out` has the number of skipped records by reason, and `without_form` the columns without a JSON
+    form.
     """
 
     def __init__(
         self, source: SourceConfig, *, responses: bool = False, pairs: bool = False, usual_split: str = "train"
     ) -> None:
-        """Begin before the first record; examples need a response for `responses`, two for `pairs`. Raises UserError without a file."""
+        """Begin before the first record; examples need a response for `responses`, two for `pairs`.
+
+        Raises UserError without a file.
+        """
         check_source(source)
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
         self._is_arrow = source.path.is_dir() or source.path.suffix == ".parquet"
@@ -95,7 +100,10 @@ class Reading:
         self._seen: set[bytes] = set()
 
     def __iter__(self) -> Iterator[Example]:
-        """Yield the examples. Raises UserError, with file and line or row, for an invalid record, and for a source without examples."""
+        """Yield the examples.
+
+        Raises UserError, with file and line or row, for an invalid record, and for a source without examples.
+        """
         source, number = self.source, 0
         end = None if source.first is None else source.skip + source.first
         if self._is_arrow:
@@ -128,13 +136,15 @@ class Reading:
             converted = self._convert(record)
         except Exception as error:
             raise UserError(
-                f"{conversion} raised {type(error).__name__}: {error}; return the example, or a text that says why it is left out"
+                f"{conversion} raised {type(error).__name__}: {error}; return the example, or a text that says why "
+                "it is left out"
             ) from error
         if isinstance(converted, str):
             raise LeftOut(converted)
         if not isinstance(converted, dict):
             raise UserError(
-                f"{conversion} returned {kind_of(converted)}; return a dict, or a text that says why the record is left out"
+                f"{conversion} returned {kind_of(converted)}; return a dict, or a text that says why the record is "
+                "left out"
             )
         values: Record = {}
         for key, raw in converted.items():
@@ -152,7 +162,10 @@ class Reading:
         return example
 
     def _example(self, record: Record, line: int) -> Example:
-        """Make an example from a record of JSON values. Raises UserError for a missing field or a wrong type, and LeftOut."""
+        """Make an example from a record of JSON values.
+
+        Raises UserError for a missing field or a wrong type, and LeftOut.
+        """
         source, where = self.source, place(self.source.path, line)
         given: tuple[str, ...] = ()
         response = rejected = None
@@ -193,8 +206,8 @@ class Reading:
 def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response]:
     """Return the prompt and the response to train on: two fields, or the parts of a conversation in one.
 
-    A conversation is split before the turns to train on, `all` of the assistant or the `last`, and ends with one of these. Raises
-    UserError if there is no such turn, or no message before it.
+    A conversation is split before the turns to train on, `all` of the assistant or the `last`, and ends with one of
+    these. Raises UserError if there is no such turn, or no message before it.
     """
     found = find_required(where, "response", field, record)
     if isinstance(found, list) and found and not is_answer(found[0]) and isinstance(found[0], dict):
@@ -216,8 +229,8 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
 def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, Response, Response]:
     """Return the prompt, the chosen and the rejected response, text or messages.
 
-    If both are whole conversations, or texts of a record without a prompt, their common beginning is the prompt. Raises LeftOut for
-    responses that are the same, and for conversations that differ before an answer.
+    If both are whole conversations, or texts of a record without a prompt, their common beginning is the prompt. Raises
+    LeftOut for responses that are the same, and for conversations that differ before an answer.
     """
     fields = {"chosen": source.chosen_field, "rejected": source.rejected_field}
     chosen, rejected = (
@@ -251,7 +264,8 @@ def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) 
         known = {name for name, _ in texts_and_numbers(record) if find(record, name) is not ABSENT}
         if field in record:
             raise UserError(
-                f"{where}: the field {field!r} for the {what} is null. Leave such rows out, or set {what}_field of this source."
+                f"{where}: the field {field!r} for the {what} is null. Leave such rows out, or set {what}_field of "
+                "this source."
             )
         raise UserError(
             f"{where}: no field {field!r} for the {what}. {suggest(field, known)} Set {what}_field of this source."

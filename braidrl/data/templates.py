@@ -23,7 +23,8 @@ from braidrl.data.sources import Example, Prompt, Response
 from braidrl.errors import UserError
 
 RENDERED_OTHERWISE = (
-    "the chat template renders earlier turns otherwise once the conversation continues, such as without their reasoning; "
+    "the chat template renders earlier turns otherwise once the conversation continues, such as without their "
+    "reasoning; "
     "write train_on: last"
 )
 OPENING = re.compile(r"(<[^<>/\s]+>)\s*\Z")
@@ -41,10 +42,10 @@ class Given(NamedTuple):
 class PromptTemplate:
     """A converter of prompts into token ids with one transformers tokenizer.
 
-    With `chat_template`, and a tokenizer that has one, text becomes a user's message and the template opens the assistant's turn. If the
-    last message is the assistant's, its turn is continued. Otherwise prompts are plain text after the tokenizer's special tokens, and
-    messages are joined with blank lines. `system_prompt` comes first in both cases, unless the example has its own system message.
-    `arguments` are the chat template's.
+    With `chat_template`, and a tokenizer that has one, text becomes a user's message and the template opens the
+    assistant's turn. If the last message is the assistant's, its turn is continued. Otherwise prompts are plain text
+    after the tokenizer's special tokens, and messages are joined with blank lines. `system_prompt` comes first in both
+    cases, unless the example has its own system message. `arguments` are the chat template's.
     """
 
     tokenizer: Any
@@ -100,13 +101,16 @@ class PromptTemplate:
             raise UserError(
                 "the last message is an assistant's call of a tool; add the tool's answer, or remove the call"
             )
-        opened, begun = self.apply(before, tools, opens=True), last["content"]
+        opened, started = self.apply(before, tools, opens=True), last["content"]
         tag = OPENING.search(opened)
         # The template may open the turn with the same tag as the turn itself.
-        return (opened[: tag.start()] if tag and begun.lstrip().startswith(tag[1]) else opened) + begun
+        return (opened[: tag.start()] if tag and started.lstrip().startswith(tag[1]) else opened) + started
 
     def apply(self, messages: Sequence[chat.ChatMessage], tools: chat.Tools = (), opens: bool = False) -> str:
-        """Render messages, with `opens` up to the assistant's turn. Raises UserError if the template refuses, fails or breaks a limit."""
+        """Render messages, with `opens` up to the assistant's turn.
+
+        Raises UserError if the template refuses, fails or breaks a limit.
+        """
         settings = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens, **self.arguments}
         try:
             with chat.WATCH:
@@ -120,14 +124,16 @@ class PromptTemplate:
             ) from None
         if len(text) > chat.RENDERED_CHARACTERS:
             raise UserError(
-                f"the tokenizer's chat template makes a text of {len(text)} characters, and at most {chat.RENDERED_CHARACTERS} are taken"
+                f"the tokenizer's chat template makes a text of {len(text)} characters, and at most "
+                f"{chat.RENDERED_CHARACTERS} are taken"
             )
         return text
 
     def encode_texts(self, texts: Sequence[str], begins: bool = False) -> list[list[int]]:
         """Tokenise texts, without tokens that the tokenizer appends.
 
-        Texts that begin a sequence get one beginning of sequence. Texts in its middle get none, and rendered chats have their own.
+        Texts that begin a sequence get one beginning of sequence. Texts in its middle get none, and rendered chats have
+        their own.
         """
         if not texts:
             return []
@@ -160,7 +166,10 @@ class PromptTemplate:
         return [ids if ids and ids[-1] in (end, self.tokenizer.eos_token_id) else [*ids, end] for ids in encoded]
 
     def encode_given(self, example: Example, responses: Sequence[Response]) -> list[Given]:
-        """Tokenise an example's responses: texts, or messages whose answers are trained. Raises UserError if rendered otherwise."""
+        """Tokenise an example's responses: texts, or messages whose answers are trained.
+
+        Raises UserError if rendered otherwise.
+        """
         found = []
         for response in responses:
             if isinstance(response, str):
@@ -214,7 +223,8 @@ class PromptTemplate:
             if content.strip() in segment[:end]:
                 turns.append((segment[:end], segment[end:]))
             elif len(numbers) == 1:
-                # Such a template removes the reasoning even from the trained turn. The turn's own opening tag is not written twice.
+                # Such a template removes the reasoning even from the trained turn. The turn's own opening tag is not
+                # written twice.
                 tag = OPENING.search(template.render(example.prompt, tools))
                 if tag and content.lstrip().startswith(tag[1]):
                     content = content.lstrip().removeprefix(tag[1]).removeprefix(tag[0][len(tag[1]) :])
@@ -225,10 +235,11 @@ class PromptTemplate:
 
 
 def retokenized(rows: Rows, generating: Any, own: PromptTemplate) -> Rows:
-    """Return identity, length, tokens, action_mask and sequence_lengths of rows in the token ids of a role's own prompt template.
+    """Return identity, length, tokens, action_mask and sequence_lengths of rows in the token ids of a role's own prompt
+    template.
 
-    `rows` have tokens of the tokenizer `generating`, prompt_length and metadata, which includes the example's prompt. An end of sequence
-    becomes the role's own.
+    `rows` have tokens of the tokenizer `generating`, prompt_length and metadata, which includes the example's prompt.
+    An end of sequence becomes the role's own.
     """
     prompts, answers, endings = [], [], chat.end_of_sequence_ids(generating)
     for number in range(len(rows)):

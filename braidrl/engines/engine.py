@@ -30,13 +30,16 @@ ENGINES = PluginRegistry(
     arguments=("spec",),
     methods=("abort",),
 )
-"""Engine factories: called with an `EngineSpec`, each returns a `SteppingEngine` or a `ServedEngine`; only `http` is given servers."""
+"""Engine factories: called with an `EngineSpec`, each returns a `SteppingEngine` or a `ServedEngine`; only `http` is
+given servers.
+"""
 
 OF_VLLM = {
-    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
     # Otherwise vLLM binds each worker to a NUMA node of its own, and refuses more workers than nodes.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # fmt: skip
+}
 """Environment variables of vLLM, set unless the run's own environment sets them."""
 NOTHING_YET = -1
 """The version of an engine whose process or server was restarted."""
@@ -119,9 +122,12 @@ class EngineSpec:
         own = {**self.options, "tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
         if (part := self.part) is not None:
             own |= {
-                "distributed_executor_backend": "mp", "nnodes": part.nodes, "node_rank": part.node, "master_addr": part.host,
+                "distributed_executor_backend": "mp",
+                "nnodes": part.nodes,
+                "node_rank": part.node,
+                "master_addr": part.host,
                 "master_port": part.port,
-            }  # fmt: skip
+            }
         return own
 
     @property
@@ -141,10 +147,16 @@ class Engine(Protocol):
     """A generator of responses, as the caller that submits rows sees it."""
 
     async def submit(self, request: Request) -> Response:
-        """Generate a response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
+        """Generate a response.
+
+        Raises UserError for a request that cannot be answered, and EngineError when the engine fails.
+        """
 
     async def abort(self, uid: Uid) -> None:
-        """End a row at once: its `submit` returns the tokens drawn so far. Raises KeyError if the row is not in flight."""
+        """End a row at once: its `submit` returns the tokens drawn so far.
+
+        Raises KeyError if the row is not in flight.
+        """
 
 
 class ServedEngine(Engine, Protocol):
@@ -154,12 +166,17 @@ class ServedEngine(Engine, Protocol):
     """The maximum length of prompt and response together, in tokens."""
 
     async def start(self) -> None:
-        """Start the engine, and return when it accepts requests. Raises UserError if it is configured wrongly, EngineError if it fails."""
+        """Start the engine, and return when it accepts requests.
+
+        Raises UserError if it is configured wrongly, EngineError if it fails.
+        """
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Use the weights of `source` from the next row on; with None the engine's own tensors already have this version.
+        """Use the weights of `source` from the next row on; with None the engine's own tensors already have this
+        version.
 
-        Raises ValueError if the source lacks a tensor, and RuntimeError while rows are in flight, which a `ResumingEngine` preempts.
+        Raises ValueError if the source lacks a tensor, and RuntimeError while rows are in flight, which a
+        `ResumingEngine` preempts.
         """
 
     async def sleep(self) -> None:

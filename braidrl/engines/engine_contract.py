@@ -3,8 +3,8 @@
     for check in CHECKS:
         asyncio.run(check(subject))
 
-A failed check raises AssertionError. `subject.make()` returns an engine with weights of version 0 and no row in flight; its model must be
-random enough that greedy tokens differ between prompts.
+A failed check raises AssertionError. `subject.make()` returns an engine with weights of version 0 and no row in flight;
+its model must be random enough that greedy tokens differ between prompts.
 """
 
 import asyncio
@@ -63,7 +63,9 @@ async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
 async def under_way(
     engine: ServedEngine, request: Request, resuming: ResumingEngine | None = None
 ) -> asyncio.Task[Response]:
-    """Submit a request and return when it is being decoded; repeat if it ends before that is seen, as on a busy machine."""
+    """Submit a request and return when it is being decoded; repeat if it ends before that is seen, as on a busy
+    machine.
+    """
     for _ in range(100):
         task = asyncio.ensure_future((resuming or engine).submit(request))
         while not task.done():
@@ -120,10 +122,10 @@ async def a_rows_tokens_depend_on_the_row_alone(subject: EngineUnderTest) -> Non
 async def a_row_goes_on_where_its_earlier_draws_ended(subject: EngineUnderTest) -> None:
     engine, (request, *_) = subject.make(), requests(subject, 1)
     whole = await engine.submit(request)
-    begun = await engine.submit(drawn(request, max_tokens=5))
-    longer = replace(request, prompt=torch.cat([request.prompt, begun.tokens]), first_draw=5)
+    started = await engine.submit(drawn(request, max_tokens=5))
+    longer = replace(request, prompt=torch.cat([request.prompt, started.tokens]), first_draw=5)
     rest = await engine.submit(drawn(longer, max_tokens=7))
-    assert torch.cat([begun.tokens, rest.tokens]).tolist() == whole.tokens.tolist()
+    assert torch.cat([started.tokens, rest.tokens]).tolist() == whole.tokens.tolist()
 
 
 async def stop_tokens_end_a_row_and_belong_to_it(subject: EngineUnderTest) -> None:
@@ -235,4 +237,7 @@ CHECKS: tuple[Callable[[EngineUnderTest], Awaitable[None]], ...] = (
     weights_that_lack_a_tensor_are_refused,
     an_engine_sleeps_when_idle_and_requests_wait_for_it,
 )
-"""All checks. For an engine whose tokens depend on the batch composition, leave out `a_rows_tokens_depend_on_the_row_alone`."""
+"""All checks.
+
+For an engine whose tokens depend on the batch composition, leave out `a_rows_tokens_depend_on_the_row_alone`.
+"""

@@ -1,10 +1,11 @@
-"""An engine in a process of its own: first the run's side of the socket, `EngineProcess`, then the process's side, from `main`.
+"""An engine in a process of its own: first the run's side of the socket, `EngineProcess`, then the process's side, from
+`main`.
 
 EngineProcess ──EngineCall──▶ main, serve ──▶ engine
               ◀──EngineReply: a result, an error, a token or a heartbeat, each with the engine's load──
 
-Each message has its length before it. If the process ends, or sends nothing for too long, pending calls raise EngineError. The process
-waits while it has no work, and ends when the run is gone.
+Each message has its length before it. If the process ends, or sends nothing for too long, pending calls raise
+EngineError. The process waits while it has no work, and ends when the run is gone.
 """
 
 import asyncio
@@ -68,7 +69,9 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
 
 
 class EngineReply(msgspec.Struct, omit_defaults=True):
-    """The result or error of a call, or a token of a followed row; without an `id` a heartbeat while rows are generated."""
+    """The result or error of a call, or a token of a followed row; without an `id` a heartbeat while rows are
+    generated.
+    """
 
     id: int | None = None
     result: Response | int | None = None
@@ -102,13 +105,22 @@ async def receive(reader: asyncio.StreamReader, type: Any) -> Any:
 
 
 class EngineProcess:
-    """An engine process, in the event loop in which it is started. Calls fail after `limit_s` seconds without a message from it."""
+    """An engine process, in the event loop in which it is started.
+
+    Calls fail after `limit_s` seconds without a message from it.
+    """
 
     def __init__(
-        self, spec: EngineSpec, name: str = "engine", python: Path | None = None, limit_s: float = 600.0,
+        self,
+        spec: EngineSpec,
+        name: str = "engine",
+        python: Path | None = None,
+        limit_s: float = 600.0,
         spanning: SpanningEngine | None = None,
-    ) -> None:  # fmt: skip
-        """Describe the process, with `spanning` this node's part of an engine; `python` is an interpreter with the engine's packages."""
+    ) -> None:
+        """Describe the process, with `spanning` this node's part of an engine; `python` is an interpreter with the
+        engine's packages.
+        """
         self.spec, self.name, self.limit_s, self.spanning = spec, name, limit_s, spanning
         self._led = spanning if spanning is not None and spanning.own.node == 0 else None
         """The engine over several nodes that this process schedules."""
@@ -131,20 +143,28 @@ class EngineProcess:
         self._end = "has not been started"
 
     async def start(self) -> None:
-        """Start the process, and wait until the model is loaded. Raises UserError if it cannot be used, EngineError as `submit`."""
+        """Start the process, and wait until the model is loaded.
+
+        Raises UserError if it cannot be used, EngineError as `submit`.
+        """
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
         if self._led is not None:
             self.spec = replace(self.spec, part=self._led.begin())
         spec, self._held = self.spec, None
-        # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
+        # vLLM and users' engines may need an interpreter of their own, and a process must know its device before
+        # importing torch.
         copied = spec.kind == "embedded" and spec.device == "cpu" and self._python == sys.executable
         self._process = (from_server if copied else Spawned)(
             ProcessSpec(
-                self.name, "braidrl.engines.engine_process:main", python=self._python, threads=spec.threads,
-                devices=spec.devices, environment=spec.environment,
+                self.name,
+                "braidrl.engines.engine_process:main",
+                python=self._python,
+                threads=spec.threads,
+                devices=spec.devices,
+                environment=spec.environment,
             )
-        )  # fmt: skip
+        )
         self.pid = self._process.pid
         line = socket.socket(fileno=os.dup(self._process.connection.fileno()))
         self._process.connection.close()
@@ -224,7 +244,10 @@ class EngineProcess:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def follow(self) -> None:
-        """Add this node's part to each start of an engine that another node starts, until its end. Raises UserError as `start`."""
+        """Add this node's part to each start of an engine that another node starts, until its end.
+
+        Raises UserError as `start`.
+        """
         spanning = self.spanning
         assert spanning is not None and spanning.own.node > 0
         while (part := await spanning.next_start()) is not None:
@@ -246,17 +269,20 @@ class EngineProcess:
             await asyncio.sleep(LOOK_S)
 
     async def _ask(self, call: EngineCall, on_token: Callable[[int, int], None] | None = None) -> Any:
-        """Send a call and return its result. Raises EngineError if the process ends, or after `limit_s` seconds without a message."""
+        """Send a call and return its result.
+
+        Raises EngineError if the process ends, or after `limit_s` seconds without a message.
+        """
         if self._writer is None:
             raise EngineError(f"{self.name} {self._end}")
         loop, call.id = asyncio.get_running_loop(), next(self._numbers)
         answer: asyncio.Future[Any] = loop.create_future()
         self._answers[call.id] = answer, on_token
         self._writer.write(framed(call))
-        begun = loop.time()
+        started = loop.time()
         try:
             while not answer.done():
-                left = max(begun, self._heard) + self.limit_s - loop.time()
+                left = max(started, self._heard) + self.limit_s - loop.time()
                 if left <= 0:
                     what = "loading the model" if call.method == "start" else call.method
                     self._die(f"sent nothing for {self.limit_s:g} s during {what}")

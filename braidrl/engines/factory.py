@@ -1,7 +1,8 @@
 """Makes a role's engines and the publisher of its weights from the configuration, for any training layout.
 
 engine of this process, or of a pool of ranks    in place: its own tensors, or slices copied in rounds, adapters merged
-engine processes                                 file in shared memory; collective if they have CUDA devices of their own
+engine processes                                 file in shared memory; collective if they have CUDA devices of their
+                                                 own
 servers                                          file in a folder, or collective
 """
 
@@ -59,7 +60,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def start_engine(
     role: str, ranks: DataParallel, worker: TrainingBackend | None, config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> RoleEngine:
-    """Start the engine of a role, which `worker` trains, or with None other processes. All `ranks` that generate for it call this together.
+    """Start the engine of a role, which `worker` trains, or with None other processes. All `ranks` that generate for it
+    call this together.
 
     Raises UserError for a model that the engine cannot use.
     """
@@ -78,7 +80,8 @@ def start_engine(
         # A user's engine in this process.
         made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
         return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s)
-    # Decoding needs all weights on each rank, in its dtype and with adapters merged; else a frozen copy, refreshed at each publication.
+    # Decoding needs all weights on each rank, in its dtype and with adapters merged; else a frozen copy, refreshed at
+    # each publication.
     model, dtype = worker.shared_model if worker else None, getattr(torch, spec.dtype)
     if model is None or (rollout.dtype and model.dtype != dtype):
         model = load_decoder(spec.model, dtype, spec.device).requires_grad_(False).eval()
@@ -86,7 +89,8 @@ def start_engine(
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config) -> list[EngineProcess]:
-    """Return the engine processes of a generating process, not started; of a node that does not lead, its parts of the engines.
+    """Return the engine processes of a generating process, not started; of a node that does not lead, its parts of the
+    engines.
 
     Each engine has CUDA devices of its own. Raises UserError for too few devices.
     """
@@ -112,7 +116,9 @@ async def follow_engines(role: str, ranks: DataParallel, config: Config) -> None
 
 
 def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) -> Publisher:
-    """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate for the role call this together."""
+    """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate for the role call
+    this together.
+    """
     shared = isinstance(engine, EmbeddedEngine) and engine.model is worker.shared_model
     if not isinstance(worker, ShardedBackend):
         # A user's own backend without an index of its weights: every full tensor by its name.
@@ -148,7 +154,9 @@ def offering_address(config: Config) -> str:
 
 
 def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig | None:
-    """Return the adapters that alone are sent to vLLM, which reads the weights under them itself; None if merged weights are sent."""
+    """Return the adapters that alone are sent to vLLM, which reads the weights under them itself; None if merged
+    weights are sent.
+    """
     lora = worker.lora if isinstance(worker, RoleWorker) else None
     # Under 4-bit weights the engine needs the values that training computes with.
     return lora if lora is not None and lora.base_dtype is None and config.rollout.engine == "vllm" else None
@@ -157,7 +165,8 @@ def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig 
 def exchange_publisher(
     worker: ShardedBackend | None, engine: RoleEngine | None, config: Config, ranks: DataParallel
 ) -> Publisher:
-    """Return the publisher between the pool that trains a role and the pool that generates for it; all `ranks` of both call this.
+    """Return the publisher between the pool that trains a role and the pool that generates for it; all `ranks` of both
+    call this.
 
     `worker` is None if this process only generates, `engine` if it only trains.
     """
@@ -170,14 +179,17 @@ def exchange_publisher(
 
 
 def file_writer(parts: Mapping[str, WeightPart], ranks: Ranks, config: Config) -> WeightWriter:
-    """Return the writer of weight versions: to a folder for servers, else to shared memory; all ranks call this together."""
+    """Return the writer of weight versions: to a folder for servers, else to shared memory; all ranks call this
+    together.
+    """
     servers = config.rollout.servers
     in_folder = config.rollout.engine == "http" and servers.weights == "folder"
     return WeightWriter(parts, ranks, repeat=in_folder, within=servers.folder)
 
 
 def is_collective(config: Config) -> bool:
-    """Return True if engines outside this process receive weights over a process group: on request, or because they have devices.
+    """Return True if engines outside this process receive weights over a process group: on request, or because they
+    have devices.
 
     Raises UserError if this is requested and they share the trainer's device, which NCCL refuses.
     """
@@ -197,7 +209,8 @@ def is_collective(config: Config) -> bool:
     shared = any(set(own) & set(devices.every[:1]) for own in devices.engines)
     if rollout.weights == "collective" and shared:
         raise UserError(
-            "rollout.weights=collective: NCCL needs a CUDA device for each process, and an engine shares the trainer's; "
+            "rollout.weights=collective: NCCL needs a CUDA device for each process, and an engine shares the "
+            "trainer's; "
             "write rollout.weights=file"
         )
     return not shared
@@ -219,11 +232,20 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
     if not rollout.is_reproducible and (modes := vllm_log_prob_modes(training_sampling(config))):
         options["vllm"] = {"logprobs_mode": modes[0], **rollout.vllm}
     return EngineSpec(
-        rollout.engine, str(path), slots_of(config), longest, config.seed, str(dtype).removeprefix("torch."),
-        choose_device(config.device).type, default_threads(processes), rollout.tensor, rollout.pipeline,
+        rollout.engine,
+        str(path),
+        slots_of(config),
+        longest,
+        config.seed,
+        str(dtype).removeprefix("torch."),
+        choose_device(config.device).type,
+        default_threads(processes),
+        rollout.tensor,
+        rollout.pipeline,
         options.get(rollout.engine, rollout.engine_settings),
-        reproducible=rollout.is_reproducible, adapts_rows=rollout.slots == "auto",
-    )  # fmt: skip
+        reproducible=rollout.is_reproducible,
+        adapts_rows=rollout.slots == "auto",
+    )
 
 
 def training_sampling(config: Config) -> SamplingParams:
@@ -233,10 +255,17 @@ def training_sampling(config: Config) -> SamplingParams:
 
 
 def spmd_engine(
-    spec: EngineSpec, role: str, ranks: DataParallel, worker: TrainingBackend | None, config: Config,
+    spec: EngineSpec,
+    role: str,
+    ranks: DataParallel,
+    worker: TrainingBackend | None,
+    config: Config,
     tokenizer: PreTrainedTokenizerBase,
-) -> SteppingEngine:  # fmt: skip
-    """Return the engine with which ranks decode together; all ranks call this at the same time. Raises UserError as `start_engine`."""
+) -> SteppingEngine:
+    """Return the engine with which ranks decode together; all ranks call this at the same time.
+
+    Raises UserError as `start_engine`.
+    """
     rollout, layout = config.rollout, generation_layout(config)
     training = (settings_of(role, config).layout if worker else ParallelLayout()).resolve(ranks.size)
     groups = layout.groups(training)
@@ -258,9 +287,16 @@ def spmd_engine(
         tensor, pipeline = join_generation_groups(groups)
         model, slices = load_for_decoding(Path(spec.model), getattr(torch, spec.dtype), spec.device, tensor, pipeline)
         made = EmbeddedEngine(
-            model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed,
-            compile=rollout.compile, slices=slices, pipeline=pipeline, group=group,
-        )  # fmt: skip
+            model,
+            tokenizer,
+            spec.slots,
+            spec.max_sequence_tokens,
+            config.seed,
+            compile=rollout.compile,
+            slices=slices,
+            pipeline=pipeline,
+            group=group,
+        )
     if takes_turns and isinstance(worker, RoleWorker) and not adapters_sent(worker, config):
         made.take_turns(worker.weights, training, worker.ranks, layout)
     return made
@@ -277,9 +313,11 @@ def ranks_per_node(config: Config) -> int:
 
 
 def with_nodes(config: Config, devices_of_node: int | None) -> Config:
-    """Return the configuration with engines of vLLM over as few nodes as have devices for them, unless it names a number.
+    """Return the configuration with engines of vLLM over as few nodes as have devices for them, unless it names a
+    number.
 
-    `devices_of_node` are the devices of the largest node; None without any. Engines for which no number of nodes is enough stay on one.
+    `devices_of_node` are the devices of the largest node; None without any. Engines for which no number of nodes is
+    enough stay on one.
     """
     ranks, engines = generation_layout(config).ranks, own_engines(config)
     if config.rollout.nodes is not None or config.rollout.engine != "vllm" or devices_of_node is None:
@@ -303,7 +341,10 @@ def own_engines(config: Config) -> int:
 def reach_servers(
     role: str, ranks: DataParallel, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> EngineService:
-    """Return this rank's servers; each generating rank has its own. Raises UserError for a server that cannot be used for training."""
+    """Return this rank's servers; each generating rank has its own.
+
+    Raises UserError for a server that cannot be used for training.
+    """
     # Imported here: only servers need aiohttp, an optional dependency.
     from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
 
@@ -311,7 +352,8 @@ def reach_servers(
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
     if not urls:
         raise UserError(
-            f"rollout.servers: {len(rollout.servers.urls)} for {ranks.size} ranks that generate; name one for each, or more"
+            f"rollout.servers: {len(rollout.servers.urls)} for {ranks.size} ranks that generate; name one for each, "
+            "or more"
         )
     own, sent = settings_of(role, config), rollout.servers.weights == "network"
     model = own.model.expanduser()
@@ -320,10 +362,18 @@ def reach_servers(
     )
     names = None if sent else HubNames(model_in(model))
     spec = ServerSpec(
-        DIALECTS[rollout.servers.dialect], tokenizer, end_ids_of(model, tokenizer), shapes_in_folder(model), slots_of(config),
-        needs, config.seed, rollout.servers.folder, names if names and names.differ else None,
-        choose_device(config.device), limit_s,
-    )  # fmt: skip
+        DIALECTS[rollout.servers.dialect],
+        tokenizer,
+        end_ids_of(model, tokenizer),
+        shapes_in_folder(model),
+        slots_of(config),
+        needs,
+        config.seed,
+        rollout.servers.folder,
+        names if names and names.differ else None,
+        choose_device(config.device),
+        limit_s,
+    )
     service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, spec.store)
     # A server may still have the weights of an earlier run.
     service.publish(0, ModelWeights(load_decoder(model, own.dtype, torch.device("cpu"))))

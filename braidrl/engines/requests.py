@@ -1,4 +1,5 @@
-"""Requests to an engine and its responses: plain values, the same for every engine. A row can continue later or on another engine.
+"""Requests to an engine and its responses: plain values, the same for every engine. A row can continue later or on
+another engine.
 
 Request ──row_of──▶ EngineRow, until an end of sequence, a stop text or its length ──▶ Response ──remaining_request──▶ Request
 """
@@ -56,7 +57,9 @@ class SamplingParams:
 
     @property
     def log_prob_temperature(self) -> float:
-        """Return the divisor of logits before log-softmax; 1 for a temperature of 0, which takes the likeliest token."""
+        """Return the divisor of logits before log-softmax; 1 for a temperature of 0, which takes the likeliest
+        token.
+        """
         return self.temperature or 1.0
 
 
@@ -74,8 +77,9 @@ class Request:
     continues: int = 0
     """Number of tokens at the prompt's end that begin this response: a stop text may start among them."""
     on_token: Callable[[int, int], None] | None = None
-    """Called in the engine's event loop with each token's index in the response and its id, as soon as the engine knows it. When a row is
-    restarted on another engine, the same tokens are drawn and reported again."""
+    """Called in the engine's event loop with each token's index in the response and its id, as soon as the engine knows
+    it. When a row is restarted on another engine, the same tokens are drawn and reported again.
+    """
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prompt that is not a non-empty row of ids."""
@@ -102,7 +106,10 @@ class Response:
 
 
 def remaining_request(request: Request, ended: Response) -> Request | None:
-    """Return the request for an aborted row's remaining tokens, None without any. Raises ValueError for a response of another row."""
+    """Return the request for an aborted row's remaining tokens, None without any.
+
+    Raises ValueError for a response of another row.
+    """
     if ended.uid != request.uid:
         raise ValueError(f"row {request.uid} cannot continue the response of row {ended.uid}")
     left = request.sampling.max_tokens - len(ended.tokens)
@@ -110,9 +117,12 @@ def remaining_request(request: Request, ended: Response) -> Request | None:
         return None
     drawn = len(ended.tokens)
     return replace(
-        request, prompt=torch.cat([request.prompt, ended.tokens]), sampling=replace(request.sampling, max_tokens=left),
-        first_draw=request.first_draw + drawn, continues=request.continues + drawn,
-    )  # fmt: skip
+        request,
+        prompt=torch.cat([request.prompt, ended.tokens]),
+        sampling=replace(request.sampling, max_tokens=left),
+        first_draw=request.first_draw + drawn,
+        continues=request.continues + drawn,
+    )
 
 
 def joined(parts: Sequence[Response]) -> Response:
@@ -136,14 +146,14 @@ class EngineRow:
     tokenizer: PreTrainedTokenizerBase | None = None
     """Decodes the tokens of a row with stop texts; None without any."""
     tail: list[int] = field(default_factory=list)
-    """The last tokens of the response, in which a stop text may have begun."""
+    """The last tokens of the response, in which a stop text may have started."""
     name: str = ""
     """The row's name in vLLM or on a server."""
     tokens: list[int] = field(default_factory=list)
     """The tokens given to `record_token`."""
     log_probs: list[float] = field(default_factory=list)
     """Their log-probs, in nats; the engine appends them."""
-    begun: int = 0
+    started: int = 0
     """The engine's step in which it got its slot."""
     version: int = 0
     stop_text_found: bool = False
@@ -163,7 +173,9 @@ class EngineRow:
         return self.stop_text_found or token in self.stop_token_ids or len(self.tokens) == self.limit
 
     def finished(self, aborted: bool = False, drawn: tuple[Tensor, Tensor] | None = None) -> Response:
-        """Return the row's response; `drawn` are tokens (T,) int64 and log-probs (T,) in nats of an engine that keeps them in tensors."""
+        """Return the row's response; `drawn` are tokens (T,) int64 and log-probs (T,) in nats of an engine that keeps
+        them in tensors.
+        """
         tokens, log_probs = drawn or (torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs))
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
@@ -191,7 +203,9 @@ def row_of(
 
 @dataclass(frozen=True)
 class Draws:
-    """The values with which another engine draws a row's tokens: random key, index of the first draw, and sampling settings."""
+    """The values with which another engine draws a row's tokens: random key, index of the first draw, and sampling
+    settings.
+    """
 
     key: int
     first: int
@@ -199,7 +213,9 @@ class Draws:
 
 
 def draw_arguments(request: Request, seed: int) -> dict[str, str]:
-    """Return the draws of a request's row in a run with this seed, as text under one key, which engines and servers pass through."""
+    """Return the draws of a request's row in a run with this seed, as text under one key, which engines and servers
+    pass through.
+    """
     draws = Draws(request.key(seed), request.first_draw, request.sampling)
     return {ARGUMENT: msgspec.json.encode(draws).decode()}
 
@@ -219,9 +235,9 @@ def rows_to_begin(
 ) -> int:
     """Return how many of the waiting rows, in their order, have room beside the running ones; the first row always has.
 
-    `capacity` tokens have room for their keys and values, in blocks of `block` tokens. `recent` are the parts of their limits that recent
-    rows have drawn, from 0 to 1. A preemption means that rows drew more than was expected: it counts as a row that has drawn its whole
-    limit.
+    `capacity` tokens have room for their keys and values, in blocks of `block` tokens. `recent` are the parts of their
+    limits that recent rows have drawn, from 0 to 1. A preemption means that rows drew more than was expected: it counts
+    as a row that has drawn its whole limit.
     """
     share = max(recent) if len(recent) >= KNOWN else 1.0
 
@@ -230,10 +246,10 @@ def rows_to_begin(
         return -(-(len(row.request.prompt) + min(drawn, row.limit)) // block) * block
 
     taken = [needed(row) for row in running]
-    left, begun = capacity - sum(taken), 0
+    left, started = capacity - sum(taken), 0
     for row in waiting:
         left -= needed(row)
-        if left < 0 and (taken or begun):
+        if left < 0 and (taken or started):
             break
-        begun += 1
-    return begun
+        started += 1
+    return started

@@ -1,4 +1,5 @@
-"""Sampling: draws a token per row from logits and one uniform number, and returns its log-prob, without sorting the vocabulary.
+"""Sampling: draws a token per row from logits and one uniform number, and returns its log-prob, without sorting the
+vocabulary.
 
 Shapes: B rows, V vocabulary.
 """
@@ -50,9 +51,11 @@ def batch_sampling(asked: Sequence[SamplingParams], device: torch.device | str) 
 
 
 def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token (B,) int64 for each of B rows; return it with its log-prob (B,) in nats at the row's temperature, before any cut.
+    """Draw a token (B,) int64 for each of B rows; return it with its log-prob (B,) in nats at the row's temperature,
+    before any cut.
 
-    `logits` (B, V) are overwritten where they are float32 or float64; `uniforms` (B,) float64 in [0, 1) are one random number per row.
+    `logits` (B, V) are overwritten where they are float32 or float64; `uniforms` (B,) float64 in [0, 1) are one random
+    number per row.
     """
     scaled = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     if sampling.temperature is not None:
@@ -94,7 +97,9 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entry at which the running sums (B, C) pass the given share of the total, (B,), and the offset in it, (B,) in [0, 1]."""
+    """Return the entry at which the running sums (B, C) pass the given share of the total, (B,), and the offset in it,
+    (B,) in [0, 1].
+    """
     total = cumulative[:, -1:]
     # Below the total even if the product rounds up to it, so that the entry found has a weight.
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

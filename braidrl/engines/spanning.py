@@ -3,7 +3,8 @@
 node 0   EngineProcess: scheduler, ranks 0 to 7 ──"start 2 is at 10.0.0.1:4711"──▶ store     the engine that the run calls
 node 1   EngineProcess: ranks 8 to 15 ◀────────── joins start 2, reports its loss ──┘        no call reaches it
 
-vLLM's own executor for several nodes connects the parts. When one is lost the engine ends, and all nodes join its next start.
+vLLM's own executor for several nodes connects the parts. When one is lost the engine ends, and all nodes join its next
+start.
 """
 
 import asyncio
@@ -74,7 +75,9 @@ class SpanningEngine:
 
 @dataclass(frozen=True)
 class OneOf(DataParallel):
-    """One of several independent workers that generate for a role; its engines may span several nodes, each with a process of it."""
+    """One of several independent workers that generate for a role; its engines may span several nodes, each with a
+    process of it.
+    """
 
     rank: int = 0
     size: int = 1

@@ -1,10 +1,12 @@
-"""The base of engines that draw one token per row in every step, and `EngineReplica`, which puts one behind the engine protocol.
+"""The base of engines that draw one token per row in every step, and `EngineReplica`, which puts one behind the engine
+protocol.
 
 SteppingEngine   add ──▶ waiting ──▶ step, step, step ... ──▶ Response
 EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ the future of each row that ended
                                      └── other tasks of the event loop run between two steps
 
-An engine with a `group` is sharded over ranks: each holds a slice of one model, and together they decode the rows of all ranks.
+An engine with a `group` is sharded over ranks: each holds a slice of one model, and together they decode the rows of
+all ranks.
 
 rank 0   its requests ╮                ╭─ step, step, step ... ─▶ its responses
 rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─▶ its responses        within a step they run collectives in each layer
@@ -36,7 +38,9 @@ from braidrl.weights.publisher import WeightSource
 from braidrl.weights.shards import Parts, WeightPart
 
 TURNS = 10
-"""Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the step."""
+"""Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the
+step.
+"""
 RowEnded = Callable[[Uid, Response | BaseException], None]
 """Called in the event loop at a row's end, with its response or error."""
 OWN = "this process's engine"
@@ -44,7 +48,9 @@ OWN = "this process's engine"
 
 
 class SteppingEngine(ABC):
-    """An engine of this process, used by whole batches: `generate`; by coroutines: `run`; or step by step: `add` and `step`."""
+    """An engine of this process, used by whole batches: `generate`; by coroutines: `run`; or step by step: `add` and
+    `step`.
+    """
 
     slots: int = 0
     """Rows that can be decoded at once."""
@@ -56,7 +62,9 @@ class SteppingEngine(ABC):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
     ) -> None:
-        """Make an engine without rows; `end_ids` end a response, and `seed` is the run's, which determines all draws."""
+        """Make an engine without rows; `end_ids` end a response, and `seed` is the run's, which determines all
+        draws.
+        """
         self.seed, self.version = seed, 0
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
@@ -68,7 +76,9 @@ class SteppingEngine(ABC):
 
     @property
     def is_collective(self) -> bool:
-        """Return True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve environments."""
+        """Return True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve
+        environments.
+        """
         return self.group is not None
 
     @property
@@ -87,7 +97,9 @@ class SteppingEngine(ABC):
         return None
 
     def parts(self) -> Mapping[str, WeightPart]:
-        """Return this process's parts of the weights, into which a trainer in the same process copies its own; by default none."""
+        """Return this process's parts of the weights, into which a trainer in the same process copies its own; by
+        default none.
+        """
         return {}
 
     def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
@@ -104,17 +116,23 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with the weights of `source` from the next row on; none is in flight. With None the engine's tensors have this version.
+        """Generate with the weights of `source` from the next row on; none is in flight. With None the engine's tensors
+        have this version.
 
         Raises ValueError if the source lacks a tensor; the weights are then unchanged.
         """
 
     @abstractmethod
     def clear(self, release: bool = True) -> None:
-        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
+        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need
+        again.
+        """
 
     def sleep(self) -> None:
-        """Free the memory that only generation needs; weights may still be published. Raises RuntimeError while rows are in flight."""
+        """Free the memory that only generation needs; weights may still be published.
+
+        Raises RuntimeError while rows are in flight.
+        """
         check_idle(OWN, self._under_way, "sleeps")
         self.clear()
 
@@ -136,9 +154,10 @@ class SteppingEngine(ABC):
     ) -> list[Response]:
         """Return all responses, in the order of `requests`; with a `group` each rank brings requests of its own.
 
-        `on_finished` is called with each response that ends by itself, `rows_to_end` after each step or every few milliseconds: it returns
-        rows that end with their tokens so far, in the same step on all ranks, and may include rows that have ended. Raises UserError for a
-        prompt that leaves no room for a response, and RuntimeError while rows are in flight.
+        `on_finished` is called with each response that ends by itself, `rows_to_end` after each step or every few
+        milliseconds: it returns rows that end with their tokens so far, in the same step on all ranks, and may include
+        rows that have ended. Raises UserError for a prompt that leaves no room for a response, and RuntimeError while
+        rows are in flight.
         """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
@@ -182,7 +201,8 @@ class SteppingEngine(ABC):
             raise ValueError(f"row {request.uid} is under way already")
         if self.vocabulary is not None and len(request.prompt) and int(request.prompt.max()) >= self.vocabulary:
             raise UserError(
-                f"row {request.uid}: token {int(request.prompt.max())} of its prompt is beyond the model's embedding of "
+                f"row {request.uid}: token {int(request.prompt.max())} of its prompt is beyond the model's embedding "
+                "of "
                 f"{self.vocabulary} tokens; resize the embedding, or use the model's own tokenizer"
             )
         row = row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens)
@@ -218,7 +238,10 @@ def answering(answer: asyncio.Future[Response]) -> RowEnded:
 
 
 class EngineReplica:
-    """A `SteppingEngine` behind the engine protocol, in one event loop. Steps run in the loop itself, so a breakpoint stops there."""
+    """A `SteppingEngine` behind the engine protocol, in one event loop.
+
+    Steps run in the loop itself, so a breakpoint stops there.
+    """
 
     def __init__(self, engine: SteppingEngine) -> None:
         self.engine, self.max_sequence_tokens = engine, engine.max_sequence_tokens

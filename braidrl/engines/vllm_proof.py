@@ -1,4 +1,5 @@
-"""The vLLM proof: on a decoder's tiny twin, vLLM's log-probs must equal the trainer's, also after an update of its weights.
+"""The vLLM proof: on a decoder's tiny twin, vLLM's log-probs must equal the trainer's, also after an update of its
+weights.
 
 `braid check MODEL --vllm PYTHON` runs it. vLLM runs in a process of its own; this file does not import it.
 """
@@ -22,13 +23,17 @@ from braidrl.training.decoders.proof import BOUND, Finding, Twin, distance, pack
 from braidrl.weights.publisher import ModelWeights
 
 WIDTH = 64
-"""Width of the twin's heads: vLLM's kernels for CPUs need 32 or more, and twice as many where some layers have wider ones."""
+"""Width of the twin's heads: vLLM's kernels for CPUs need 32 or more, and twice as many where some layers have wider
+ones.
+"""
 TOKENS = 16
 LIMIT_S = 600.0
 
 
 def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding:
-    """Generate with vLLM, of the interpreter `python` or this one, from two versions of a twin's weights; compare log-probs with ours."""
+    """Generate with vLLM, of the interpreter `python` or this one, from two versions of a twin's weights; compare
+    log-probs with ours.
+    """
 
     def greatest_gap() -> tuple[float, float]:
         twins = [Twin(config, seed, head_width=WIDTH) for seed in (0, 1)]

@@ -6,6 +6,23 @@ from braidrl.flow.roles import Role, actor, cost, cost_critic, critic, reference
 from braidrl.flow.stage import Kind, Scope, Stage, When
 
 __all__ = [
-    "Flow", "Kind", "Role", "Scope", "Stage", "When",
-    "actor", "advantage", "correction", "cost", "cost_critic", "critic", "data", "kl", "loss", "reference", "reward", "select", "shape",
-]  # fmt: skip
+    "Flow",
+    "Kind",
+    "Role",
+    "Scope",
+    "Stage",
+    "When",
+    "actor",
+    "advantage",
+    "correction",
+    "cost",
+    "cost_critic",
+    "critic",
+    "data",
+    "kl",
+    "loss",
+    "reference",
+    "reward",
+    "select",
+    "shape",
+]

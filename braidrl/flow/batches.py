@@ -1,12 +1,13 @@
-"""The updates of a batch: assignment of rows to optimizer steps, and the bound on staleness. `selecting` chooses the groups of a batch.
+"""The updates of a batch: assignment of rows to optimizer steps, and the bound on staleness. `selecting` chooses the
+groups of a batch.
 
 A seeded shuffle of a batch's groups, by rank among its group numbers, makes the updates.
 
 version  0            1            2            3          publications of a role's weights, one at the end of each iteration
 batch    └─ 1 on 0 ──▶└─ 2 on 1 ──▶└─ 3 on 2 ──▶           iteration k trains batch k on version k - 1 and publishes version k
 
-Staleness is the version on which a batch is trained minus the version of its oldest token. A role that skips an iteration (`when`)
-publishes its unchanged weights, so that versions and iterations stay aligned.
+Staleness is the version on which a batch is trained minus the version of its oldest token. A role that skips an
+iteration (`when`) publishes its unchanged weights, so that versions and iterations stay aligned.
 """
 
 from collections import Counter, deque
@@ -21,7 +22,9 @@ from braidrl.errors import UserError
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batch sizes of a run, from the configuration; `rows_per_update` is never None, `epoch_groups` is the number of prompts per epoch."""
+    """Batch sizes of a run, from the configuration; `rows_per_update` is never None, `epoch_groups` is the number of
+    prompts per epoch.
+    """
 
     iterations: int
     prompts_per_step: int
@@ -34,25 +37,36 @@ class Sizes:
     seed: int = 0
     over_sampling: float = 1.0
     older_groups: int | None = None
-    """Number of groups of a batch that may start on an older version than the batch's own, within `max_staleness`; None means all."""
-    sets_aside: bool = False
+    """Number of groups of a batch that may start on an older version than the batch's own, within `max_staleness`; None
+    means all.
+    """
+    partial_rollout: bool = False
     """Whether rows may be suspended in one batch and resumed in the next (partial rollout)."""
 
     @property
     def ahead(self) -> int:
-        """Return by how many versions the weights may lag at the start of a row; suspended rows need the last one of `max_staleness`."""
-        return self.max_staleness - self.sets_aside
+        """Return by how many versions the weights may lag at the start of a row; suspended rows need the last one of
+        `max_staleness`.
+        """
+        return self.max_staleness - self.partial_rollout
 
     def updates(self, iteration: int, groups: Sequence[int], samples: Sequence[int]) -> list[list[int]]:
         """Return the row positions of each optimizer step of a batch, as `update_plan`."""
         return update_plan(
-            groups, samples, rows_per_update=self.rows_per_update, epochs=self.epochs, seed=self.seed, iteration=iteration,
+            groups,
+            samples,
+            rows_per_update=self.rows_per_update,
+            epochs=self.epochs,
+            seed=self.seed,
+            iteration=iteration,
             older=self.older_groups or 0,
-        )  # fmt: skip
+        )
 
 
 def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_update: int | None) -> int:
-    """Return the rows of one optimizer step; None means the whole batch. Raises UserError unless it divides the batch."""
+    """Return the rows of one optimizer step; None means the whole batch. Raises UserError unless it divides the
+    batch.
+    """
     rows = prompts_per_step * samples_per_prompt
     if rows_per_update is None:
         return rows
@@ -69,13 +83,21 @@ def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_u
 
 
 def update_plan(
-    groups: Sequence[int], samples: Sequence[int], *, rows_per_update: int, epochs: int, seed: int, iteration: int,
+    groups: Sequence[int],
+    samples: Sequence[int],
+    *,
+    rows_per_update: int,
+    epochs: int,
+    seed: int,
+    iteration: int,
     older: int = 0,
-) -> list[list[int]]:  # fmt: skip
-    """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
+) -> list[list[int]]:
+    """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group,
+    sample).
 
-    `groups` and `samples` identify the rows of the batch, in any order. The first `older` groups by number are spread evenly over
-    the updates. Raises ValueError if `rows_per_update` does not divide the batch, or two rows have the same identity.
+    `groups` and `samples` identify the rows of the batch, in any order. The first `older` groups by number are spread
+    evenly over the updates. Raises ValueError if `rows_per_update` does not divide the batch, or two rows have the same
+    identity.
     """
     identities = list(zip(groups, samples, strict=True))
     if len(set(identities)) < len(identities):
@@ -114,7 +136,10 @@ def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
 
 
 def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
-    """Return the largest staleness in a batch, by each row's oldest version. Raises TooStale if one is over the bound or unpublished."""
+    """Return the largest staleness in a batch, by each row's oldest version.
+
+    Raises TooStale if one is over the bound or unpublished.
+    """
     oldest = 0
     for uid, version in zip(uids, versions, strict=True):
         behind = trained_on(iteration) - version
@@ -129,7 +154,9 @@ def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int,
 
 @dataclass
 class TrainingBatch:
-    """A batch under `streaming`, in the process that decides: its groups join as they become known, and trainers step as rows arrive."""
+    """A batch under `streaming`, in the process that decides: its groups join as they become known, and trainers step
+    as rows arrive.
+    """
 
     iteration: int
     samples: int
@@ -169,7 +196,10 @@ class TrainingBatch:
 
 @dataclass
 class UpdatesInProgress:
-    """The updates of one train stage in a trainer. Its rows arrive in pieces, and accumulate in the order of updates."""
+    """The updates of one train stage in a trainer.
+
+    Its rows arrive in pieces, and accumulate in the order of updates.
+    """
 
     steps: int
     size: int
@@ -194,7 +224,9 @@ class UpdatesInProgress:
             self._waiting.setdefault(number, deque()).append((piece, found))
 
     def take(self, whole: bool = False) -> list[tuple[Any, list[int]]]:
-        """Return the pieces of the current update, with positions, that have not accumulated; with `whole` only all at once."""
+        """Return the pieces of the current update, with positions, that have not accumulated; with `whole` only all at
+        once.
+        """
         return [] if whole and not self.is_complete else list(self._waiting.pop(self.made, ()))
 
     @property

@@ -1,7 +1,8 @@
 """Column versions that each stage reads, and the serial order of the stages.
 
-A column version is identified by (name, writer). A stage that reads and writes the same name creates its next version, and later
-stages read the latest in serial order. A version never changes, so a writer need not wait for readers of earlier versions.
+A column version is identified by (name, writer). A stage that reads and writes the same name creates its next version,
+and later stages read the latest in serial order. A version never changes, so a writer need not wait for readers of
+earlier versions.
 
     reward.verify ──reward──▶ shape.overlong_penalty ──reward──▶ advantage.group_normalized
 """
@@ -35,8 +36,8 @@ Inputs = dict[str, tuple[ColumnVersion, ...]]
 def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Return the stages in list order, except for moves that `after` requires, each with a name of its own.
 
-    The second and later stages with the same default name are numbered: `critic.update`, `critic.update_2`. Raises UserError for two
-    stages with the same `id`, an unknown name in `after`, or a cycle.
+    The second and later stages with the same default name are numbered: `critic.update`, `critic.update_2`. Raises
+    UserError for two stages with the same `id`, an unknown name in `after`, or a cycle.
     """
     seen: Counter[str] = Counter()
     named = list[Stage]()
@@ -72,7 +73,10 @@ def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def resolve_columns(stages: Sequence[Stage]) -> Inputs:
-    """Return the column versions that each stage reads, by stage name. Raises UserError for a missing column or two writers of one."""
+    """Return the column versions that each stage reads, by stage name.
+
+    Raises UserError for a missing column or two writers of one.
+    """
     latest = dict.fromkeys((*ADMITTED, *ADMITTED_IF_GIVEN), ADMISSION)
     inputs: Inputs = {}
     for position, stage in enumerate(stages):
@@ -98,14 +102,18 @@ def resolve_columns(stages: Sequence[Stage]) -> Inputs:
             sure = column.name in stage.optional or ADMISSION in writers
             if not sure and not any(by_name[writer].when.covers(stage.when) for writer in writers):
                 raise UserError(
-                    f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which writes it, "
+                    f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which "
+                    "writes it, "
                     f"runs {by_name[writers[-1]].when}; give {stage.name} the same `when`"
                 )
     return inputs
 
 
 def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) -> list[str]:
-    """Return the columns that a stage reads, given those written before it. Raises UserError for one that is missing or written later."""
+    """Return the columns that a stage reads, given those written before it.
+
+    Raises UserError for one that is missing or written later.
+    """
     names = [*stage.reads, *(name for name in stage.optional if name in latest)]
     for choices in [*((name,) for name in stage.reads), *stage.one_of]:
         found = next((name for name in choices if name in latest), None)

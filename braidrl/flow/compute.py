@@ -1,4 +1,5 @@
-"""Execution of compute and select stages: calls of registered functions on columns, and the small state that a stage may own.
+"""Execution of compute and select stages: calls of registered functions on columns, and the small state that a stage
+may own.
 
 stage with its state ──▶ runs on rows ──▶ columns
   ▲                        └── sums ──reduced──▶ next_state ──┐
@@ -41,14 +42,18 @@ def computed(stage: Stage, rows: Rows, totals: Mapping[str, Tensor] | None = Non
 
 
 def checked(stage: Stage, columns: Mapping[str, Column], size: int) -> dict[str, Column]:
-    """Return the columns of a user's function or method. Raises UserError unless they are those it writes, each of `size` rows."""
+    """Return the columns of a user's function or method.
+
+    Raises UserError unless they are those it writes, each of `size` rows.
+    """
     if set(columns) != set(stage.writes):
         raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
     for name, column in columns.items():
         is_column = isinstance(column, Column) and (not isinstance(column, Tensor) or column.dim() == 1)
         if not is_column or len(column) != size:
             raise UserError(
-                f"{stage.name} returned {form_of(column)} as {name!r} for {size} rows; return a tensor ({size},) or a Ragged"
+                f"{stage.name} returned {form_of(column)} as {name!r} for {size} rows; return a tensor ({size},) or "
+                "a Ragged"
             )
     return dict(columns)
 
@@ -68,7 +73,10 @@ def named_settings(stage: Stage, function: Callable[..., Any]) -> dict[str, Any]
 
 
 def dropped(stage: Stage, index: Rows) -> dict[int, str]:
-    """Return the groups that a select stage drops, with the reasons. Raises UserError if its function returns something else."""
+    """Return the groups that a select stage drops, with the reasons.
+
+    Raises UserError if its function returns something else.
+    """
     found = called(compute_entry(stage.type), arguments(stage, index), stage.params)
     if not isinstance(found, Mapping):
         raise UserError(
@@ -78,7 +86,8 @@ def dropped(stage: Stage, index: Rows) -> dict[int, str]:
     reasons = {int(group): str(reason) for group, reason in found.items()}
     if unknown := set(reasons).difference(index["group"].tolist()):
         raise UserError(
-            f"{stage.name} dropped {sorted(unknown)}, which are no numbers of groups; return numbers of the column `group`"
+            f"{stage.name} dropped {sorted(unknown)}, which are no numbers of groups; return numbers of the column "
+            "`group`"
         )
     return reasons
 

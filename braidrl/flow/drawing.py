@@ -13,14 +13,20 @@ from braidrl.flow.stage import ALWAYS, Kind, Scope, Stage
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 SCOPES = {Scope.GROUP: "whole groups", Scope.BATCH: "sums over the batch"}
 COLOURS = {
-    Kind.GENERATE: "#fff4dd", Kind.INFER: "#e7f1fd", Kind.COMPUTE: "#e9f7ee", Kind.SELECT: "#f2ecfd", Kind.TRAIN: "#fdeaed",
-}  # fmt: skip
+    Kind.GENERATE: "#fff4dd",
+    Kind.INFER: "#e7f1fd",
+    Kind.COMPUTE: "#e9f7ee",
+    Kind.SELECT: "#f2ecfd",
+    Kind.TRAIN: "#fdeaed",
+}
 
 WIDTH = 110
 
 
 def text(flow: Flow, width: int = WIDTH) -> str:
-    """Return the stages by depth with their inputs and outputs; a bracket joins stages that may run at the same time."""
+    """Return the stages by depth with their inputs and outputs; a bracket joins stages that may run at the same
+    time.
+    """
     models = [f"{role} (trained)" if role in flow.trained_roles else role for role in flow.roles]
     heading = f"{flow.name}: {len(flow.stages)} stages; models: {', '.join(models) or 'none'}"
     indent = max(len(stage.name) for stage in flow.stages)

@@ -1,6 +1,8 @@
-"""Registered functions as attributes: `advantage.gae(gamma=1.0)` makes a stage, `loss.clip(low=0.2)` a parameter of an update.
+"""Registered functions as attributes: `advantage.gae(gamma=1.0)` makes a stage, `loss.clip(low=0.2)` a parameter of an
+update.
 
-`families.pyi` beside this file has their signatures for editors and type checkers; `docs/write_families.py` writes it from the registries.
+`families.pyi` beside this file has their signatures for editors and type checkers; `docs/write_families.py` writes it
+from the registries.
 """
 
 from inspect import Parameter

@@ -35,9 +35,10 @@ class Flow:
     def __init__(self, name: str, stages: Sequence[Stage]) -> None:
         """Bring the stages into serial order and resolve the columns that each reads.
 
-        The stages are in any order that their columns and `after` allow. A `log_probs` stage is inserted if an update has
-        `old: recompute` and no stage writes the log-probs of its role. Raises UserError if a column has no writer or two independent
-        writers, stages wait for each other, or a stage trains or changes its state before a `select`.
+        The stages are in any order that their columns and `after` allow. A `log_probs` stage is inserted if an update
+        has `old: recompute` and no stage writes the log-probs of its role. Raises UserError if a column has no writer
+        or two independent writers, stages wait for each other, or a stage trains or changes its state before a
+        `select`.
         """
         self.name = name
         for stage in stages:
@@ -50,7 +51,8 @@ class Flow:
         for role in dict.fromkeys(str(stage.role) for stage in stages if stage.params.get("old") == "recompute"):
             column = log_probs_column(role)
             if not any(column in stage.writes for stage in stages):
-                # As late as possible, before the first stage that reads them or trains, so that dropped rows are not computed.
+                # As late as possible, before the first stage that reads them or trains, so that dropped rows are not
+                # computed.
                 place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or column in s.reads)
                 stages = [*stages[:place], make_stage("log_probs", role), *stages[place:]]
         self.stages = serial_order(stages)
@@ -60,7 +62,8 @@ class Flow:
             stateful = stage.name if stage.state else stateful
             if stage.kind in (Kind.SELECT, Kind.GENERATE) and stateful:
                 raise UserError(
-                    f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run in waves; "
+                    f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run "
+                    "in waves; "
                     f"move {stage.name} before {stateful}"
                 )
             if stage.kind is Kind.SELECT and trained:
@@ -84,7 +87,8 @@ class Flow:
             learns_tokens = "loss" in stage.params and "log_probs" in loss_of(stage).reads
             if stage.role in self.scalar_roles and (learns_tokens or stage.type in ("generate", "log_probs")):
                 raise UserError(
-                    f"flow {name}: {stage.name} needs a language model, and another stage of {stage.role} a head for values or scores; "
+                    f"flow {name}: {stage.name} needs a language model, and another stage of {stage.role} a head for "
+                    "values or scores; "
                     "name another role there, such as critic or reward"
                 )
 
@@ -123,7 +127,9 @@ class Flow:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Return all edges: columns from writer to reader, weights between an update and their uses, and order alone."""
+        """Return all edges: columns from writer to reader, weights between an update and their uses, and order
+        alone.
+        """
         edges: list[Edge] = []
         for reader, columns in self.inputs.items():
             by_writer: dict[str, list[str]] = {}
@@ -153,7 +159,9 @@ class Flow:
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Return the length of the longest path of edges to each stage: stages with equal depth may run at the same time."""
+        """Return the length of the longest path of edges to each stage: stages with equal depth may run at the same
+        time.
+        """
         depth = {ADMISSION: 0}
         for stage, before in self.predecessors.items():
             depth[stage] = 1 + max((depth[name] for name in before), default=0)
@@ -182,7 +190,9 @@ def touched_weights(stage: Stage) -> tuple[str, ...]:
 
 
 def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """Return, for each stage, the stages that must process a row first: writers of its columns, `after`, and earlier selects."""
+    """Return, for each stage, the stages that must process a row first: writers of its columns, `after`, and earlier
+    selects.
+    """
     waits: dict[str, tuple[str, ...]] = {}
     selects: list[str] = []
     for stage in flow.stages:
@@ -194,11 +204,12 @@ def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
 
 
 def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """Return, for each infer and train stage, the stages that must finish the whole batch before it uses or changes weights.
+    """Return, for each infer and train stage, the stages that must finish the whole batch before it uses or changes
+    weights.
 
-    These are earlier stages that share a role's weights with it, if one of the two changes them. A train stage waits before its first
-    optimizer step; gradient accumulation does not wait. Generation is excluded: an engine has its own weights, and a runtime in which
-    it shares the trainer's runs the two in turn.
+    These are earlier stages that share a role's weights with it, if one of the two changes them. A train stage waits
+    before its first optimizer step; gradient accumulation does not wait. Generation is excluded: an engine has its own
+    weights, and a runtime in which it shares the trainer's runs the two in turn.
     """
     users = {stage.name for stage in flow.stages if stage.kind in (Kind.INFER, Kind.TRAIN)}
     edges = [edge for edge in flow.edges if edge.weights is not None and edge.source in users]
@@ -206,7 +217,9 @@ def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
 
 
 def serial_chain(flow: Flow) -> tuple[Stage, ...]:
-    """Return a deterministic topological order, stages up to a `select` first: those of the active model are preferred, then list order."""
+    """Return a deterministic topological order, stages up to a `select` first: those of the active model are preferred,
+    then list order.
+    """
     # A column's next version overwrites the last, so that its readers come before.
     before = {stage: set(sources) - {ADMISSION} for stage, sources in flow.predecessors.items()}
     for i, stage in enumerate(flow.stages):

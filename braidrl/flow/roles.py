@@ -12,15 +12,26 @@ from braidrl.flow.stages import make_stage
 class Role:
     """A named model. Any name is allowed: a flow may have several actors or several references.
 
-    Every method takes the stage's `id` (by default its role and type), the iterations `when` it runs, and the stages that it runs `after`.
+    Every method takes the stage's `id` (by default its role and type), the iterations `when` it runs, and the stages
+    that it runs `after`.
     """
 
     name: str
 
-    def generate(self, *, into: str | None = None, greedy: bool | None = None, temperature: float | None = None,
-                 top_p: float | None = None, top_k: int | None = None, purpose: str | None = None,
-                 environment: str | None = None,
-                 id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
+    def generate(
+        self,
+        *,
+        into: str | None = None,
+        greedy: bool | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        purpose: str | None = None,
+        environment: str | None = None,
+        id: str | None = None,
+        when: When = ALWAYS,
+        after: Sequence[str] = (),
+    ) -> Stage:
         """Return a stage that samples one trajectory per row; with an environment, plays an episode.
 
         Args:
@@ -33,14 +44,27 @@ class Role:
             environment: `module:Class`, `module:function`, `gem:name` or `agent:module:function`.
         """
         params = {
-            "into": into, "greedy": greedy, "temperature": temperature, "top_p": top_p, "top_k": top_k, "purpose": purpose,
+            "into": into,
+            "greedy": greedy,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "purpose": purpose,
             "environment": environment,
-        }  # fmt: skip
+        }
         return make_stage("generate", self.name, params, id=id, when=when, after=after)
 
-    def verify(self, *, correct_score: float | None = None, wrong_score: float | None = None,
-               weight: float | None = None, of: str | None = None,
-               id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
+    def verify(
+        self,
+        *,
+        correct_score: float | None = None,
+        wrong_score: float | None = None,
+        weight: float | None = None,
+        of: str | None = None,
+        id: str | None = None,
+        when: When = ALWAYS,
+        after: Sequence[str] = (),
+    ) -> Stage:
         """Return a stage that scores rows by rules, in a process pool.
 
         Args:
@@ -52,13 +76,20 @@ class Role:
         params = {"correct_score": correct_score, "wrong_score": wrong_score, "weight": weight, "of": of}
         return make_stage("verify", self.name, params, id=id, when=when, after=after)
 
-    def score(self, *, weight: float | None = None, of: str | None = None,
-              id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
+    def score(
+        self,
+        *,
+        weight: float | None = None,
+        of: str | None = None,
+        id: str | None = None,
+        when: When = ALWAYS,
+        after: Sequence[str] = (),
+    ) -> Stage:
         """Return a stage that scores rows by a model with a scalar head.
 
         Args:
-            weight: Weight with which the score is added to `score` and `reward`; by default 1 for the role `reward`, none for others.
-            of: Namespace of the responses.
+            weight: Weight with which the score is added to `score` and `reward`; by default 1 for the role `reward`,
+            none for others. of: Namespace of the responses.
         """
         return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
 
@@ -70,11 +101,23 @@ class Role:
         """Return a stage that computes one value per action token."""
         return make_stage("values", self.name, {}, id=id, when=when, after=after)
 
-    def update(self, *, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] | None = None, old: str | None = None,
-               kl: Mapping[str, Any] | None = None, entropy_coef: float | None = None,
-               correction: Mapping[str, Any] | None = None, source: "str | Role | None" = None, decay: float | None = None,
-               ptx_coef: float | None = None, positive_coef: float | None = None,
-               id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
+    def update(
+        self,
+        *,
+        loss: Mapping[str, Any] | None = None,
+        aggregate: str | Mapping[str, Any] | None = None,
+        old: str | None = None,
+        kl: Mapping[str, Any] | None = None,
+        entropy_coef: float | None = None,
+        correction: Mapping[str, Any] | None = None,
+        source: "str | Role | None" = None,
+        decay: float | None = None,
+        ptx_coef: float | None = None,
+        positive_coef: float | None = None,
+        id: str | None = None,
+        when: When = ALWAYS,
+        after: Sequence[str] = (),
+    ) -> Stage:
         """Return a stage that trains on the batch, or with `source` copies another role's weights.
 
         Args:
@@ -91,10 +134,17 @@ class Role:
         """
         source = source.name if isinstance(source, Role) else source
         params = {
-            "loss": loss, "aggregate": aggregate, "old": old, "kl": kl, "entropy_coef": entropy_coef,
-            "correction": correction, "source": source, "decay": decay,
-            "ptx_coef": ptx_coef or None, "positive_coef": positive_coef or None,
-        }  # fmt: skip
+            "loss": loss,
+            "aggregate": aggregate,
+            "old": old,
+            "kl": kl,
+            "entropy_coef": entropy_coef,
+            "correction": correction,
+            "source": source,
+            "decay": decay,
+            "ptx_coef": ptx_coef or None,
+            "positive_coef": positive_coef or None,
+        }
         return make_stage("update", self.name, params, id=id, when=when, after=after)
 
     def method(
@@ -103,8 +153,8 @@ class Role:
         """Return a stage that calls a method of a user's class on the role's workers.
 
         Args:
-            type: `module:Class.method` or `file.py:Class.method`, registered with a protocol and the columns that it writes.
-            params: Arguments of the method besides rows.
+            type: `module:Class.method` or `file.py:Class.method`, registered with a protocol and the columns that it
+            writes. params: Arguments of the method besides rows.
         """
         return make_stage(type, self.name, params, id=id, when=when, after=after)
 

@@ -4,9 +4,10 @@
                  ▲                                                              │ no
                  └──────────────────────────────────────────────────────────────┘
 
-Every decision follows group numbers, never completion order, which would favour short answers. The size of a wave depends on verdicts in
-the order of numbers, and the batch is the first kept groups. A flow without `select` keeps every group: its first wave is its batch. If
-stages overlap, `groups_wanted` admits groups ahead of the waves; this never changes a batch:
+Every decision follows group numbers, never completion order, which would favour short answers. The size of a wave
+depends on verdicts in the order of numbers, and the batch is the first kept groups. A flow without `select` keeps every
+group: its first wave is its batch. If stages overlap, `groups_wanted` admits groups ahead of the waves; this never
+changes a batch:
 
     numbers   0 ... 7 │ 8 ... 13 │ 14 15 16        14 to 16 were admitted ahead of the waves. When the batch is complete, they belong to
               wave 1  │ wave 2   │ ahead           the next one; on-policy, their numbers are admitted again for the next one
@@ -29,7 +30,9 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the select stages for a group: kept if `reason` is None; `version` is the oldest among its tokens."""
+    """The result of the select stages for a group: kept if `reason` is None; `version` is the oldest among its
+    tokens.
+    """
 
     reason: str | None = None
     version: int = 0
@@ -41,9 +44,10 @@ class Verdict:
 class Selection:
     """A finished batch: its groups by number, dropped groups by reason, and the groups that remain.
 
-    `dropped` counts the groups that ended with this batch. `released` are all groups whose rows can be deleted; some may still be in
-    progress if `surplus` is dropped. `surplus` are the groups that wait for the next batch. Of the groups admitted ahead, `carried`
-    belong to the next batch; `returned` are deleted and their numbers are admitted again.
+    `dropped` counts the groups that ended with this batch. `released` are all groups whose rows can be deleted; some
+    may still be in progress if `surplus` is dropped. `surplus` are the groups that wait for the next batch. Of the
+    groups admitted ahead, `carried` belong to the next batch; `returned` are deleted and their numbers are admitted
+    again.
     """
 
     groups: tuple[int, ...]
@@ -58,7 +62,8 @@ class Selection:
 class GroupSelector:
     """Selector of the groups of each batch, with its state for the whole run; all of the state is JSON.
 
-    A batch has `target` groups and an epoch `epoch_groups` prompts. Raises UserError if surplus is kept but no batch may train on it.
+    A batch has `target` groups and an epoch `epoch_groups` prompts. Raises UserError if surplus is kept but no batch
+    may train on it.
     """
 
     target: int
@@ -73,12 +78,12 @@ class GroupSelector:
     """Undecided groups admitted for this batch."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     """Decided groups of this batch."""
-    barren: dict[str, int] = field(default_factory=dict)
+    consecutive_dropped: dict[str, int] = field(default_factory=dict)
     """Number of groups dropped since the last kept one, by reason."""
     barren_scores: tuple[float, float] | None = None
     """The lowest and the highest score in these groups."""
     judged: int = -1
-    """The largest group number counted in `barren`."""
+    """The largest group number counted in `consecutive_dropped`."""
     admitted: int = -1
     """The largest admitted group number."""
     expired: tuple[int, ...] = ()
@@ -107,8 +112,8 @@ class GroupSelector:
     def next_wave(self) -> int:
         """Return the number of groups to admit now: 0 while some are undecided or if enough are kept.
 
-        The first wave has the missing number of groups times `over_sampling`. Later waves have the number expected from the share kept
-        so far, at most a batch.
+        The first wave has the missing number of groups times `over_sampling`. Later waves have the number expected from
+        the share kept so far, at most a batch.
         """
         end, numbers = self._waves()
         return self._in_time(end - len(numbers))
@@ -126,11 +131,15 @@ class GroupSelector:
         return chosen
 
     def groups_wanted(self, batches: int = 1) -> int:
-        """Return how many groups to admit now if stages overlap, waves and ahead of them, for some `batches`; it never changes a batch."""
+        """Return how many groups to admit now if stages overlap, waves and ahead of them, for some `batches`; it never
+        changes a batch.
+        """
         return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 
     def under_way(self, batches: int = 1) -> int:
-        """Return how many undecided groups some batches need, at most all of theirs, by the share kept in this batch and the last."""
+        """Return how many undecided groups some batches need, at most all of theirs, by the share kept in this batch
+        and the last.
+        """
         kept = sum(verdict.reason is None for verdict in self.verdicts.values())
         before = self.observed or (self.target, self.target)
         missing = batches * self.target - len(self.waiting) - kept
@@ -140,8 +149,9 @@ class GroupSelector:
     def members(self) -> list[tuple[int, int, int]]:
         """Return the kept groups that are certain to be in the batch, by number.
 
-        Each is (group, lowest rank, highest rank). The ranks, from 0, are its position among the batch's groups if none or all of the
-        undecided groups before it are kept. Until the batch is known, unfinished groups raise only the highest rank.
+        Each is (group, lowest rank, highest rank). The ranks, from 0, are its position among the batch's groups if none
+        or all of the undecided groups before it are kept. Until the batch is known, unfinished groups raise only the
+        highest rank.
         """
         kept, undecided, unfinished, found = 0, 0, 0, []
         is_known = self.batch() is not None
@@ -158,12 +168,14 @@ class GroupSelector:
         return found
 
     def needless(self, decided: Mapping[int, bool]) -> list[int]:
-        """Return the undecided groups that cannot be in the batch any more, given that those in `decided` are kept or not.
+        """Return the undecided groups that cannot be in the batch any more, given that those in `decided` are kept or
+        not.
 
-            groups   0 kept   1 dropped   2 kept   3 ...   4 ...      target 2: 0 and 2 are the batch, and 3 and 4 are needless
+            groups   0 kept   1 dropped   2 kept   3 ...   4 ...      target 2: 0 and 2 are the batch, and 3 and 4 are
+                     needless
 
-        A group is needless only if all groups before it are decided and enough of them are kept. There are none if surplus is kept,
-        because then every group is used.
+        A group is needless only if all groups before it are decided and enough of them are kept. There are none if
+        surplus is kept, because then every group is used.
         """
         if self.surplus == "keep":
             return []
@@ -187,12 +199,16 @@ class GroupSelector:
             self.pending.append(group)
 
     def decide(self, verdicts: Mapping[int, Verdict]) -> None:
-        """Record verdicts in any order. Raises ValueError for a group that is not pending, UserError if a whole epoch was dropped."""
+        """Record verdicts in any order.
+
+        Raises ValueError for a group that is not pending, UserError if a whole epoch was dropped.
+        """
         if others := verdicts.keys() - set(self.pending):
             raise ValueError(f"group {min(others)} is not awaited: it was decided before, or never admitted")
         self.verdicts.update(verdicts)
         self.pending = [group for group in self.pending if group not in verdicts]
-        # Dropped groups are counted in the order of their numbers, so that the end of a hopeless run does not depend on arrival.
+        # Dropped groups are counted in the order of their numbers, so that the end of a hopeless run does not depend on
+        # arrival.
         groups = self.batch()
         end = min(self.pending, default=self.admitted + 1)
         if groups is not None and self.surplus == "drop":
@@ -203,22 +219,25 @@ class GroupSelector:
             if reason == UNFINISHED:
                 continue
             if reason is None:
-                self.barren, self.barren_scores = {}, None
+                self.consecutive_dropped, self.barren_scores = {}, None
                 continue
-            self.barren = {**self.barren, reason: self.barren.get(reason, 0) + 1}
+            self.consecutive_dropped = {**self.consecutive_dropped, reason: self.consecutive_dropped.get(reason, 0) + 1}
             ranges = [known for known in (self.barren_scores, self.verdicts[group].scores) if known is not None]
             if ranges:
                 self.barren_scores = min(low for low, _ in ranges), max(high for _, high in ranges)
-            if (dropped := sum(self.barren.values())) < self.epoch_groups:
+            if (dropped := sum(self.consecutive_dropped.values())) < self.epoch_groups:
                 continue
-            counts = ", ".join(f"{why.replace('_', ' ')}: {count}" for why, count in sorted(self.barren.items()))
+            counts = ", ".join(
+                f"{why.replace('_', ' ')}: {count}" for why, count in sorted(self.consecutive_dropped.items())
+            )
             seen, graded = "", GRADED if "all wrong" in counts else ""
             if self.barren_scores is not None:
                 low, high = self.barren_scores
                 seen = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
             raise UserError(
                 f"selection dropped every one of {dropped} groups in a row, a whole epoch ({counts}{seen}): "
-                "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
+                "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes "
+                "gets right, "
                 f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{graded}"
             )
 
@@ -230,14 +249,16 @@ class GroupSelector:
         return tuple(kept[: self.target])
 
     def is_complete(self) -> bool:
-        """Return whether the batch can be finished: it is known, its waves are admitted, and surplus to keep is decided."""
+        """Return whether the batch can be finished: it is known, its waves are admitted, and surplus to keep is
+        decided.
+        """
         end, numbers = self._waves()
         awaited = self.surplus == "keep" and not set(self.pending) <= set(numbers[end:])
         return self.batch() is not None and not self.next_wave() and not awaited
 
     def finish(self, usable: Callable[[int], bool] | None = None) -> Selection:
-        """Finish the batch. On-policy all groups admitted ahead are returned; else those after the last one that `usable` finds too
-        old are carried over.
+        """Finish the batch. On-policy all groups admitted ahead are returned; else those after the last one that
+        `usable` finds too old are carried over.
 
         Raises ValueError if the batch is not complete, or surplus to keep is undecided.
         """
@@ -273,9 +294,13 @@ class GroupSelector:
         for group in unfinished:
             self.verdicts.pop(group, None)
         return Selection(
-            groups, dict(Counter(reasons.values())), tuple(sorted(reasons)), tuple(after), tuple(carried),
+            groups,
+            dict(Counter(reasons.values())),
+            tuple(sorted(reasons)),
+            tuple(after),
+            tuple(carried),
             tuple(returned),
-        )  # fmt: skip
+        )
 
     def settled(self, keeps_rows: bool = False) -> "GroupSelector":
         """Return the state between two batches without the groups admitted ahead: their numbers are admitted again.
@@ -314,7 +339,9 @@ class GroupSelector:
         return max(0, wanted)
 
     def _waves(self) -> tuple[int, list[int]]:
-        """Return the total size of the waves, by verdicts in the order of numbers, and this batch's numbers; those beyond it are ahead."""
+        """Return the total size of the waves, by verdicts in the order of numbers, and this batch's numbers; those
+        beyond it are ahead.
+        """
         numbers = sorted((*self.verdicts, *self.pending))
         missing = self.target - len(self.waiting)
         # Rounding first makes 1.1 times 10 equal 11.
@@ -341,11 +368,12 @@ class GroupSelector:
             self.admitted = returned[0] - 1
             self.judged = min(self.judged, self.admitted)
         if self.surplus == "drop":
-            self.barren, self.barren_scores = {}, None
+            self.consecutive_dropped, self.barren_scores = {}, None
 
 
 GRADED = (
-    ". Right is a score of at least reward.correct_score, by default the recipe's; for graded scores lower it, or write "
+    ". Right is a score of at least reward.correct_score, by default the recipe's; for graded scores lower it, or "
+    "write "
     "algorithm.dynamic_sampling=rewards"
 )
 
@@ -365,17 +393,22 @@ def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
 # group   0   1   2   3 │ 4   5   6   7       a batch of eight, on_policy_share=0.5: 0 to 3 may start on the version before; 4 to 7 wait
 #         may be older  │ wait for version    for an engine with the batch's own version, which starts 0 to 3 of the next batch meanwhile
 #
-# The decision is made by group number when rows start; finished rows are never dropped for it. The other groups of a batch may be older.
-# If selection drops an older group, the next one by number takes its slot; a group without a slot waits.
+# The decision is made by group number when rows start; finished rows are never dropped for it. The other groups of a
+# batch may be older. If selection drops an older group, the next one by number takes its slot; a group without a slot
+# waits.
 
 
 def older_places(share: float, prompts: int) -> int | None:
-    """Return how many groups of a batch of `prompts` may start on an older version than the batch's own; None means all."""
+    """Return how many groups of a batch of `prompts` may start on an older version than the batch's own; None means
+    all.
+    """
     # Rounding first makes a share of 0.9 of 10 leave 1.
     return int(round((1 - share) * prompts, 6)) if share else None
 
 
-def begun_too_many(begun: Mapping[int, int | None], places: int) -> set[int]:
-    """Return the started groups that exceed the slots for older groups in the next batch: all but the last by number."""
-    found = sorted(group for group, version in begun.items() if version is not None)
+def started_too_many(started: Mapping[int, int | None], places: int) -> set[int]:
+    """Return the started groups that exceed the slots for older groups in the next batch: all but the last by
+    number.
+    """
+    found = sorted(group for group, version in started.items() if version is not None)
     return set(found[: max(0, len(found) - places)])

@@ -22,8 +22,14 @@ from braidrl.importing import LOADED_FROM_FILE, import_function
 
 SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
 GENERATED = (
-    *SEQUENCE, "rollout_log_probs", "rollout_versions", "length", "action_tokens", "finish_reason", "version",
-)  # fmt: skip
+    *SEQUENCE,
+    "rollout_log_probs",
+    "rollout_versions",
+    "length",
+    "action_tokens",
+    "finish_reason",
+    "version",
+)
 # Columns of an episode with an environment; its prompt is the environment's first context.
 PLAYED = ("prompt", "prompt_length", *GENERATED, "score", "correct", "reward", "statistics_mask")
 # Number of reflection phrases in a response.
@@ -53,18 +59,34 @@ FAMILIES: dict[str, Registry] = {
 OLD = ("recompute", "rollout", "self")
 ROLE_TYPES: dict[str, dict[str, type]] = {
     "generate": {
-        "into": str, "greedy": bool, "temperature": float, "top_p": float, "top_k": int, "purpose": str, "environment": str,
+        "into": str,
+        "greedy": bool,
+        "temperature": float,
+        "top_p": float,
+        "top_k": int,
+        "purpose": str,
+        "environment": str,
     },
     "verify": {"correct_score": float, "wrong_score": float, "weight": float, "of": str},
     "score": {"weight": float, "of": str},
     "log_probs": {},
     "values": {},
     "update": {
-        "loss": object, "aggregate": object, "old": str, "kl": object, "entropy_coef": float, "correction": object, "source": str,
-        "decay": float, "ptx_coef": float, "positive_coef": float,
+        "loss": object,
+        "aggregate": object,
+        "old": str,
+        "kl": object,
+        "entropy_coef": float,
+        "correction": object,
+        "source": str,
+        "decay": float,
+        "ptx_coef": float,
+        "positive_coef": float,
     },
-}  # fmt: skip
-"""The types of a role's stages, the methods of `Role`, with the types of their parameters; `object` is a choice among CHOICES."""
+}
+"""The types of a role's stages, the methods of `Role`, with the types of their parameters; `object` is a choice among
+CHOICES.
+"""
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 1e4),
     "top_p": (1e-9, 1),
@@ -83,7 +105,8 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
 
     generate   a trajectory; with an environment, the score and the reward come from it
     verify     `correct`, and scores that are added to `score` and `reward`
-    score      `<role>_score`, added to `score` and `reward` times its weight; if it is no reward, a column with the role's name
+    score      `<role>_score`, added to `score` and `reward` times its weight; if it is no reward, a column with the
+               role's name
     log_probs  log-probabilities of the action tokens under the role's weights
     values     one value per action token
     """
@@ -166,14 +189,19 @@ def needs_old(role: str, params: Mapping[str, Any]) -> bool:
 
 
 def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> dict[str, str]:
-    """Map the parameters of a loss, KL estimator or correction to columns, without parameters that the training pass computes."""
+    """Map the parameters of a loss, KL estimator or correction to columns, without parameters that the training pass
+    computes.
+    """
     renamed = COLUMNS_OF_ROLE.get(role, {})
     columns = {name: entry.column(name) for name in parameters if name not in COMPUTED_IN_TRAINING}
     return {name: renamed.get(column, column) for name, column in columns.items()}
 
 
 def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> Entry:
-    """Return the registered function for a name, or a mapping with it. Raises UserError for an unknown name, setting or missing `coef`."""
+    """Return the registered function for a name, or a mapping with it.
+
+    Raises UserError for an unknown name, setting or missing `coef`.
+    """
     place = f"{role}.update: {parameter}"
     settings = {"name": choice} if isinstance(choice, str) else choice
     if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
@@ -226,7 +254,10 @@ def method_signature(type: str, params: Mapping[str, Any]) -> Signature:
 
 
 def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
-    """Return the function of a compute or select stage's type. Raises UserError for an unknown type; the hint names `also` other types."""
+    """Return the function of a compute or select stage's type.
+
+    Raises UserError for an unknown type; the hint names `also` other types.
+    """
     if ":" in type:
         first, *others = FAMILIES.values()
         return entry_of(first, type, *others)
@@ -240,8 +271,8 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
 def called(entry: Entry, columns: Sequence[Any], settings: Mapping[str, Any]) -> Any:
     """Call a registered function.
 
-    Raises UserError, with the line, for an exception in a user's function, and for one that changes a column in place: metrics and later
-    stages read the same tensor.
+    Raises UserError, with the line, for an exception in a user's function, and for one that changes a column in place:
+    metrics and later stages read the same tensor.
     """
     tensors = [column.values if isinstance(column, Ragged) else column for column in columns]
     counted = [t if isinstance(t, Tensor) and not t.is_inference() else None for t in tensors]
@@ -264,7 +295,10 @@ def form_of(value: Any) -> str:
 
 
 def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
-    """Return the entry of a name, or of the function `module:function`. Raises UserError unless it is registered once, also in `others`."""
+    """Return the entry of a name, or of the function `module:function`.
+
+    Raises UserError unless it is registered once, also in `others`.
+    """
     if ":" not in name:
         try:
             return registered[name]
@@ -283,7 +317,9 @@ def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
 
 
 def public_name(entry: Entry, name: str) -> str:
-    """Return a built-in function's `name`, a user's as `module:function` or `file.py:function`, which another process can import."""
+    """Return a built-in function's `name`, a user's as `module:function` or `file.py:function`, which another process
+    can import.
+    """
     module = sys.modules.get(entry.function.__module__)
     if module is None or module.__name__.startswith("braidrl."):
         return name

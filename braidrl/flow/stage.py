@@ -65,8 +65,9 @@ ALWAYS = When()
 class Signature:
     """The inputs and outputs of a stage.
 
-    `optional` columns are read if an earlier stage writes them. Of each tuple in `one_of` the first written column is read, and one
-    must be written. `state` holds the initial values of the stage's own small state, which changes once per iteration.
+    `optional` columns are read if an earlier stage writes them. Of each tuple in `one_of` the first written column is
+    read, and one must be written. `state` holds the initial values of the stage's own small state, which changes once
+    per iteration.
     """
 
     kind: Kind

@@ -1,6 +1,7 @@
 """Construction of stages from a type, a role and parameters.
 
-The Python form (`actor.generate()`, `advantage.gae(gamma=1.0)`) and the YAML form both end in `make_stage`, so both give equal stages.
+The Python form (`actor.generate()`, `advantage.gae(gamma=1.0)`) and the YAML form both end in `make_stage`, so both
+give equal stages.
 
 type                 signature comes from
 generate, update...  `signatures.role_signature`
@@ -22,13 +23,18 @@ from braidrl.flow.stage import ALWAYS, Kind, Scope, Signature, Stage, When, defa
 
 
 def make_stage(
-    type: str, role: str | None = None, params: Mapping[str, Any] | None = None, *, id: str | None = None,
-    when: When = ALWAYS, after: Sequence[str] = (),
-) -> Stage:  # fmt: skip
+    type: str,
+    role: str | None = None,
+    params: Mapping[str, Any] | None = None,
+    *,
+    id: str | None = None,
+    when: When = ALWAYS,
+    after: Sequence[str] = (),
+) -> Stage:
     """Return a stage of a type in the table above. Raises UserError for an unknown type, role or parameter.
 
-    A parameter that is None is the same as absent. The name `id` is by default role and type. The stage runs in the iterations `when`,
-    and after those named in `after` although no column requires it.
+    A parameter that is None is the same as absent. The name `id` is by default role and type. The stage runs in the
+    iterations `when`, and after those named in `after` although no column requires it.
     """
     params = {name: plain(type, value) for name, value in (params or {}).items() if value is not None}
     if type in signatures.ROLE_TYPES:
@@ -56,10 +62,13 @@ def make_stage(
             raise UserError(f"{type}: {error}") from None
         selects = registry.selections.get(entry.name) is entry
         signature = Signature(
-            kind=Kind.SELECT if selects else Kind.COMPUTE, reads=tuple(entry.column(p) for p in entry.reads),
-            writes=entry.writes, optional=tuple(entry.column(p) for p in entry.optional), scope=Scope(entry.scope),
+            kind=Kind.SELECT if selects else Kind.COMPUTE,
+            reads=tuple(entry.column(p) for p in entry.reads),
+            writes=entry.writes,
+            optional=tuple(entry.column(p) for p in entry.optional),
+            scope=Scope(entry.scope),
             state=state,
-        )  # fmt: skip
+        )
     return Stage(id or default_name(type, role, params), type, role, params, when, tuple(after), **vars(signature))
 
 
@@ -79,12 +88,15 @@ def plain(type: str, value: Any) -> Any:
 class RegisteredNames:
     """A registry as attributes: each name is a function of its settings, with signature and docstring.
 
-    Attributes of a `family` make stages: `advantage.gae(gamma=1.0)` is a stage of type `advantage.gae`. Others make parameters of an
-    update: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, as in YAML.
+    Attributes of a `family` make stages: `advantage.gae(gamma=1.0)` is a stage of type `advantage.gae`. Others make
+    parameters of an update: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, as in YAML.
     """
 
     def __init__(self, registered: Registry, family: str | None = None, also: Sequence[Parameter] = ()) -> None:
-        """Offer the names of a registry as attributes. `also` are settings besides the function's own, for the update."""
+        """Offer the names of a registry as attributes.
+
+        `also` are settings besides the function's own, for the update.
+        """
         of_stages = inspect.signature(make_stage).parameters.values()
         self.registered, self._family = registered, family
         self._also = [own for own in of_stages if own.kind is Parameter.KEYWORD_ONLY] if family else also
@@ -109,7 +121,9 @@ class RegisteredNames:
         return list(self.registered)
 
     def signature(self, name: str) -> inspect.Signature:
-        """Return the signature of an attribute: its settings, the initial values of its state, and the common parameters."""
+        """Return the signature of an attribute: its settings, the initial values of its state, and the common
+        parameters.
+        """
         entry = self.registered[name]
         own = inspect.signature(entry.function).parameters
         settings = [own[setting] for setting in entry.settings]

@@ -11,8 +11,8 @@ stages:
   after: [reward.verify]
   when: {every: 1, from: 11, until: 100}
 
-`id` is the stage's name; the default is its role and type. A function's file is searched first in the YAML file's folder, then in the
-current folder.
+`id` is the stage's name; the default is its role and type. A function's file is searched first in the YAML file's
+folder, then in the current folder.
 """
 
 import math
@@ -82,10 +82,12 @@ def to_yaml(flow: Flow) -> str:
         when = {key: getattr(stage.when, field) for key, field in WHEN_KEYS.items()} if stage.when != ALWAYS else {}
         every = {
             "id": None if stage.name == default_name(stage.type, stage.role, stage.params) else stage.name,
-            "role": stage.role, "type": stage.type,
-            "params": dict(stage.params), "after": list(stage.after),
+            "role": stage.role,
+            "type": stage.type,
+            "params": dict(stage.params),
+            "after": list(stage.after),
             "when": {key: value for key, value in when.items() if value is not None},
-        }  # fmt: skip
+        }
         stages.append({key: value for key, value in every.items() if value})
     tree = {"flow": flow.name, "stages": stages}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)

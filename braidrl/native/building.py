@@ -2,8 +2,8 @@
 
 source + shape + processor ──hash──▶ cached library? ──no, or its digest differs──▶ cc, about a second ──▶ loaded with ctypes
 
-A library's digest is in its name, so a truncated, overwritten or planted file is compiled again. Without a working compiler the log says
-so once, and torch computes instead.
+A library's digest is in its name, so a truncated, overwritten or planted file is compiled again. Without a working
+compiler the log says so once, and torch computes instead.
 """
 
 import ctypes
@@ -29,9 +29,16 @@ NATIVE = Path(__file__).parent
 HEADER = NATIVE / "numbers.h"
 # No -ffast-math: it lets denormal numbers become 0 in the whole process.
 FLAGS = (
-    "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC",
-    "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
-)  # fmt: skip
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+)
 WIDE = "-mprefer-vector-width=512"
 PROCESSOR = Path("/proc/cpuinfo")
 FACTS = ("vendor_id", "cpu family", "model name", "flags")
@@ -128,7 +135,9 @@ def processor() -> dict[str, str]:
 
 
 def in_memory(*tensors: Tensor) -> bool:
-    """Return True for plain CPU tensors, whose values lie at their addresses, not for DTensors or results of pending collectives."""
+    """Return True for plain CPU tensors, whose values lie at their addresses, not for DTensors or results of pending
+    collectives.
+    """
     return all(type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" for tensor in tensors)
 
 

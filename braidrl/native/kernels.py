@@ -1,7 +1,7 @@
 """Compiled CPU kernels for torch: attention within short sequences, and the log-probs of a chunk of tokens.
 
-Attention is three times as fast as torch's. It reads queries, keys and values in place, stores no scores, and gives a sequence the same
-bits in any batch. The formulas of log-probs are in `training.compute.log_probs`.
+Attention is three times as fast as torch's. It reads queries, keys and values in place, stores no scores, and gives a
+sequence the same bits in any batch. The formulas of log-probs are in `training.compute.log_probs`.
 
 Shapes: N tokens packed, H query heads, K key/value heads, D head width; C tokens of a chunk, V vocabulary.
 """
@@ -16,14 +16,17 @@ from braidrl.native.building import LONG, address, in_memory, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 LONGEST = 1024
-"""Longest sequence (tokens) that the kernel takes: it is 2.4 times as fast as torch's at 512, 1.6 times at 1,024, equal at 2,048."""
+"""Longest sequence (tokens) that the kernel takes: it is 2.4 times as fast as torch's at 512, 1.6 times at 1,024, equal
+at 2,048.
+"""
 
 
 def attend_short(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float, window: int | None
 ) -> Tensor | None:
-    """Compute causal attention of (N, H, D) to (N, K, D) within the sequences at `offsets` (S + 1,) int32; returns (N, H, D).
-    Differentiable. Returns None for tensors, or sequences of up to `longest` tokens, that the kernel does not support.
+    """Compute causal attention of (N, H, D) to (N, K, D) within the sequences at `offsets` (S + 1,) int32; returns (N,
+    H, D). Differentiable. Returns None for tensors, or sequences of up to `longest` tokens, that the kernel does not
+    support.
     """
     dtype, states = query.dtype, (query, key, value)
     if longest > LONGEST or dtype not in DTYPES or not in_memory(*states) or library("attention", dtype) is None:
@@ -61,9 +64,18 @@ def _attend(states: Sequence[Tensor | None], offsets: Tensor, longest: int, scal
     places = [None if each is None else each.data_ptr() for each in states]
     strides = [stride for each in states for stride in (each.stride()[:2] if each is not None else (0, 0))]
     done = library("attention", query.dtype).attention(
-        *places, address(offsets, torch.int32), (LONG * len(strides))(*strides),
-        len(offsets) - 1, query.shape[1], key.shape[1], query.shape[2], longest, window, scaling, torch.get_num_threads(),
-    )  # fmt: skip
+        *places,
+        address(offsets, torch.int32),
+        (LONG * len(strides))(*strides),
+        len(offsets) - 1,
+        query.shape[1],
+        key.shape[1],
+        query.shape[2],
+        longest,
+        window,
+        scaling,
+        torch.get_num_threads(),
+    )
     if not done:
         raise MemoryError("no memory for the scores of attention")
 
@@ -74,30 +86,49 @@ def has_kernels(*tensors: Tensor) -> bool:
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs at `targets` (C,), log Σ exp of logits (C, V) / temperature, and entropies. Raises IndexError for one outside."""
+    """Return log-probs at `targets` (C,), log Σ exp of logits (C, V) / temperature, and entropies.
+
+    Raises IndexError for one outside.
+    """
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
         raise IndexError(f"a target is outside of the vocabulary of {logits.shape[1]} tokens")
     log_probs, log_sums, entropies = torch.empty(3, len(logits))
     library("chunks", logits.dtype).statistics(
-        address(logits, logits.dtype), address(targets, torch.int64), temperature,
-        address(log_probs, torch.float32), address(log_sums, torch.float32), address(entropies, torch.float32),
-        *logits.shape, torch.get_num_threads(),
-    )  # fmt: skip
+        address(logits, logits.dtype),
+        address(targets, torch.int64),
+        temperature,
+        address(log_probs, torch.float32),
+        address(log_sums, torch.float32),
+        address(entropies, torch.float32),
+        *logits.shape,
+        torch.get_num_threads(),
+    )
     return log_probs, log_sums, entropies
 
 
 def gradient(
-    logits: Tensor, targets: Tensor, temperature: float, log_sum: Tensor, entropy: Tensor, grad_log_prob: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_log_prob: Tensor,
     grad_entropy: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the gradient with respect to the logits (C, V), written over them."""
     of_entropy = None if grad_entropy is None else grad_entropy.contiguous()
     own = grad_log_prob.contiguous()
     library("chunks", logits.dtype).gradient(
-        address(logits, logits.dtype), address(targets, torch.int64), temperature,
-        address(log_sum, torch.float32), address(entropy, torch.float32), address(own, torch.float32),
-        None if of_entropy is None else address(of_entropy, torch.float32), *logits.shape, torch.get_num_threads(),
-    )  # fmt: skip
+        address(logits, logits.dtype),
+        address(targets, torch.int64),
+        temperature,
+        address(log_sum, torch.float32),
+        address(entropy, torch.float32),
+        address(own, torch.float32),
+        None if of_entropy is None else address(of_entropy, torch.float32),
+        *logits.shape,
+        torch.get_num_threads(),
+    )
     return logits
 
 

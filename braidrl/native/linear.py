@@ -1,8 +1,8 @@
 """Matrix products on the CPU by the faster of torch's two libraries, MKL and oneDNN.
 
-For float32 torch calls MKL, which does not use the 512-bit units of other vendors' processors; oneDNN does, and is twice as fast there.
-From 16 rows on, both give a row the same bits for any number of rows. AMD's Zen 4 needs two cycles for 512 bits, so MKL reaches its full
-rate there: forward products use oneDNN, and a weight's gradient uses MKL.
+For float32 torch calls MKL, which does not use the 512-bit units of other vendors' processors; oneDNN does, and is
+twice as fast there. From 16 rows on, both give a row the same bits for any number of rows. AMD's Zen 4 needs two cycles
+for 512 bits, so MKL reaches its full rate there: forward products use oneDNN, and a weight's gradient uses MKL.
 """
 
 from functools import cache
@@ -28,7 +28,9 @@ def prefers_onednn() -> bool:
 
 @cache
 def gradients_by_onednn() -> bool:
-    """Return True if oneDNN computes a weight's gradient faster than MKL: where it is preferred, except on Zen 4, AMD's family 25."""
+    """Return True if oneDNN computes a weight's gradient faster than MKL: where it is preferred, except on Zen 4, AMD's
+    family 25.
+    """
     return prefers_onednn() and processor().get("cpu family") != "25"
 
 
@@ -67,8 +69,8 @@ class _Product(torch.autograd.Function):
 def zero_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return zeros of a weight's shape (N, K), in the layout to which `add_weight_gradient` adds fastest.
 
-    For N > K `weight_gradient` returns the transpose of oneDNN's result. A sum in that layout is transposed once at the end, not for
-    each part.
+    For N > K `weight_gradient` returns the transpose of oneDNN's result. A sum in that layout is transposed once at the
+    end, not for each part.
     """
     if _by_onednn(weight) and weight.shape[0] > weight.shape[1]:
         return weight.new_zeros(weight.shape[::-1]).t()

@@ -1,7 +1,7 @@
 """Settings of malloc with which a process keeps the memory of freed CPU tensors for the next step.
 
-By default glibc returns the top of the heap to the system when a step ends. The next step then gets new pages, which the system first
-fills with zeros: a step of 4,096 tokens through four layers of width 256 took a quarter more time.
+By default glibc returns the top of the heap to the system when a step ends. The next step then gets new pages, which
+the system first fills with zeros: a step of 4,096 tokens through four layers of width 256 took a quarter more time.
 """
 
 import ctypes
@@ -18,7 +18,9 @@ LARGE_BYTES = 32 << 20
 
 @cache
 def keep_freed_memory() -> bool:
-    """Keep up to KEPT_BYTES of freed memory; return False if the C library cannot, or the environment sets it (MALLOC_, GLIBC_TUNABLES)."""
+    """Keep up to KEPT_BYTES of freed memory; return False if the C library cannot, or the environment sets it (MALLOC_,
+    GLIBC_TUNABLES).
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False

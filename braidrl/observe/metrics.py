@@ -20,18 +20,37 @@ from braidrl.observe.trackers import TrackedRun, Trackers
 
 FILE_NAME = "metrics.jsonl"
 REQUIRED_KEYS = (
-    "step", "version", "loss/actor", "reward/mean", "score/mean", "response/length_mean", "response/truncated_fraction",
-    "groups/all_correct_fraction", "groups/all_wrong_fraction", "actor/entropy", "actor/log_prob_mean", "actor/kl_old",
-    "actor/clip_fraction", "actor/grad_norm", "train/rollout_log_prob_gap", "tokens/generated", "tokens/trained", "time/step",
-    "throughput/tokens_per_second", "staleness/max",
-)  # fmt: skip
+    "step",
+    "version",
+    "loss/actor",
+    "reward/mean",
+    "score/mean",
+    "response/length_mean",
+    "response/truncated_fraction",
+    "groups/all_correct_fraction",
+    "groups/all_wrong_fraction",
+    "actor/entropy",
+    "actor/log_prob_mean",
+    "actor/kl_old",
+    "actor/clip_fraction",
+    "actor/grad_norm",
+    "train/rollout_log_prob_gap",
+    "tokens/generated",
+    "tokens/trained",
+    "time/step",
+    "throughput/tokens_per_second",
+    "staleness/max",
+)
 """Keys of every line. `time/<stage>` and, on evaluation steps, `eval/<set>/avg@k` are added."""
 MEASURED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/")
 """Prefixes of metrics that depend on the clock or the machine; they differ between two equal runs."""
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Open a JSON lines file to append to. An incomplete last line, which only a kill leaves, is cut off; readers ignore it."""
+    """Open a JSON lines file to append to.
+
+    An incomplete last line, which only a kill leaves, is cut off; readers ignore it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
     file.truncate(path.read_bytes().rfind(b"\n") + 1)
@@ -57,7 +76,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all whole lines of a file. Raises UserError when the file is missing, or with the number of a line that is not JSON."""
+    """Read all whole lines of a file.
+
+    Raises UserError when the file is missing, or with the number of a line that is not JSON.
+    """
     if not path.is_file():
         raise UserError(f"no file {path}: is {path.parent} the folder of a run?")
     *lines, _ = path.read_bytes().split(b"\n")
@@ -74,7 +96,10 @@ class MetricsWriter:
     """Writes each step's metrics once, in the order of steps."""
 
     def __init__(self, folder: Path, resume_step: int | None = None, trackers: Trackers | None = None) -> None:
-        """Start metrics.jsonl, or resume it after the checkpoint's step `resume_step`. Raises UserError if metrics exist without it."""
+        """Start metrics.jsonl, or resume it after the checkpoint's step `resume_step`.
+
+        Raises UserError if metrics exist without it.
+        """
         path = folder / FILE_NAME
         if resume_step is None and path.exists() and path.stat().st_size:
             raise UserError(f"{folder} holds the metrics of an earlier run; go on by --resume, or choose another name")
@@ -90,7 +115,9 @@ class MetricsWriter:
         self.trackers = trackers or Trackers((), TrackedRun(folder), print)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Write one step; NaN and infinities become null. Raises ValueError for missing keys, other values, and an earlier step."""
+        """Write one step; NaN and infinities become null. Raises ValueError for missing keys, other values, and an
+        earlier step.
+        """
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         if missing:
             raise ValueError(f"metrics of step {metrics.get('step')} lack {', '.join(missing)}")
@@ -142,7 +169,10 @@ class Sums:
             self._pairs[name] = (old_total + float(total), old_count + float(count))
 
     def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
-        """Add per-token numbers, tensors (A,) by name, under a role's name. A name that ends in `_max` is reduced by its maximum."""
+        """Add per-token numbers, tensors (A,) by name, under a role's name.
+
+        A name that ends in `_max` is reduced by its maximum.
+        """
         found = [values.max() if name.endswith("_max") else values.sum() for name, values in metrics.items()]
         # One transfer for all: each separate read makes the host wait for the device.
         numbers = torch.stack(found).tolist() if found else []

@@ -54,9 +54,13 @@ class Progress:
     """The stages that run now, shown on the terminal. Stages may be nested or run in several threads."""
 
     def __init__(
-        self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
-        shown: bool = True, bars: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        steps: int | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        shown: bool = True,
+        bars: bool = True,
+    ) -> None:
         """Start without stages; the run has `steps` iterations. Of several equal processes only one is `shown`.
 
         Without `bars` it shows no bars, only printed lines.
@@ -90,7 +94,9 @@ class Progress:
                 self._changed()
 
     def _changed(self) -> None:
-        """Show the slow stages, unless they were shown a moment ago: redrawn on a terminal, as plain lines elsewhere."""
+        """Show the slow stages, unless they were shown a moment ago: redrawn on a terminal, as plain lines
+        elsewhere.
+        """
         with self._lock:
             now, terminal = self._clock(), self._console.is_terminal
             slow = [bar for bar in self._bars if now - bar.started > SHOW_AFTER]

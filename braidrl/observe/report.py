@@ -30,19 +30,32 @@ from braidrl.observe.rollouts import (
     recorded_evaluations,
     recorded_steps,
     rollout_path,
-)  # fmt: skip
+)
 
 TEMPLATES = Environment(
-    loader=PackageLoader("braidrl.observe", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    loader=PackageLoader("braidrl.observe", "assets"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
     undefined=StrictUndefined,
-)  # fmt: skip
+)
 MOST_POINTS, MOST_BARS = 400, 100
 SMOOTH_FROM = 40
 DOTS_UP_TO = 30
 PALETTE = (
-    "#2a78d6", "#eb6834", "#1baf7a", "#9154cf", "#eda100", "#e0518f", "#1497b0", "#8a6a3c", "#6b8e23", "#c23b3b",
-    "#5b6f95", "#7a7a7a",
-)  # fmt: skip
+    "#2a78d6",
+    "#eb6834",
+    "#1baf7a",
+    "#9154cf",
+    "#eda100",
+    "#e0518f",
+    "#1497b0",
+    "#8a6a3c",
+    "#6b8e23",
+    "#c23b3b",
+    "#5b6f95",
+    "#7a7a7a",
+)
 # A headline number is the mean over this many first or last steps; a single batch is too noisy.
 HEADLINE_STEPS = 5
 HEADLINES = (("Reward", "reward/mean"), ("Response length", "response/length_mean"), ("Entropy", "actor/entropy"))
@@ -179,25 +192,32 @@ def write_report(run: Path) -> Path:
     if len(lines) >= SMOOTH_FROM:
         summary += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
     path, config = run / "report.html", run / "config.yaml"
-    # A random word, which no response contains. The script replaces it in the page's bytes: a template would copy its 5 MB four times.
+    # A random word, which no response contains. The script replaces it in the page's bytes: a template would copy its 5
+    # MB four times.
     place = secrets.token_hex(16)
     html = TEMPLATES.get_template("report.html").render(
-        name=run.resolve().name, summary=summary, tiles=headlines(curves, series[EVALUATION]),
+        name=run.resolve().name,
+        summary=summary,
+        tiles=headlines(curves, series[EVALUATION]),
         sections=[
             (title, [chart(one.title, series[one], one.about, one.stacked) for one in pictures if series[one]])
             for title, pictures in SECTIONS.items()
         ],
-        samples=sample_groups(run), longest=SHOWN_CHARACTERS,
+        samples=sample_groups(run),
+        longest=SHOWN_CHARACTERS,
         other=[chart(name, [one]) for name, one in curves.items() if name not in known],
-        configuration=config.read_text(encoding="utf-8") if config.is_file() else "", plotly=place,
-    )  # fmt: skip
+        configuration=config.read_text(encoding="utf-8") if config.is_file() else "",
+        plotly=place,
+    )
     with whole_file(path) as unfinished:
         unfinished.write_bytes(html.encode().replace(place.encode(), script, 1))
     return path
 
 
 def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:
-    """Return a chart of several series as curves or `stacked` bars; a point of a long series is the mean over equally many steps."""
+    """Return a chart of several series as curves or `stacked` bars; a point of a long series is the mean over equally
+    many steps.
+    """
     if len(series) > 1 and len({one.name.partition("/")[0] for one in series}) == 1:
         series = [replace(one, name=one.name.partition("/")[2]) for one in series]
     curves, traces, longest_mean = list[dict[str, str]](), list[dict[str, Any]](), 1
@@ -248,7 +268,9 @@ def spell(value: float) -> str:
 
 
 def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> list[dict[str, str]]:
-    """Return a tile `0.31 → 0.88`, means over first and last steps, for each headline number, and one for the tokens trained."""
+    """Return a tile `0.31 → 0.88`, means over first and last steps, for each headline number, and one for the tokens
+    trained.
+    """
     wanted = [(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
     wanted += [(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
     tiles = []
@@ -296,7 +318,9 @@ def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
-    """Return a step's samples for trackers: the best and worst training row, and the first prompts of each set evaluated then."""
+    """Return a step's samples for trackers: the best and worst training row, and the first prompts of each set
+    evaluated then.
+    """
     found: list[tuple[str, Sample]] = []
     if step in recorded_steps(run):
         found += [("training", sample) for sample in best_and_worst(read_samples(run, step))]
@@ -307,7 +331,9 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def sample_groups(run: Path) -> list[SampleGroup]:
-    """Return the first prompts of each evaluation set with a response of several steps, and the best and worst training rows."""
+    """Return the first prompts of each evaluation set with a response of several steps, and the best and worst training
+    rows.
+    """
     groups: list[SampleGroup] = []
     for name in recorded_evaluations(run):
         chosen: dict[str, list[Sample]] = {}

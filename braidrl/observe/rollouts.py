@@ -5,8 +5,8 @@ Ragged          a list column
 Objects         a column of JSON text
 prompt_text, response_text   for people and other programs; ignored when rows are read back
 
-When several ranks hold the rows, each writes its own file and `step-N.parquet` is a folder; parquet readers treat it as one table.
-The exact types are kept in the file's metadata, so a replay trains on the very numbers of the run.
+When several ranks hold the rows, each writes its own file and `step-N.parquet` is a folder; parquet readers treat it as
+one table. The exact types are kept in the file's metadata, so a replay trains on the very numbers of the run.
 """
 
 import json
@@ -37,7 +37,9 @@ DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64
 
 
 def rollout_path(run: Path, step: int, evaluation: str | None = None) -> Path:
-    """Return the path of a recording of a training step, or of an evaluation set: a file, or a folder with one file per rank."""
+    """Return the path of a recording of a training step, or of an evaluation set: a file, or a folder with one file per
+    rank.
+    """
     return run / "rollouts" / f"{'' if evaluation is None else f'eval-{evaluation}-'}step-{step}.parquet"
 
 
@@ -54,7 +56,10 @@ def recorded_evaluations(run: Path) -> list[str]:
 
 
 def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
-    """Write all columns and the texts of each row; the file appears whole or not at all. Raises ValueError for what cannot be recorded."""
+    """Write all columns and the texts of each row; the file appears whole or not at all.
+
+    Raises ValueError for what cannot be recorded.
+    """
     described, arrays = dict[str, Any](), dict[str, Any]()
     for name, column in rows.items():
         if isinstance(column, Objects):
@@ -97,7 +102,10 @@ def part_path(path: Path, rank: int) -> Path:
 
 
 def join_parts(path: Path, parts: Sequence[Path]) -> None:
-    """Publish the files of ranks as one recording, a file or a folder of several. Raises ValueError if their columns differ."""
+    """Publish the files of ranks as one recording, a file or a folder of several.
+
+    Raises ValueError if their columns differ.
+    """
     names = sorted(pq.read_schema(parts[0]).names)
     for part in parts:
         if (own := sorted(pq.read_schema(part).names)) != names:
@@ -121,7 +129,10 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def check_recording(path: Path) -> None:
-    """Raise UserError if a recording is missing, damaged, or was not made by a run. Only the ends of its files are read."""
+    """Raise UserError if a recording is missing, damaged, or was not made by a run.
+
+    Only the ends of its files are read.
+    """
     for file in parts_of(path):
         if not file.is_file():
             raise UserError(f"no recorded rollouts at {path}")
@@ -134,7 +145,10 @@ def check_recording(path: Path) -> None:
 
 
 def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
-    """Read recorded rows bit for bit, or one of `size` ranks' share; rows of several files are sorted. Raises UserError for other files."""
+    """Read recorded rows bit for bit, or one of `size` ranks' share; rows of several files are sorted.
+
+    Raises UserError for other files.
+    """
     check_recording(path)
     files = parts_of(path)
     counts = [pq.read_metadata(file).num_rows for file in files]

@@ -1,9 +1,11 @@
-"""Stall detection from a process's own history: each piece of work compares its time without progress with earlier ones.
+"""Stall detection from a process's own history: each piece of work compares its time without progress with earlier
+ones.
 
 work begins ──rows done──▶ progress ──▶ ... ──▶ work ends        longest time without progress, by name of the work
 heartbeat ──each second──▶ ten times the longest recent one? ──▶ reported to the parent process
 
-Work without a history (loading, a first compilation) is not judged: it ends, or `cluster.wait_limit_s` and other limits apply.
+Work without a history (loading, a first compilation) is not judged: it ends, or `cluster.wait_limit_s` and other limits
+apply.
 """
 
 import threading
@@ -28,7 +30,10 @@ class Stall(NamedTuple):
     usual: float
 
     def said(self) -> str:
-        return f"made no progress in {self.name} for {self.seconds:.0f} s, where {self.usual:.1f} s were the longest of late"
+        return (
+            f"made no progress in {self.name} for {self.seconds:.0f} s, where {self.usual:.1f} s were the longest of "
+            "late"
+        )
 
 
 @dataclass
@@ -36,13 +41,16 @@ class PieceOfWork:
     """Something in progress, and the longest time in it without progress."""
 
     name: str
-    begun: float
+    started: float
     longest: float = 0.0
 
 
 @dataclass
 class OwnWork:
-    """All work of one process. Pieces may be nested or in several threads; a sign of progress counts for all of them."""
+    """All work of one process.
+
+    Pieces may be nested or in several threads; a sign of progress counts for all of them.
+    """
 
     clock: Callable[[], float] = time.monotonic
     on_advance: Callable[[], object] = lambda: None
@@ -94,7 +102,7 @@ class OwnWork:
         now = self.clock()
         with self._lock:
             for piece in self._pieces:
-                piece.longest = max(piece.longest, now - max(self._advanced, piece.begun))
+                piece.longest = max(piece.longest, now - max(self._advanced, piece.started))
             self._advanced = now
         self.on_advance()
 

@@ -1,11 +1,12 @@
-"""The trace: each process appends spans of its work to its own file; the reader merges them, and `braid timeline` adds them up.
+"""The trace: each process appends spans of its work to its own file; the reader merges them, and `braid timeline` adds
+them up.
 
 run/trace/actor-0.jsonl    one line per span, written when the span ends
 run/trace/actor-1.jsonl  ──read_trace──▶ spans ──▶ table of busy and waiting times; run/timeline.json (Chrome trace) for Perfetto
 
-Times are wall-clock seconds, because spans of several processes (and machines with synchronized clocks) are compared. Within
-a process they advance by its monotonic clock, so a corrected wall clock gives no negative span. The reader shifts the earliest
-start to zero.
+Times are wall-clock seconds, because spans of several processes (and machines with synchronized clocks) are compared.
+Within a process they advance by its monotonic clock, so a corrected wall clock gives no negative span. The reader
+shifts the earliest start to zero.
 """
 
 import itertools
@@ -36,7 +37,9 @@ ALL_STAGES = "all"
 
 @dataclass
 class Span:
-    """A part of one worker's time, `start` to `end` in seconds, on a stage or waiting for its input; counts may be set until it ends."""
+    """A part of one worker's time, `start` to `end` in seconds, on a stage or waiting for its input; counts may be set
+    until it ends.
+    """
 
     worker: str
     role: str
@@ -69,9 +72,16 @@ class TraceWriter:
 
     @contextmanager
     def span(
-        self, role: str, stage: str, iteration: int, *, rows: int = 0, tokens: int = 0, version: int | None = None,
+        self,
+        role: str,
+        stage: str,
+        iteration: int,
+        *,
+        rows: int = 0,
+        tokens: int = 0,
+        version: int | None = None,
         state: BusyState = "busy",
-    ) -> Iterator[Span]:  # fmt: skip
+    ) -> Iterator[Span]:
         """Record the time of the block, also when it raises; the block may set counts on the yielded span."""
         start = self.now()
         span = Span(self.worker, role, stage, iteration, start, start, rows, tokens, version, state)
@@ -115,7 +125,10 @@ class WorkerTrace(TraceWriter):
     def busy(
         self, stage: str, iteration: int, uids: Sequence[Any] = (), version: int | None = None
     ) -> Iterator[BusySpan]:
-        """Record the time of a piece of work; the caller fills the span's sums. An error is extended by the stage and its rows."""
+        """Record the time of a piece of work; the caller fills the span's sums.
+
+        An error is extended by the stage and its rows.
+        """
         span = self.begin(stage, iteration, version)
         try:
             yield span
@@ -139,7 +152,9 @@ class WorkerTrace(TraceWriter):
         return BusySpan(self.worker, self._role, stage, iteration, now, now, version=version)
 
     def count(self, span: BusySpan, stage: str, rows: int, tokens: int) -> dict[str, Any]:
-        """Report rows of a queue's stage, with their tokens, while the span continues, with the seconds since its last report."""
+        """Report rows of a queue's stage, with their tokens, while the span continues, with the seconds since its last
+        report.
+        """
         span.rows += rows
         span.tokens += tokens
         before, span.end = span.end, self.now()
@@ -161,7 +176,10 @@ def traced(
 
 
 def read_trace(run: Path) -> list[Span]:
-    """Read the spans of all workers, sorted by start, relative to the earliest. Raises UserError if the run has none."""
+    """Read the spans of all workers, sorted by start, relative to the earliest.
+
+    Raises UserError if the run has none.
+    """
     spans = [Span(**line) for path in sorted((run / "trace").glob("*.jsonl")) for line in read_lines(path)]
     if not spans:
         raise UserError(f"{run} has no trace: is it the folder of a run that has done a step?")
@@ -172,7 +190,10 @@ def read_trace(run: Path) -> list[Span]:
 
 @dataclass(frozen=True)
 class Busy:
-    """Time of one role on one stage (or all stages), summed over its workers. Shares are of the workers' time in the run."""
+    """Time of one role on one stage (or all stages), summed over its workers.
+
+    Shares are of the workers' time in the run.
+    """
 
     role: str
     stage: str
@@ -188,7 +209,8 @@ class Busy:
 def busy_table(spans: Sequence[Span]) -> list[Busy]:
     """Return a line per role over all stages, and one per role and stage, in order of their first start.
 
-    A worker's time lasts from the run's first start to its last end, less long pauses. Overlapping spans of a role count once.
+    A worker's time lasts from the run's first start to its last end, less long pauses. Overlapping spans of a role
+    count once.
     """
     available = covered(spans, LONGEST_GAP)
     table = []
@@ -219,9 +241,11 @@ def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return the spans in the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto.
+    """Return the spans in the Chrome trace event format (complete events, in microseconds), for chrome://tracing and
+    Perfetto.
 
-    A worker is a process of the format, and the spans of a thread do not overlap: a worker with parallel work has several.
+    A worker is a process of the format, and the spans of a thread do not overlap: a worker with parallel work has
+    several.
     """
     # In this order `actor/10` comes after `actor/9`.
     digits = re.compile(r"(\d+)")
@@ -240,17 +264,24 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
             ends[thread] = span.end
             events.append(
                 {
-                    "ph": "X", "name": span.stage if span.state == "busy" else f"waiting for {span.stage}",
-                    "pid": number, "tid": thread, "cat": f"{span.role},{span.state}",
-                    "ts": span.start * 1e6, "dur": span.seconds * 1e6,
+                    "ph": "X",
+                    "name": span.stage if span.state == "busy" else f"waiting for {span.stage}",
+                    "pid": number,
+                    "tid": thread,
+                    "cat": f"{span.role},{span.state}",
+                    "ts": span.start * 1e6,
+                    "dur": span.seconds * 1e6,
                     "args": {name: getattr(span, name) for name in ("iteration", "rows", "tokens", "version")},
                 }
-            )  # fmt: skip
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def timeline(run: Path) -> Iterator[str]:
-    """Write `run`/timeline.json; yield the lines of the table of busy and waiting times, and the path. Raises UserError without a trace."""
+    """Write `run`/timeline.json; yield the lines of the table of busy and waiting times, and the path.
+
+    Raises UserError without a trace.
+    """
     spans = read_trace(run)
     heads = f"{'workers':>8}{'rows':>10}{'tokens':>13}{'busy s':>10}{'waiting s':>11}{'busy':>7}{'waiting':>9}"
     yield f"{'role':<14}{'stage':<34}{heads}"

@@ -4,8 +4,9 @@ config.trackers ──factory(run, **params)──▶ tracker ◀──write(ste
                                                    ◀──write_samples(step, samples)── every `samples_every` steps
                                                    ◀──write_report(path)──────────── at the end
 
-Built in are TensorBoard, wandb, trackio, MLflow and SwanLab. Each library is imported when its tracker opens. A tracker's run has the
-name of the run folder; a resumed run finds it by this name. `check_tracker` is the contract test for your own.
+Built in are TensorBoard, wandb, trackio, MLflow and SwanLab. Each library is imported when its tracker opens. A
+tracker's run has the name of the run folder; a resumed run finds it by this name. `check_tracker` is the contract test
+for your own.
 """
 
 import importlib
@@ -30,7 +31,9 @@ PROJECT = "braid"
 """Default project (or experiment) for trackers that require one."""
 PARAMETERS_AT_A_TIME = 100
 Samples = Sequence[Mapping[str, Any]]
-"""Recorded responses with step, set, prompt, response, answer, score, correct and finish_reason; unknown values are None."""
+"""Recorded responses with step, set, prompt, response, answer, score, correct and finish_reason; unknown values are
+None.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,18 @@ TRACKERS = PluginRegistry(
 
 
 class Trackers:
-    """All trackers of a run. A tracker's first error is printed in one line; the run and the other trackers continue."""
+    """All trackers of a run.
+
+    A tracker's first error is printed in one line; the run and the other trackers continue.
+    """
 
     def __init__(
         self, chosen: Sequence[TrackerConfig], run: TrackedRun, say: Callable[[str], object], must_open: bool = False
     ) -> None:
-        """Open the chosen trackers in order. If `must_open`, one that cannot be opened raises UserError; else `say` prints a line."""
+        """Open the chosen trackers in order.
+
+        If `must_open`, one that cannot be opened raises UserError; else `say` prints a line.
+        """
         self._say, self._reported = say, set[str]()
         self._open: list[tuple[TrackerConfig, Any]] = []
         for one in chosen:
@@ -181,8 +190,13 @@ class WandbTracker(LoggedRun):
         name = run.folder.name
         # One id per run folder, so that a resumed run continues in the same wandb run.
         arguments = {
-            "dir": str(run.folder), "id": name, "name": name, "resume": "allow", "config": dict(run.config), **settings,
-        }  # fmt: skip
+            "dir": str(run.folder),
+            "id": name,
+            "name": name,
+            "resume": "allow",
+            "config": dict(run.config),
+            **settings,
+        }
         self._library: Any = importlib.import_module("wandb")
         self._run = self._library.init(**arguments)
 
@@ -198,7 +212,9 @@ class WandbTracker(LoggedRun):
 
 
 class TrackioTracker(LoggedRun):
-    """A trackio run named after the run folder: in the local database, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL point."""
+    """A trackio run named after the run folder: in the local database, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL
+    point.
+    """
 
     def __init__(self, run: TrackedRun, *, project: str = PROJECT, **settings: Any) -> None:
         """Open the run; further settings go to `trackio.init`."""
@@ -214,10 +230,15 @@ class TrackioTracker(LoggedRun):
 
 
 class MlflowTracker:
-    """An MLflow run named after the run folder. MLFLOW_TRACKING_URI selects the server. MLflow allows no @, so it becomes _at_."""
+    """An MLflow run named after the run folder.
+
+    MLFLOW_TRACKING_URI selects the server. MLflow allows no @, so it becomes _at_.
+    """
 
     def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = PROJECT) -> None:
-        """Open the run in an experiment, created if missing, at a server or database as `sqlite:///mlflow.db`, or MLFLOW_TRACKING_URI."""
+        """Open the run in an experiment, created if missing, at a server or database as `sqlite:///mlflow.db`, or
+        MLFLOW_TRACKING_URI.
+        """
         self._library: Any = importlib.import_module("mlflow")
         self._client = self._library.MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
@@ -254,16 +275,24 @@ def mlflow_name(name: str) -> str:
 
 
 class SwanlabTracker(LoggedRun):
-    """A SwanLab run named after the run folder. SWANLAB_MODE=local or offline keeps it in the run folder's `swanlab`."""
+    """A SwanLab run named after the run folder.
+
+    SWANLAB_MODE=local or offline keeps it in the run folder's `swanlab`.
+    """
 
     def __init__(self, run: TrackedRun, **settings: Any) -> None:
         """Open the run; further settings go to `swanlab.init`."""
         self._library: Any = importlib.import_module("swanlab")
         (run.folder / "swanlab").mkdir(parents=True, exist_ok=True)
         arguments = {
-            "project": PROJECT, "name": run.folder.name, "id": run.folder.name, "resume": "allow", "config": dict(run.config),
-            "log_dir": str(run.folder / "swanlab"), **settings,
-        }  # fmt: skip
+            "project": PROJECT,
+            "name": run.folder.name,
+            "id": run.folder.name,
+            "resume": "allow",
+            "config": dict(run.config),
+            "log_dir": str(run.folder / "swanlab"),
+            **settings,
+        }
         self._run = self._library.init(**arguments)
 
     def write_samples(self, step: int, samples: Samples) -> None:
@@ -277,7 +306,10 @@ class SwanlabTracker(LoggedRun):
 
 
 def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = None) -> None:
-    """Use a tracker as a run and its resumption do, in an empty folder. Raises UserError for a wrong name, and AssertionError."""
+    """Use a tracker as a run and its resumption do, in an empty folder.
+
+    Raises UserError for a wrong name, and AssertionError.
+    """
     TRACKERS.check_settings(name, params or {})
     config = {"flow": "grpo", "trainer": {"steps": 4}}
     metrics = {"reward/mean": 0.5, "eval/held out/avg@8": 1.0, "tokens/generated": 12}

@@ -51,7 +51,10 @@ class Observed:
 
 
 def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
-    """Fit rates to runs on one kind of device; others stay as `before`. Raises UserError without an iteration after the warm-up."""
+    """Fit rates to runs on one kind of device; others stay as `before`.
+
+    Raises UserError without an iteration after the warm-up.
+    """
     cluster, models = runs[0].problem.cluster, runs[0].problem.models
     kind = cluster.groups[0].kind
     rates = before.get(kind) or BUILT_IN.get(kind) or Rates()
@@ -100,7 +103,10 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
 
 
 def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, float]:
-    """Return the quantities of a stage's seconds by their unit cost. `behind` is the share of compute that hides communication."""
+    """Return the quantities of a stage's seconds by their unit cost.
+
+    `behind` is the share of compute that hides communication.
+    """
     found: dict[str, float] = defaultdict(float)
     for work in done:
         for name in OWN:
@@ -119,8 +125,8 @@ def least_squares(
 ) -> dict[str, float]:
     """Fit non-negative unit costs by least absolute relative error (iteratively reweighted least squares).
 
-    Absolute instead of squared errors make outliers, such as steps slowed by other programs, count less. Each sample has its
-    quantities by name, its measured seconds, and the part of these that is already explained (`known`).
+    Absolute instead of squared errors make outliers, such as steps slowed by other programs, count less. Each sample
+    has its quantities by name, its measured seconds, and the part of these that is already explained (`known`).
     """
     names = sorted({name for sample in samples for name in sample})
     took = np.array(seconds)
@@ -161,8 +167,9 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
     """Return unit costs as rates; keep those that no run shows."""
     known: dict[str, tuple[str, PhaseRates]] = {
         **{phase: (source, rates.of(phase)) for phase, source in FITTED_AS.items()},
-        "vllm.prefill": ("infer", rates.vllm.prefill), "vllm.decode": ("vllm", rates.vllm.decode),
-    }  # fmt: skip
+        "vllm.prefill": ("infer", rates.vllm.prefill),
+        "vllm.decode": ("vllm", rates.vllm.decode),
+    }
     found: dict[str, Any] = {}
     for name, (source, phase_rates) in known.items():
         found[name] = phase_rates

@@ -1,4 +1,5 @@
-"""Choices: the layouts, micro-batches and engines of a role on a number of devices, and of sets of roles that share devices.
+"""Choices: the layouts, micro-batches and engines of a role on a number of devices, and of sets of roles that share
+devices.
 
 layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice, reduced to a Pareto front
 choices of each role ──in order of seconds──▶ together: the offloading that memory requires ──▶ SetChoice, cached by set and size
@@ -90,7 +91,9 @@ class Choices:
         self._sets: dict[tuple[tuple[str, ...], str, int, str], SetChoice | None] = {}
 
     def of_role(self, role: str, group: NodeGroup, devices: int, part: RolePart = "all") -> list[Choice]:
-        """Return the Pareto front of a role's choices that fit the devices; `part` names the half of a role that has its own."""
+        """Return the Pareto front of a role's choices that fit the devices; `part` names the half of a role that has
+        its own.
+        """
         key = (role, group.kind, devices, part)
         if key not in self._roles:
             keep = list if self.allowed else best
@@ -103,8 +106,8 @@ class Choices:
     ) -> SetChoice | None:
         """Return the fastest choices of roles that share these devices; None if they do not fit.
 
-        Combinations are tried in order of seconds without offloading. The search stops once the rest cannot beat the best one, or
-        after MOST_TRIED if memory is too tight for that.
+        Combinations are tried in order of seconds without offloading. The search stops once the rest cannot beat the
+        best one, or after MOST_TRIED if memory is too tight for that.
         """
         key = (roles, group.kind, devices, part)
         if key not in self._sets:
@@ -121,10 +124,17 @@ class Choices:
         return self._sets[key]
 
     def every_choice(
-        self, model: Model, group: NodeGroup, devices: int, part: RolePart = "all",
+        self,
+        model: Model,
+        group: NodeGroup,
+        devices: int,
+        part: RolePart = "all",
         keep: Callable[[Iterable[Choice]], list[Choice]] = list,
-    ) -> Iterator[Choice]:  # fmt: skip
-        """Yield each choice of a role that fits. `keep` reduces those of one layout, where micro-batch and engine are independent."""
+    ) -> Iterator[Choice]:
+        """Yield each choice of a role that fits.
+
+        `keep` reduces those of one layout, where micro-batch and engine are independent.
+        """
         problem, longest = self.problem, self.problem.config.max_sequence_tokens
         given = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
         if part == "generate":
@@ -165,9 +175,14 @@ class Choices:
                 yield Choice(use, costs, {**one.resident, **other.resident}, one.working)
 
     def _fitting(
-        self, model: Model, group: NodeGroup, uses: Iterable[Deployment], devices: int, part: RolePart,
+        self,
+        model: Model,
+        group: NodeGroup,
+        uses: Iterable[Deployment],
+        devices: int,
+        part: RolePart,
         apart: bool = False,
-    ) -> Iterator[Choice]:  # fmt: skip
+    ) -> Iterator[Choice]:
         """Yield the choices that fit their devices alone, with the seconds of this part's stages."""
         room = self.problem.cluster.kinds[group.kind].memory * USABLE
         stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
@@ -184,7 +199,9 @@ class Choices:
     def engines(
         self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None = None
     ) -> Iterator[EngineUse | None]:
-        """Yield the engines to try, with slots for all rows, halves of that, and the configured count; None stands for servers."""
+        """Yield the engines to try, with slots for all rows, halves of that, and the configured count; None stands for
+        servers.
+        """
         problem, engine = self.problem, self.problem.config.rollout.engine
         if engine == "http":
             yield None
@@ -193,7 +210,8 @@ class Choices:
         heads = sizes.num_attention_heads
         if engine == "embedded":
             heads = math.gcd(heads, sizes.num_key_value_heads)
-        # An engine stays within a node. The embedded one shards over ranks that train alone, which take no turns in an environment.
+        # An engine stays within a node. The embedded one shards over ranks that train alone, which take no turns in an
+        # environment.
         plays = any("environment" in s.params for s in model.stages)
         alone = plays or layout is None if engine == "embedded" else engine != "vllm"
         for divisor in [1] if alone else divisors(math.gcd(heads, math.gcd(devices, group.devices))):
@@ -213,7 +231,9 @@ class Choices:
     def together(
         self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, limit: float = math.inf
     ) -> SetChoice | None:
-        """Combine choices on shared devices with the offloading that memory requires; None if none fits, or if it takes `limit` seconds."""
+        """Combine choices on shared devices with the offloading that memory requires; None if none fits, or if it takes
+        `limit` seconds.
+        """
         kind = self.problem.cluster.kinds[group.kind]
         room = int(kind.memory * USABLE)
         whole, working = all_resident(roles, group, devices), max(choice.working for choice in roles.values())

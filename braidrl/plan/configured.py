@@ -66,9 +66,12 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
     """Return a plan's configuration keys as nested dicts and lists of plain values."""
     rollout = problem.config.rollout
     tree: dict[str, Any] = {
-        "runtime": plan.runtime, "device": problem.cluster.device, "roles": {}, "rollout": {},
+        "runtime": plan.runtime,
+        "device": problem.cluster.device,
+        "roles": {},
+        "rollout": {},
         "trainer": {"layout": {}, "inference_layout": None, "max_staleness": plan.staleness},
-    }  # fmt: skip
+    }
     engines, devices = {}, sum(one.devices for one in plan.sets)
     for one in plan.sets:
         for name, choice in one.roles.items():

@@ -56,8 +56,8 @@ class Model:
 class Problem:
     """The problem. `seconds` gives the seconds per iteration of stages by name, for stages that cannot be derived.
 
-    Its configuration is the one of a run on the cluster: what a role's dtype and an engine's weights are depends on the device.
-    Its `rates` are completed by those of all of the cluster's kinds.
+    Its configuration is the one of a run on the cluster: what a role's dtype and an engine's weights are depends on the
+    device. Its `rates` are completed by those of all of the cluster's kinds.
     """
 
     config: Config
@@ -119,7 +119,9 @@ class Problem:
         return self.lengths
 
     def stage_cost(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int, apart: bool = False) -> Cost:
-        """Return the cost of a stage of a model on `devices` devices of a group; `apart` if engines have separate devices."""
+        """Return the cost of a stage of a model on `devices` devices of a group; `apart` if engines have separate
+        devices.
+        """
         if stage.name in self.seconds:
             return Cost(overhead=self.seconds[stage.name])
         model, kind, rates = self.models[str(stage.role)], self.cluster.kinds[group.kind], self.rates[group.kind]
@@ -160,10 +162,19 @@ class Problem:
             tokens = min(tokens, math.ceil(rows * lengths.tokens / len(lengths)))
         if stage.kind is Kind.INFER:
             return [infer_work(model.use.plain, use.inference or use.layout, lengths, tokens, model.use.scalar, node)]
-        return [train_work(
-            model.use.shape, use.layout, lengths, tokens, use.checkpointing, model.use.scalar, node, self.updates,
-            config.trainer.epochs,
-        )]  # fmt: skip
+        return [
+            train_work(
+                model.use.shape,
+                use.layout,
+                lengths,
+                tokens,
+                use.checkpointing,
+                model.use.scalar,
+                node,
+                self.updates,
+                config.trainer.epochs,
+            )
+        ]
 
     @property
     def publishes_files(self) -> bool:
@@ -173,8 +184,8 @@ class Problem:
     def publication_seconds(self, use: Deployment, group: NodeGroup, apart: bool) -> float:
         """Return the seconds of a weight update; 0 if engines share the trainer's weights.
 
-        Ranks that generate receive the slices that they lack. Engines on other devices receive theirs whole: by a process group between
-        CUDA devices, else from a file in host memory.
+        Ranks that generate receive the slices that they lack. Engines on other devices receive theirs whole: by a
+        process group between CUDA devices, else from a file in host memory.
         """
         engine, kind, rates = use.engine, self.cluster.kinds[group.kind], self.rates[group.kind]
         if engine is None:
@@ -212,8 +223,8 @@ class Problem:
 def batch_lengths(config: Config, given: str | None = None, sources: Sequence[LoadedSource] = ()) -> Lengths:
     """Return the lengths of one batch's rows. Raises UserError if they cannot be parsed, or the run recorded none.
 
-    `given` is a run's folder, whose recorded lengths are taken; TOKENS for every response; or MEDIAN:LONGEST of a log-normal
-    distribution. By default prompts have the lengths of the data, and responses the longest.
+    `given` is a run's folder, whose recorded lengths are taken; TOKENS for every response; or MEDIAN:LONGEST of a
+    log-normal distribution. By default prompts have the lengths of the data, and responses the longest.
     """
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     if given is not None and Path(given).is_dir():
@@ -258,7 +269,9 @@ def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:
 
 
 def spread(lengths: IntArray, rows: int) -> IntArray:
-    """Return the places of `rows` lengths of the same distribution, ascending: midpoints, as not every batch has the longest row."""
+    """Return the places of `rows` lengths of the same distribution, ascending: midpoints, as not every batch has the
+    longest row.
+    """
     midpoints = ((np.arange(rows) + 0.5) * len(lengths) / rows).astype(np.int64)
     places: IntArray = np.argsort(lengths, kind="stable")[midpoints]
     return places

@@ -1,7 +1,8 @@
 """Rates: convert work to seconds by the share of a device's peak that programs achieve. Calibration fits all of them.
 
 Work ──price(kind, rates)──▶ Cost        compute = operations / (peak · share) + bytes / (bandwidth · share) + overheads
-                                         communication = exposed transfers + overlapped transfers that exceed the overlap
+                                         communication = exposed transfers + overlapped transfers that exceed the
+                                         overlap
 """
 
 from pathlib import Path
@@ -112,7 +113,10 @@ class Rates(Section):
     prefill: PhaseRates = PhaseRates(share=0.5, call_s=50e-6)
     """Prefill by the embedded engine, or by an engine of your own."""
     decode: PhaseRates = PhaseRates(share=0.5, token_s=5e-6, step_s=4.2e-3)
-    """Decoding by these engines. Defaults: the embedded engine on an H200 (benchmarks/results/gpu-nvidia-h200-full.json)."""
+    """Decoding by these engines.
+
+    Defaults: the embedded engine on an H200 (benchmarks/results/gpu-nvidia-h200-full.json).
+    """
     vllm: EngineRates = EngineRates()
     """Prefill and decoding by vLLM, in a run's own engines or in servers."""
     memory: float = Field(0.7, gt=0)
@@ -153,7 +157,9 @@ def read_rates(path: Path) -> dict[str, Rates]:
 
 
 def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str, engine: str = "embedded") -> Cost:
-    """Return the cost of the busiest device's work; `dtype` is a key of `kind.peak`, and `engine` prices prefill and decode."""
+    """Return the cost of the busiest device's work; `dtype` is a key of `kind.peak`, and `engine` prices prefill and
+    decode.
+    """
     phase = rates.of(work.phase, engine)
     compute = work.operations / (kind.peak[dtype] * phase.share)
     memory = work.memory / (kind.bandwidth * rates.memory) + work.activations * phase.activation_s

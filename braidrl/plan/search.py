@@ -4,9 +4,9 @@ hybrid      partitions of the roles ──▶ devices of each set ──▶ choi
                 pruned by a lower bound of each set                            the runtime's own order of calls
 streaming   devices of each worker group ──lower bound: its busiest group──▶ in order of the bound ──simulation──▶ the best
 
-The search of partitions is HybridFlow's Algorithm 1 (arXiv 2409.19256). The paper sums seconds within a set and takes the maximum across
-sets, phase by phase. Here an iteration's calls are scheduled as the hybrid runtime makes them; the results are equal if phases do not
-overlap. A streaming plan is simulated with the runtime's own schedule.
+The search of partitions is HybridFlow's Algorithm 1 (arXiv 2409.19256). The paper sums seconds within a set and takes
+the maximum across sets, phase by phase. Here an iteration's calls are scheduled as the hybrid runtime makes them; the
+results are equal if phases do not overlap. A streaming plan is simulated with the runtime's own schedule.
 """
 
 import itertools
@@ -72,7 +72,9 @@ def partitions(items: Sequence[str]) -> Iterator[RoleSets]:
 
 
 def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield every allocation of all devices to sets, each a multiple of `unit`: C(devices / unit - 1, sets - 1) of them."""
+    """Yield every allocation of all devices to sets, each a multiple of `unit`: C(devices / unit - 1, sets - 1) of
+    them.
+    """
     units = devices // unit
     for cuts in itertools.combinations(range(1, units), sets - 1):
         ends = (0, *cuts, units)
@@ -88,10 +90,15 @@ class Search:
     """A search over one problem."""
 
     def __init__(
-        self, problem: Problem, keep: int = 8, until: float | None = None,
+        self,
+        problem: Problem,
+        keep: int = 8,
+        until: float | None = None,
         allowed: Callable[[Choice], bool] | None = None,
-    ) -> None:  # fmt: skip
-        """Prepare a search that returns at most `keep` plans, one per partition, and ends at `until` on the monotonic clock."""
+    ) -> None:
+        """Prepare a search that returns at most `keep` plans, one per partition, and ends at `until` on the monotonic
+        clock.
+        """
         self.problem, self.keep, self.until = problem, keep, until
         self.choices = Choices(problem, allowed)
 
@@ -102,7 +109,10 @@ class Search:
         return [] if found is None else [synchronous_plan(self.problem, runtime, [found])]
 
     def hybrid(self) -> list[Plan]:
-        """Return the best plan of each partition, fastest first. Raises UserError, which names enough devices, if the models do not fit."""
+        """Return the best plan of each partition, fastest first.
+
+        Raises UserError, which names enough devices, if the models do not fit.
+        """
         found: list[Plan] = []
         problem, roles = self.problem, tuple(self.problem.flow.roles)
         for partition in sorted(partitions(roles), key=len):
@@ -127,7 +137,9 @@ class Search:
         )
 
     def best_of(self, partition: RoleSets, limit: float = math.inf) -> Plan | None:
-        """Return the fastest plan of a partition; None if it does not fit, or takes at least `limit` seconds an iteration."""
+        """Return the fastest plan of a partition; None if it does not fit, or takes at least `limit` seconds an
+        iteration.
+        """
         quickest: Plan | None = None
         for groups in itertools.product(self.problem.cluster.groups, repeat=len(partition)):
             # Each used node group gives all of its devices to its own sets.
@@ -198,7 +210,9 @@ def synchronous_plan(problem: Problem, runtime: Runtime, sets: Sequence[SetChoic
 def call_times(
     before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Return start and end of each stage's call in one hybrid iteration, after those `before` it; a pool runs its calls in order."""
+    """Return start and end of each stage's call in one hybrid iteration, after those `before` it; a pool runs its calls
+    in order.
+    """
     free: dict[object, float] = {}
     times: dict[str, tuple[float, float]] = {}
     for stage, needed in before.items():
@@ -242,24 +256,35 @@ def workload(problem: Problem, sets: Sequence[SetChoice], costs: Mapping[str, Co
     responses = lengths.ordered[picks] / lengths.ordered[picks].mean()
     order = [(i * 7919) % rows for i in range(rows)] if math.gcd(rows, 7919) == 1 else list(range(rows))
     sizes = Sizes(
-        ITERATIONS, prompts, samples, rows // math.gcd(problem.updates, rows), config.trainer.epochs, staleness,
+        ITERATIONS,
+        prompts,
+        samples,
+        rows // math.gcd(problem.updates, rows),
+        config.trainer.epochs,
+        staleness,
         older_groups=older_places(config.streaming.on_policy_share, prompts),
-    )  # fmt: skip
+    )
     weights = max((costs[s.name].weights for s in problem.flow.stages if s.kind is Kind.GENERATE), default=0.0)
-    # A file is written beside the next batch, and then read; the workers of a process group receive weights in one step.
+    # A file is written beside the next batch, and then read; the workers of a process group receive weights in one
+    # step.
     load, receive = (weights / 2, 0.0) if problem.publishes_files else (0.0, weights)
     return Workload(
-        problem.flow, sizes,
-        lambda stage, uid: seconds[stage] * float(responses[order[(uid[1] * samples + uid[2]) % rows]]), workers=workers,
-        dispatch_rows=max(1, round(config.streaming.dispatch_rows / scale)), loading=config.streaming.weights,
-        load_seconds=load, receive_seconds=receive,
-    )  # fmt: skip
+        problem.flow,
+        sizes,
+        lambda stage, uid: seconds[stage] * float(responses[order[(uid[1] * samples + uid[2]) % rows]]),
+        workers=workers,
+        dispatch_rows=max(1, round(config.streaming.dispatch_rows / scale)),
+        loading=config.streaming.weights,
+        load_seconds=load,
+        receive_seconds=receive,
+    )
 
 
 def worker_seconds(
     problem: Problem, sets: Sequence[SetChoice], costs: Mapping[str, Cost], staleness: int, scale: float
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the simulated workers of each consumer and stage, and the seconds of a row of mean length, for `scale` rows, on one of them.
+    """Return the simulated workers of each consumer and stage, and the seconds of a row of mean length, for `scale`
+    rows, on one of them.
 
     Each slot of an engine is a simulated worker. Stages without a model run where their rows are.
     """

@@ -31,7 +31,8 @@ Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
 class Workload:
     """A flow with its sizes, and functions that give durations and outcomes.
 
-    `seconds(stage, uid)` is the time of one row on one worker; `verdict(group)` is None to keep a group, else the reason to drop it.
+    `seconds(stage, uid)` is the time of one row on one worker; `verdict(group)` is None to keep a group, else the
+    reason to drop it.
     """
 
     flow: Flow
@@ -44,8 +45,9 @@ class Workload:
     slots: int = 1
     """Rows that an engine generates at once."""
     step_seconds: float = 0.0
-    """Seconds of an engine's decode step. Rows start at a step boundary; an engine requests a new row while the next step runs. 0: rows
-    start at once."""
+    """Seconds of an engine's decode step. Rows start at a step boundary; an engine requests a new row while the next
+    step runs. 0: rows start at once.
+    """
     loading: Way = "rolling"
     load_seconds: float = 0.0
     """Seconds that an engine pauses to load weights that lie in its host's memory."""
@@ -65,7 +67,9 @@ class Simulation:
     ends: list[float] = field(default_factory=list)
 
     def seconds_per_iteration(self, skip: int = 2) -> float:
-        """Return the mean over the iterations after the first `skip` (pipeline fill); needs more than `skip` iterations."""
+        """Return the mean over the iterations after the first `skip` (pipeline fill); needs more than `skip`
+        iterations.
+        """
         return (self.ends[-1] - self.ends[skip - 1]) / (len(self.ends) - skip)
 
 
@@ -125,7 +129,9 @@ class SimulatedWorker:
 
 @dataclass
 class SimulatedTraining:
-    """A trainer's work on one batch: the leases that it keeps, and the updates of its train stages, one stage after the other."""
+    """A trainer's work on one batch: the leases that it keeps, and the updates of its train stages, one stage after the
+    other.
+    """
 
     batch: TrainingBatch
     stages: list[Stage]
@@ -281,7 +287,9 @@ class Streaming:
         return changed
 
     def _update(self, worker: SimulatedWorker, training: SimulatedTraining) -> bool:
-        """Accumulate the rows of a trainer's next update that have come, or make its step; return False if neither is possible."""
+        """Accumulate the rows of a trainer's next update that have come, or make its step; return False if neither is
+        possible.
+        """
         stage, batch = training.stages[0], training.batch
         if pieces := training.updates.take():
             rows = [lease.rows[place] for lease, places in pieces for place in places]
@@ -310,7 +318,7 @@ class Streaming:
 
     def _load(self) -> bool:
         """Let engines receive and load weights if the policy allows it now."""
-        published, begun = self.schedule.published, False
+        published, started = self.schedule.published, False
         self.loading.advance(published, self.schedule.is_generation_over(self.loading.target))
         for engine in self.engines:
             if engine.loads:
@@ -320,7 +328,7 @@ class Streaming:
             load = self.loading.load(engine.name, len(engine.work))
             if load is None:
                 continue
-            begun = engine.loads = True
+            started = engine.loads = True
             # After the current decode step the engine preempts its rows, whose ends are postponed.
             until = engine.receives_until or self.clock.now + self.work.receive_seconds
             seconds, engine.receives_until = self.work.load_seconds + max(0.0, until - self.clock.now), None
@@ -332,14 +340,16 @@ class Streaming:
                     self.clock.after(work.end - self.clock.now, partial(self._end, engine, work, work.turn))
             engine.steps_since += seconds
             self.clock.after(step + seconds, partial(self._loaded, engine, load.version))
-        return begun
+        return started
 
     def _loaded(self, engine: SimulatedWorker, version: int) -> None:
         engine.loads = False
         self.loading.loaded(engine.name, version)
 
     def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid], stage: Stage | None = None) -> list[float]:
-        """Return the seconds of each rank for rows of one stage; by default of all of the consumer's stages that do not train."""
+        """Return the seconds of each rank for rows of one stage; by default of all of the consumer's stages that do not
+        train.
+        """
         stages = [stage] if stage is not None else [one for one in worker.consumer.stages if one.kind is not Kind.TRAIN]
         costs = [sum(self.work.seconds(one.name, row) for one in stages) for row in rows]
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
@@ -356,7 +366,9 @@ class Streaming:
     def _note(
         self, worker: SimulatedWorker, rows: Sequence[Uid], shares: Sequence[float], stage: Stage | None = None
     ) -> None:
-        """Add a span of each rank to the timeline; by default it has the name of the consumer's first stage that its worker is for."""
+        """Add a span of each rank to the timeline; by default it has the name of the consumer's first stage that its
+        worker is for.
+        """
         own = stage or (worker.consumer.updates or worker.consumer.stages)[0]
         now, iteration = self.clock.now, self.schedule.iteration_of[rows[0][1]]
         for rank, share in enumerate(shares):

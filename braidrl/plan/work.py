@@ -2,11 +2,12 @@
 
 rows' lengths, a model's shape, a layout ──▶ Work of the busiest device ──rates.price──▶ seconds
 
-Operations of a forward pass over N tokens: 2·N·P for P matrix parameters, 2·H·D·T² per layer for causal attention over a row of T tokens
-with H heads of size D. A backward pass takes twice as many; recomputed activations add one forward pass. Tensor parallelism
-gathers and scatters tokens twice per layer and pass (Korthikanti et al., arXiv 2205.05198); a pipeline of p ranks and n micro-batches
-idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the bytes for each of gather and scatter. An engine batches
-continuously: slots refill as rows end, and each step reads all weights, and all keys and values of its rows.
+Operations of a forward pass over N tokens: 2·N·P for P matrix parameters, 2·H·D·T² per layer for causal attention over
+a row of T tokens with H heads of size D. A backward pass takes twice as many; recomputed activations add one forward
+pass. Tensor parallelism gathers and scatters tokens twice per layer and pass (Korthikanti et al., arXiv 2205.05198); a
+pipeline of p ranks and n micro-batches idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the
+bytes for each of gather and scatter. An engine batches continuously: slots refill as rows end, and each step reads all
+weights, and all keys and values of its rows.
 """
 
 import math
@@ -25,7 +26,8 @@ from braidrl.training.parallel.pipeline import RUN
 from braidrl.weights.generation_layout import GenerationLayout
 
 OPTIMIZER_BYTES = 30
-"""Bytes that an AdamW step reads and writes per parameter: float32 gradient, master weight and moments, and the weight."""
+"""Bytes that an AdamW step reads and writes per parameter: float32 gradient, master weight and moments, and the weight.
+"""
 IntArray = npt.NDArray[np.int64]
 
 
@@ -78,7 +80,8 @@ def expected_longest(lengths: Lengths, among: int) -> float:
 
 
 def sent(node: int, inner: int, ranks: int, moved: float) -> npt.NDArray[np.float64]:
-    """Return the bytes (2,) within a node of `node` devices, and between nodes, that each of `ranks` ranks, `inner` devices apart, sends.
+    """Return the bytes (2,) within a node of `node` devices, and between nodes, that each of `ranks` ranks, `inner`
+    devices apart, sends.
 
     A group with several devices per node spreads its bytes over all of their network adapters.
     """
@@ -95,13 +98,19 @@ def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool
 
 
 def model_work(
-    phase: Phase, shape: Shape, layout: ParallelLayout, share: Share, max_tokens: int, passes: float, scalar: bool,
+    phase: Phase,
+    shape: Shape,
+    layout: ParallelLayout,
+    share: Share,
+    max_tokens: int,
+    passes: float,
+    scalar: bool,
     node: int,
-) -> Work:  # fmt: skip
+) -> Work:
     """Return the work of one rank for its model copy's share of rows, in micro-batches of `max_tokens`.
 
-    `passes` are operations in units of forward passes: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters. A node has `node`
-    devices.
+    `passes` are operations in units of forward passes: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters. A
+    node has `node` devices.
     """
     t, s, p = layout.tensor, layout.sequence, layout.pipeline
     layers = shape.sizes.num_hidden_layers / p
@@ -125,16 +134,24 @@ def model_work(
     shared = sharing_work(shape, layout, batches, passes > 1, node)
     link, network = waited.tolist()
     return shared._replace(
-        phase=phase, operations=computed, activations=passes * layers * width / t * bubble, tokens=share.tokens / s,
-        calls=layers * batches * passes * bubble, rows=share.rows, steps=1, link=shared.link + link,
-        network=shared.network + network, collectives=shared.collectives + collectives,
-    )  # fmt: skip
+        phase=phase,
+        operations=computed,
+        activations=passes * layers * width / t * bubble,
+        tokens=share.tokens / s,
+        calls=layers * batches * passes * bubble,
+        rows=share.rows,
+        steps=1,
+        link=shared.link + link,
+        network=shared.network + network,
+        collectives=shared.collectives + collectives,
+    )
 
 
 def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, node: int) -> Work:
     """Return the data-parallel communication of `batches` micro-batches.
 
-    FSDP2 gathers and reduce-scatters layer by layer, overlapped with compute; replicas all-reduce before the step, exposed.
+    FSDP2 gathers and reduce-scatters layer by layer, overlapped with compute; replicas all-reduce before the step,
+    exposed.
     """
     inner, outer, g = layout.tensor, (layout.data or 1) * layout.sequence, layout.shard_ranks
     layers = shape.sizes.num_hidden_layers // layout.pipeline
@@ -154,15 +171,26 @@ def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: boo
         collectives += 1
     (link, network), (behind_link, behind_network) = waited.tolist(), behind.tolist()
     return Work(
-        "train", link=link, network=network, collectives=collectives, behind_link=behind_link,
+        "train",
+        link=link,
+        network=network,
+        collectives=collectives,
+        behind_link=behind_link,
         behind_network=behind_network,
-    )  # fmt: skip
+    )
 
 
 def train_work(
-    shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, checkpointing: bool, scalar: bool,
-    node: int, updates: int = 1, epochs: int = 1,
-) -> Work:  # fmt: skip
+    shape: Shape,
+    layout: ParallelLayout,
+    lengths: Lengths,
+    max_tokens: int,
+    checkpointing: bool,
+    scalar: bool,
+    node: int,
+    updates: int = 1,
+    epochs: int = 1,
+) -> Work:
     """Return the work of training one batch for `epochs` passes of `updates` optimizer steps."""
     share = share_of(lengths, layout.data or 1, updates)
     passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
@@ -181,13 +209,19 @@ def infer_work(
 
 
 def generate_work(
-    shape: Shape, tensor: int, replicas: int, lengths: Lengths, slots: int, samples: int, node: int,
+    shape: Shape,
+    tensor: int,
+    replicas: int,
+    lengths: Lengths,
+    slots: int,
+    samples: int,
+    node: int,
     multiple: int = 1,
-) -> tuple[Work, Work]:  # fmt: skip
+) -> tuple[Work, Work]:
     """Return the work of one rank in generation: (prefill, decode).
 
-    Each of `replicas` engines has `tensor` ranks and decodes `slots` rows at once, padded to a `multiple`; the `samples` rows of a
-    prompt share its prefill.
+    Each of `replicas` engines has `tensor` ranks and decodes `slots` rows at once, padded to a `multiple`; the
+    `samples` rows of a prompt share its prefill.
     """
     # The slowest engine: an even sample of all response lengths with the longest, shuffled.
     rows = max(1, math.ceil(len(lengths) * lengths.generated / replicas))
@@ -209,20 +243,35 @@ def generate_work(
     summed = 2 * 2 * layers * width * (tensor - 1) / tensor
     links = [sent(node, 1, tensor, summed * tokens).tolist() for tokens in (prompts * prompt, float(own.sum()))]
     prefill = Work(
-        "prefill", computed, activations=layers * width * prompts * prompt / tensor, calls=layers, steps=1,
-        collectives=2 * layers * (tensor > 1), link=links[0][0], network=links[0][1],
-    )  # fmt: skip
+        "prefill",
+        computed,
+        activations=layers * width * prompts * prompt / tensor,
+        calls=layers,
+        steps=1,
+        collectives=2 * layers * (tensor > 1),
+        link=links[0][0],
+        network=links[0][1],
+    )
     decode = Work(
-        "decode", decoded, read, layers * width * path.slot_steps / tensor, path.slot_steps,
-        layers * path.steps, 0.0, path.steps, collectives=2 * layers * path.steps * (tensor > 1),
-        link=links[1][0], network=links[1][1],
-    )  # fmt: skip
+        "decode",
+        decoded,
+        read,
+        layers * width * path.slot_steps / tensor,
+        path.slot_steps,
+        layers * path.steps,
+        0.0,
+        path.steps,
+        collectives=2 * layers * path.steps * (tensor > 1),
+        link=links[1][0],
+        network=links[1][1],
+    )
     return prefill, decode
 
 
 @cache
 def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
-    """Return the share of the model that a rank receives at most when its own ranks reshard weights from training to generation.
+    """Return the share of the model that a rank receives at most when its own ranks reshard weights from training to
+    generation.
 
     This is HybridFlow's table 2 (arXiv 2409.19256).
     `neighbour` and `gather` collect whole tensors; otherwise slices that a rank already holds are not sent.
@@ -233,7 +282,8 @@ def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
         return (ranks - 1) / ranks
     groups = target.groups(layout).numpy()
     held = np.ones(groups.shape)
-    # The parts of the stages and of each tensor that a rank holds already, and those that it generates with, as parts of [0, 1].
+    # The parts of the stages and of each tensor that a rank holds already, and those that it generates with, as parts
+    # of [0, 1].
     for trains, parts, wanted, generated in (
         (groups // (groups.size // pipeline), pipeline, np.arange(target.pipeline)[:, None], target.pipeline),
         (groups % tensor, tensor, np.arange(target.tensor)[None, :], target.tensor),

@@ -33,7 +33,8 @@ class DataPlane:
     """A process's view of the payload of all nodes."""
 
     def __init__(self, place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> None:
-        """Open the storage of the node at `place`, where this process is called `writer`. Raises UserError as `open_storage`.
+        """Open the storage of the node at `place`, where this process is called `writer`. Raises UserError as
+        `open_storage`.
 
         Other nodes, which know the secret, have `limit_s` seconds to answer.
         """
@@ -224,7 +225,8 @@ class Client:
         self.data.connections.tell(self.address, {"request": request, "holder": self.holder, **fields})
 
     def take(self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any) -> WorkItem:
-        """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time limit.
+        """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time
+        limit.
 
         Args:
             consumers: Names of consumers, the most urgent first.
@@ -245,10 +247,15 @@ class Client:
         return WorkItem(kind, self.data, answer, inline, lost, tuple(answer.get("dropped", ())))
 
     def done(
-        self, consumer: str, done: Sequence[tuple[int, Sequence[int] | None]],
-        written: Sequence[tuple[StoredRows, Any]] = (), reports: Sequence[Mapping[str, Any]] = (),
-        totals: Mapping[str, Mapping[str, float]] | None = None, unfinished: bool = False, keeps: bool = False,
-    ) -> list[int]:  # fmt: skip
+        self,
+        consumer: str,
+        done: Sequence[tuple[int, Sequence[int] | None]],
+        written: Sequence[tuple[StoredRows, Any]] = (),
+        reports: Sequence[Mapping[str, Any]] = (),
+        totals: Mapping[str, Mapping[str, float]] | None = None,
+        unfinished: bool = False,
+        keeps: bool = False,
+    ) -> list[int]:
         """Report that rows are done.
 
         Args:
@@ -266,15 +273,23 @@ class Client:
         frames: list[Frame] = []
         parts = [{**part.message(frames), "rows": rows} for part, rows in written]
         answer, _ = self.ask(
-            "done", frames, consumer=consumer, done=list(done), parts=parts, reports=list(reports), totals=dict(totals or {}),
+            "done",
+            frames,
+            consumer=consumer,
+            done=list(done),
+            parts=parts,
+            reports=list(reports),
+            totals=dict(totals or {}),
             unfinished=unfinished,
-        )  # fmt: skip
+        )
         if not keeps:
             self.held.difference_update(number for number, _ in done)
         return list(answer["lost"])
 
     def renew(self, every_s: float = 0.0) -> tuple[list[int], list[tuple[int, list[int]]]]:
-        """Send a heartbeat if the last request is `every_s` seconds old; return lost leases and dropped rows, as in a WorkItem."""
+        """Send a heartbeat if the last request is `every_s` seconds old; return lost leases and dropped rows, as in a
+        WorkItem.
+        """
         if time.monotonic() - self._renewed < every_s:
             return [], []
         self._renewed = time.monotonic()
@@ -295,9 +310,13 @@ def write_columns(data: DataPlane, columns: Mapping[str, Column]) -> StoredRows:
 
 
 def assembled(
-    data: DataPlane, inline: Rows, payload: Sequence[Mapping[str, Any]], size: int, places: Sequence[int] | None = None,
+    data: DataPlane,
+    inline: Rows,
+    payload: Sequence[Mapping[str, Any]],
+    size: int,
+    places: Sequence[int] | None = None,
     index: bool = False,
-) -> Rows:  # fmt: skip
+) -> Rows:
     """Return rows with columns read from their blocks.
 
     Args:

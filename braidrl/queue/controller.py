@@ -20,10 +20,19 @@ class ColumnController(QueueController):
     """The rows of a `TransferQueue`: columns from any client, rows to each task once, and memory within a budget."""
 
     def __init__(
-        self, tasks: Mapping[str, Collection[str]], samplers: Mapping[str, Sampler], data: DataPlane, place: Place,
-        lease_s: float, budget_bytes: int | None = None, clock: Callable[[], float] | None = None,
-    ) -> None:  # fmt: skip
-        """Begin without rows; the arguments are those of `TransferQueue.serve`. Clients read and free payload through the node `place`."""
+        self,
+        tasks: Mapping[str, Collection[str]],
+        samplers: Mapping[str, Sampler],
+        data: DataPlane,
+        place: Place,
+        lease_s: float,
+        budget_bytes: int | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Begin without rows; the arguments are those of `TransferQueue.serve`.
+
+        Clients read and free payload through the node `place`.
+        """
         super().__init__(lease_s, clock)
         self.columns = {name: sorted(columns) for name, columns in tasks.items()}
         self.samplers, self.data, self.place, self.budget_bytes = samplers, data, place, budget_bytes
@@ -66,7 +75,10 @@ class ColumnController(QueueController):
         return {}, ()
 
     def on_put(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record columns of rows; the first column of a row admits it. Raises ValueError if a row has one of them already."""
+        """Record columns of rows; the first column of a row admits it.
+
+        Raises ValueError if a row has one of them already.
+        """
         part, rows = StoredRows.received(request["part"], frames), [row_name(row) for row in request["rows"]]
         part.rows = {row: place for place, row in enumerate(rows)}
         if any(row in self.table.parts.get(column, ()) for column in part.columns for row in rows):
@@ -85,21 +97,34 @@ class ColumnController(QueueController):
         """Lease ready rows; answer `stop` when all rows are done and no more will come."""
         (name,), lost = request["consumers"], self.lost(request["held"])
         lease = self.tasks.take(
-            name, request["holder"], self.clock(), self.lease_s, request["most"], self.samplers[name], request["ranks"],
+            name,
+            request["holder"],
+            self.clock(),
+            self.lease_s,
+            request["most"],
+            self.samplers[name],
+            request["ranks"],
             row_name(request["table"]),
-        )  # fmt: skip
+        )
         if lease is not None:
             payload = self.table.columns(lease.rows, request["columns"] or self.columns[name])
             return {
-                "kind": "rows", "consumer": name, "lease": lease.number, "size": len(lease.rows), "rows": lease.rows,
-                "payload": payload, "lost": lost,
-            }, ()  # fmt: skip
+                "kind": "rows",
+                "consumer": name,
+                "lease": lease.number,
+                "size": len(lease.rows),
+                "rows": lease.rows,
+                "payload": payload,
+                "lost": lost,
+            }, ()
         if self.finished and not any(self.tasks[name].undone.values()):
             return {"kind": "stop", "lost": lost}, ()
         return ({"kind": "lost", "lost": lost}, ()) if lost else None
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record completed leases, with the columns written for their rows; remove rows that all tasks have completed."""
+        """Record completed leases, with the columns written for their rows; remove rows that all tasks have
+        completed.
+        """
         name = request["consumer"]
         parts = [(StoredRows.received(part, frames, name), part["rows"]) for part in request["parts"]]
         lost, held = self.tasks.held(request["done"], parts, self.clock())
@@ -129,7 +154,10 @@ class ColumnController(QueueController):
         return {}, ()
 
     def on_missing(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record blocks that a reader did not find. A task repeats the rows for which it wrote them; others must be put again."""
+        """Record blocks that a reader did not find.
+
+        A task repeats the rows for which it wrote them; others must be put again.
+        """
         blocks = {Block(*block) for block in request["blocks"]}
         names = set(self.data.segments.names())
         # Another node's server is not asked: it may be gone with the blocks.
@@ -152,10 +180,12 @@ class ColumnController(QueueController):
         for lease in self.tasks.leases.held.values():
             held[lease.task, lease.holder] += lease.left
         return {
-            "bytes": self.used_bytes, "rows": len(self.tasks.rows), "lost": list(self.missing.items()),
+            "bytes": self.used_bytes,
+            "rows": len(self.tasks.rows),
+            "lost": list(self.missing.items()),
             "undone": {name: sum(task.undone.values()) for name, task in self.tasks.tasks.items()},
             "held": [[*who, rows] for who, rows in held.items()],
-        }, ()  # fmt: skip
+        }, ()
 
     def _store(self, part: StoredRows) -> None:
         """Add a part under the name of each of its columns."""

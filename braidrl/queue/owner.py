@@ -2,8 +2,8 @@
 
 /dev/shm/braid-<run>.owner     locked by the run's main process for its lifetime
 
-The name of a segment contains its run, so the owner can remove all segments at the end, whichever process wrote them. A later
-run that finds an unlocked owner file removes the segments of the killed run.
+The name of a segment contains its run, so the owner can remove all segments at the end, whichever process wrote them. A
+later run that finds an unlocked owner file removes the segments of the killed run.
 """
 
 import fcntl
@@ -26,9 +26,11 @@ class StorageNode:
     """
 
     def __init__(self, host: str, ip: str, secret: str | None = None, storage: str = "shared_memory") -> None:
-        """Remove the remains of killed runs, then serve a node; `host` is its name in the run, `ip` its address for clients.
+        """Remove the remains of killed runs, then serve a node; `host` is its name in the run, `ip` its address for
+        clients.
 
-        These must know the secret. `storage` holds the run's segments. Raises UserError for a storage that cannot be used.
+        These must know the secret. `storage` holds the run's segments. Raises UserError for a storage that cannot be
+        used.
         """
         remove_abandoned()
         self.run, self.storage = secrets.token_hex(6), storage
@@ -46,7 +48,10 @@ class StorageNode:
         return Place(self.data.host, self.run, self.server.address, self.storage)
 
     def close(self) -> None:
-        """Free the port, and every segment of the run, whichever process wrote it. The run's processes on this node must have ended."""
+        """Free the port, and every segment of the run, whichever process wrote it.
+
+        The run's processes on this node must have ended.
+        """
         self.server.close()
         self.data.close()
         remove_run(self.run, self.storage)

@@ -42,7 +42,9 @@ def first_in(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
 
 
 def whole_groups(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
-    """Return the rows of complete ready groups, oldest group first; the oldest rows if no group is complete and fits."""
+    """Return the rows of complete ready groups, oldest group first; the oldest rows if no group is complete and
+    fits.
+    """
     places: dict[Any, list[int]] = {}
     for place, candidate in enumerate(ready):
         places.setdefault(candidate.group, []).append(place)
@@ -54,7 +56,9 @@ def whole_groups(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]
 
 
 def token_balanced(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
-    """Return the oldest row and the rows closest to it in length, a multiple of `ranks`, so that ranks get similar numbers of tokens."""
+    """Return the oldest row and the rows closest to it in length, a multiple of `ranks`, so that ranks get similar
+    numbers of tokens.
+    """
     nearest = sorted(range(len(ready)), key=lambda place: (abs(ready[place].tokens - ready[0].tokens), place))
     rows = min(most, len(ready))
     return nearest[: max(rows - rows % ranks, min(rows, ranks))]
@@ -89,7 +93,10 @@ def sampler_named(name: str) -> Sampler:
 
 
 def checked(sampler: Sampler, ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
-    """Return the choice of a sampler. Raises UserError if it fails, and unless it is 1 to `most` different positions in `ready`."""
+    """Return the choice of a sampler.
+
+    Raises UserError if it fails, and unless it is 1 to `most` different positions in `ready`.
+    """
     with users_errors(f"sampler {sampler.name}", sampler.choose):
         chosen = [int(place) for place in sampler.choose(ready, most, ranks)]
     if not 0 < len(chosen) <= most or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(len(ready))):
@@ -103,8 +110,8 @@ def checked(sampler: Sampler, ready: Sequence[Candidate], most: int, ranks: int)
 def check_sampler(name: str, sizes: Iterable[int] = range(1, 33)) -> None:
     """Contract test of a sampler; call it from the sampler's own test.
 
-    Every call must choose different ready rows, at least one and at most `most`. A repeated call must choose the same rows, and
-    consecutive calls must choose every row.
+    Every call must choose different ready rows, at least one and at most `most`. A repeated call must choose the same
+    rows, and consecutive calls must choose every row.
 
     Args:
         name: A built-in sampler, `module:function` or `file.py:function`.

@@ -3,8 +3,9 @@
 same node     read ──▶ segment, as views
 another node  read ──▶ that node's server ──▶ the named columns of the requested rows, as frames
 
-A segment is written once, whole, by one process, and can be read until it is unlinked. Its name, braid-<run>-<writer>-<n>, contains
-the run and the writing process, so that all segments of either can be found. `open_storage` makes the storage of a name:
+A segment is written once, whole, by one process, and can be read until it is unlinked. Its name,
+braid-<run>-<writer>-<n>, contains the run and the writing process, so that all segments of either can be found.
+`open_storage` makes the storage of a name:
 
 shared_memory            files under /dev/shm, read as views                    the default
 file:/path               the same files on a disk                               holds what memory cannot
@@ -53,11 +54,17 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
-        """Write a new segment with these frames; return its name and size in bytes. Raises OSError if there is no room."""
+        """Write a new segment with these frames; return its name and size in bytes.
+
+        Raises OSError if there is no room.
+        """
 
     @abstractmethod
     def read(self, name: str) -> Sequence[Frame]:
-        """Return the frames of a segment. Raises FileNotFoundError after its removal, ValueError for an invalid name."""
+        """Return the frames of a segment.
+
+        Raises FileNotFoundError after its removal, ValueError for an invalid name.
+        """
 
     @abstractmethod
     def unlink(self, names: Collection[str]) -> None:
@@ -92,7 +99,10 @@ def open_storage(storage: str, run: str, writer: str) -> StorageBackend:
 
 
 def allowed(name: str) -> str:
-    """Return a valid segment name. It came over the wire and must not lead outside the folder. Raises ValueError for any other."""
+    """Return a valid segment name.
+
+    It came over the wire and must not lead outside the folder. Raises ValueError for any other.
+    """
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no segment's name")
     return name

@@ -1,7 +1,8 @@
 """The queue's table: index columns and payload locations, by row and by the stage that wrote them.
 
-A column version is identified by (name, writer), and a writer writes its columns of a row together. So the table keeps *parts*,
-which one writer wrote for some rows at once, and finds columns by writer. A part's memory is freed with its last row.
+A column version is identified by (name, writer), and a writer writes its columns of a row together. So the table keeps
+*parts*, which one writer wrote for some rows at once, and finds columns by writer. A part's memory is freed with its
+last row.
 
 `Leases` says which worker holds which rows, and until when.
 """
@@ -187,7 +188,10 @@ class Table:
         return located({writer: self._shares(uids, writer) for writer in writers}, names, index)
 
     def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the locations of columns stored under their own names, as `payload` does. Raises KeyError if one is missing."""
+        """Return the locations of columns stored under their own names, as `payload` does.
+
+        Raises KeyError if one is missing.
+        """
         shares, alike = dict[Any, PartRows](), defaultdict[Any, list[str]](list)
         for name in names if rows else ():
             if not (own := self._shares(rows, name)):
@@ -276,7 +280,9 @@ def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
 def located(
     shares: Mapping[str, Sequence[PartRows]], names: Collection[str] | None, index: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the locations of columns of rows from the parts of each writer; `names` and `index` are as for `Table.payload`."""
+    """Return the locations of columns of rows from the parts of each writer; `names` and `index` are as for
+    `Table.payload`.
+    """
     source = dict[str, str]()
     for writer, own in shares.items():
         # All parts of a writer have the same columns.
@@ -316,7 +322,10 @@ class Lease:
 
 
 class Leases:
-    """All active leases of a queue by number and by holder. An expired lease is lost: another holder may have its rows."""
+    """All active leases of a queue by number and by holder.
+
+    An expired lease is lost: another holder may have its rows.
+    """
 
     def __init__(self) -> None:
         self.held: dict[int, Lease] = {}

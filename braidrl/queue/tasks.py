@@ -1,9 +1,11 @@
-"""The tasks of a queue: for each the ready rows, leases and completed rows. Any names serve as rows; time is an argument.
+"""The tasks of a queue: for each the ready rows, leases and completed rows. Any names serve as rows; time is an
+argument.
 
 write ──▶ the writers that the task waits for ──none left──▶ ready ──take──▶ lease ──complete──▶ done
   ◀── unwrite: a column was lost                               ▲              │                    │
                                                                └── give back ─┴────── reopen ──────┘
-                                      a lease is given back when it expires, its holder is gone, or one of its rows is removed
+                                      a lease is given back when it expires, its holder is gone, or one of its rows is
+                                      removed
 
 A lease covers all rows of one take; its rows may be completed in parts. Ready rows are indexed, never searched for.
 """
@@ -61,14 +63,18 @@ class Ordered:
 class Task:
     """The rows of one consumer. It takes from one table at a time, and whole groups at once if configured.
 
-    A row is ready when every awaited writer has written it and no lease holds it. All methods take many rows at once, so the cost per
-    row is that of the interpreter's dictionaries and sets.
+    A row is ready when every awaited writer has written it and no lease holds it. All methods take many rows at once,
+    so the cost per row is that of the interpreter's dictionaries and sets.
     """
 
     def __init__(
-        self, waits: Iterable[str], whole_groups: bool, numbers: Mapping[Row, int], group: Mapping[Row, Any],
+        self,
+        waits: Iterable[str],
+        whole_groups: bool,
+        numbers: Mapping[Row, int],
+        group: Mapping[Row, Any],
         written: Mapping[str, set[Row]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin without rows; `numbers`, `group` and `written` are shared by all tasks of a queue."""
         self.waits, self.whole_groups = frozenset(waits), whole_groups
         self.numbers, self.group = numbers, group
@@ -248,7 +254,10 @@ def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[A
 
 
 class Tasks:
-    """All tasks of a queue and the rows in work. A writer is a column, or a name for several columns written at once."""
+    """All tasks of a queue and the rows in work.
+
+    A writer is a column, or a name for several columns written at once.
+    """
 
     def __init__(self, waits: Mapping[Any, Iterable[str]], whole_groups: Collection[Any] = ()) -> None:
         """Make a task for each key of `waits`; the values are the writers that it waits for."""
@@ -305,9 +314,16 @@ class Tasks:
                 task.unwrite(rows)
 
     def take(
-        self, name: Any, holder: str, now: float, seconds: float, most: int,
-        sampler: Sampler = FIRST_IN, ranks: int = 1, table: Any = None,
-    ) -> Lease | None:  # fmt: skip
+        self,
+        name: Any,
+        holder: str,
+        now: float,
+        seconds: float,
+        most: int,
+        sampler: Sampler = FIRST_IN,
+        ranks: int = 1,
+        table: Any = None,
+    ) -> Lease | None:
         """Lease ready rows for a task, or return None.
 
         Args:

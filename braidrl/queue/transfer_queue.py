@@ -1,11 +1,13 @@
 """The transfer queue for any program: one process serves it, any number of others put columns and take rows.
 
 queue = TransferQueue.serve({"train": ["tokens", "reward"]})      # in one process; pass queue.address to the others
-queue.put({"tokens": tokens, "reward": reward}, rows=[0, 1, 2])   # any process; columns may come one by one, in any order
+queue.put({"tokens": tokens, "reward": reward}, rows=[0, 1, 2])   # any process; columns may come one by one, in any
+                                                                  order
 queue.finish()
 
 queue = TransferQueue.connect(address)                            # in another process
-for batch in queue.stream("train", rows=32):                      # a batch is acknowledged by the request for the next one
+for batch in queue.stream("train", rows=32):                      # a batch is acknowledged by the request for the next
+                                                                  one
     train(batch["tokens"], batch["reward"])
 
 Columns of any kind are converted to the queue's form, and back:
@@ -69,7 +71,10 @@ class Batch(Mapping[str, Any]):
         return len(list(self.columns))
 
     def torch(self) -> dict[str, Any]:
-        """Return tensors, and lists of tensors for ragged columns. They may be in shared memory: do not write to them."""
+        """Return tensors, and lists of tensors for ragged columns.
+
+        They may be in shared memory: do not write to them.
+        """
         return {name: column.unbind() if isinstance(column, Ragged) else column for name, column in self.items()}
 
     def numpy(self) -> dict[str, Any]:
@@ -97,7 +102,10 @@ class Batch(Mapping[str, Any]):
 
 
 def as_rows(columns: Any) -> Rows:
-    """Convert columns by name, a mapping or a TensorDict, to rows. Raises ValueError if their numbers of rows differ."""
+    """Convert columns by name, a mapping or a TensorDict, to rows.
+
+    Raises ValueError if their numbers of rows differ.
+    """
     return Rows({str(name): as_column(value) for name, value in columns.items()})
 
 
@@ -139,19 +147,25 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
 
     @classmethod
     def serve(
-        cls, tasks: Mapping[str, Collection[str]], *, samplers: Mapping[str, str] | None = None, lease_s: float = 60.0,
-        budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory", secret: str | None = None,
-    ) -> "TransferQueue":  # fmt: skip
+        cls,
+        tasks: Mapping[str, Collection[str]],
+        *,
+        samplers: Mapping[str, str] | None = None,
+        lease_s: float = 60.0,
+        budget_bytes: int | None = None,
+        ip: str = LOOPBACK,
+        storage: str = "shared_memory",
+        secret: str | None = None,
+    ) -> "TransferQueue":
         """Serve a queue from a thread of this process.
 
         Args:
             tasks: By consuming task the columns that a row needs before it is ready.
-            samplers: By task a sampler's name, `module:function` or `path.py:function`; the oldest rows first by default.
-            lease_s: Seconds without a heartbeat after which a consumer's rows go to another.
-            budget_bytes: Limit of payload in the queue; a put waits for room. None is no limit but memory.
-            ip: Address to listen on; other machines reach any but the loopback.
-            storage: Place of payload: `shared_memory`, `file:/path` or `redis://host:port/0`.
-            secret: Needed by every client, and encrypts all traffic. Required off the loopback.
+            samplers: By task a sampler's name, `module:function` or `path.py:function`; the oldest rows first by
+            default. lease_s: Seconds without a heartbeat after which a consumer's rows go to another. budget_bytes:
+            Limit of payload in the queue; a put waits for room. None is no limit but memory. ip: Address to listen on;
+            other machines reach any but the loopback. storage: Place of payload: `shared_memory`, `file:/path` or
+            `redis://host:port/0`. secret: Needed by every client, and encrypts all traffic. Required off the loopback.
 
         Raises:
             UserError: A sampler or storage is unknown, or the secret is missing on a public address.
@@ -241,7 +255,8 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
                 if left
             ]
             raise QueueFull(
-                f"{size} bytes found no room within {wait_s:g} s: {usage['bytes']} bytes are in the queue; {'; '.join(tasks)}"
+                f"{size} bytes found no room within {wait_s:g} s: {usage['bytes']} bytes are in the queue; "
+                f"{'; '.join(tasks)}"
             )
         part = StoredRows.of_block(Rows({}), self.data.write(frames), list(content), len(content))
         told: list[Frame] = []
@@ -250,9 +265,15 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         self._client.ask("put", told, part=message, **named)
 
     def get(
-        self, task: str, rows: int, *, columns: Sequence[str] | None = None, table: Any = None, ranks: int = 1,
+        self,
+        task: str,
+        rows: int,
+        *,
+        columns: Sequence[str] | None = None,
+        table: Any = None,
+        ranks: int = 1,
         wait_s: float = 60.0,
-    ) -> Batch | None:  # fmt: skip
+    ) -> Batch | None:
         """Return ready rows for a task, under a lease; None when no more will come.
 
         Args:

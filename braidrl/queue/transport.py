@@ -1,11 +1,12 @@
-"""The queue's sockets and the base of its controllers: every request, a map and raw frames, gets one answer, and is repeated until then.
+"""The queue's sockets and the base of its controllers: every request, a map and raw frames, gets one answer, and is
+repeated until then.
 
            ┌───────────── request ────────────▶ handle ──▶ answer at once
 client ────┤    again after REPEAT_S, same number   └── None ──▶ parked, and tried again after each change ──▶ answer
            └◀──── {"waited": true} after its own time limit
 
-The last answer to each sender is kept for repetitions. Nothing is unpickled. A sender of malformed requests is no longer read.
-`QueueController` has what each controller needs: holders, their leases and heartbeats.
+The last answer to each sender is kept for repetitions. Nothing is unpickled. A sender of malformed requests is no
+longer read. `QueueController` has what each controller needs: holders, their leases and heartbeats.
 """
 
 import contextlib
@@ -86,7 +87,10 @@ def asking_socket(context: zmq.Context[Any], address: str, secret: str | None) -
 
 
 def send(socket: zmq.Socket[Any], message: Sequence[Frame]) -> None:
-    """Send a message without waiting. If the server is unreachable, or has another secret, it is dropped and repeated later."""
+    """Send a message without waiting.
+
+    If the server is unreachable, or has another secret, it is dropped and repeated later.
+    """
     with contextlib.suppress(zmq.Again):
         socket.send_multipart(message, zmq.NOBLOCK, copy=False)
 
@@ -121,7 +125,8 @@ class Connection:
             while self._socket.poll(max(0, round((repeat - time.monotonic()) * 1000))):
                 first, *rest = self._socket.recv_multipart(copy=False)
                 answer: dict[str, Any] = unpack_message(first.buffer, dict[str, Any])
-                # The answer to an abandoned request, or the second one to a repeated request, belongs to an earlier call.
+                # The answer to an abandoned request, or the second one to a repeated request, belongs to an earlier
+                # call.
                 if answer.pop("number") != self._number:
                     continue
                 if "error" in answer:
@@ -189,10 +194,15 @@ class Parked(NamedTuple):
 
 
 class Parking:
-    """The requests of all senders, each of which waits for one answer at a time. It has neither a socket nor a clock."""
+    """The requests of all senders, each of which waits for one answer at a time.
+
+    It has neither a socket nor a clock.
+    """
 
     def __init__(self, handle: Handler, send: Send, remembers: bool = True) -> None:
-        """Start empty; `remembers` keeps answers for repetitions, which is not needed if handling twice does no harm."""
+        """Start empty; `remembers` keeps answers for repetitions, which is not needed if handling twice does no
+        harm.
+        """
         self._handle, self._send, self._remembers = handle, send, remembers
         self._parked: dict[bytes, Parked] = {}
         self._answered: OrderedDict[bytes, tuple[int, Answer]] = OrderedDict()
@@ -241,9 +251,13 @@ class QueueServer:
     """Serves `handle` on an address of this machine until it is closed."""
 
     def __init__(
-        self, handle: Handler, tick: Callable[[], None] | None = None, address: str = "tcp://127.0.0.1:*",
-        secret: str | None = None, remembers: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        handle: Handler,
+        tick: Callable[[], None] | None = None,
+        address: str = "tcp://127.0.0.1:*",
+        secret: str | None = None,
+        remembers: bool = True,
+    ) -> None:
         """Serve from a thread.
 
         Args:
@@ -424,7 +438,9 @@ class QueueController(ABC):
         return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]
 
     def silent(self, seconds: float) -> list[str]:
-        """Return holders without any request for this many seconds: they hang, since working and waiting ones send heartbeats."""
+        """Return holders without any request for this many seconds: they hang, since working and waiting ones send
+        heartbeats.
+        """
         now = self.clock()
         with self.changed:
             return [name for name, holder in self.holders.items() if now - holder.heard > seconds]

@@ -2,8 +2,8 @@
 
     {"instruction_id_list": ["keywords:existence", "punctuation:no_comma"], "kwargs": [{"keywords": ["tea"]}, {}]}
 
-Each rule is a function of the response and the instruction's own arguments. Sentences are counted by their final punctuation, without a
-language model. `language:response_language` would need one and is not supported.
+Each rule is a function of the response and the instruction's own arguments. Sentences are counted by their final
+punctuation, without a language model. `language:response_language` would need one and is not supported.
 """
 
 import json
@@ -18,9 +18,11 @@ WORD = re.compile(r"\w+")
 
 
 def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction: bool = False) -> Score:
-    """Return whether the response follows all instructions of its example, or with `fraction` the share that it follows.
+    """Return whether the response follows all instructions of its example, or with `fraction` the share that it
+    follows.
 
-    The example has `instruction_id_list` and `kwargs` as in IFEval's data. Raises ValueError for none, or an unknown one.
+    The example has `instruction_id_list` and `kwargs` as in IFEval's data. Raises ValueError for none, or an unknown
+    one.
     """
     names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not names or len(names) != len(arguments or [{}] * len(names)):

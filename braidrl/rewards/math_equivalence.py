@@ -15,11 +15,13 @@ JOINED = re.compile(r"[\s$]*(,|;|\band\b|\bor\b|\\text\{\s*(and|or)\s*\})[\s$]*(
 
 
 def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
-    r"""Return whether the response's final expression equals the answer: fractions, sets, intervals, matrices, equations.
+    r"""Return whether the response's final expression equals the answer: fractions, sets, intervals, matrices,
+    equations.
 
-    The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain. If a response has several `\boxed{}`, the last one counts, together
-    with boxes that a comma, "and" or "or" joins to it; for a set of n members the last n boxes may be the members. With `boxed` a response
-    without `\boxed{}` is wrong. Raises ValueError if the answer cannot be parsed.
+    The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain. If a response has several `\boxed{}`, the last
+    one counts, together with boxes that a comma, "and" or "or" joins to it; for a set of n members the last n boxes may
+    be the members. With `boxed` a response without `\boxed{}` is wrong. Raises ValueError if the answer cannot be
+    parsed.
     """
     text = str(answer).strip()
     marked = re.search(r"\\boxed|(?<!\\)\$|\\\[|\\\(", text)

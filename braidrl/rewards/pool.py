@@ -28,7 +28,7 @@ from braidrl.importing import source_of
 from braidrl.rewards.verifier import Completion, Verifier, call
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.answers import DETAIL_LENGTH, NAME, Message, printable
-from braidrl.sandbox.hosts import CodeHost, Talk, check_walls
+from braidrl.sandbox.hosts import CodeHost, HostSession, check_walls
 
 ENTRY = "braidrl.rewards.verifier:checks"
 MOST_IN_FLIGHT = 64
@@ -91,24 +91,28 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._hosts: dict[str, CodeHost] = {}
         self._calls: dict[str, asyncio.Semaphore] = {}
         """The places of the calls of each verifier."""
-        self._talks: dict[CodeHost, Talk] = {}
+        self._sessions: dict[CodeHost, HostSession] = {}
         self._closed = False
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        # A daemon thread, so that a run that does not close the pool can end; its processes then end with their sockets.
+        # A daemon thread, so that a run that does not close the pool can end; its processes then end with their
+        # sockets.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
 
     def submit(self, completion: Completion, verifier: Verifier) -> Future[CallOutcome]:
-        """Queue a check and return its future, which raises only if the pool closes first. Raises TypeError if it cannot be JSON."""
+        """Queue a check and return its future, which raises only if the pool closes first.
+
+        Raises TypeError if it cannot be JSON.
+        """
         settings, key = self.settings, verifier.key
         with self._lock:
             if key not in self._calls:
                 check_requirements(verifier.name, verifier.settings, settings)
                 is_built_in = verifier.name in VERIFIERS
                 # Of Braid's own verifiers only `code` runs foreign code.
-                walled = settings.sandbox != "none" and (not is_built_in or verifier.name == "code")
-                if walled:  # it needs a host of its own, with the code as it is now
+                isolated = settings.sandbox != "none" and (not is_built_in or verifier.name == "code")
+                if isolated:  # it needs a host of its own, with the code as it is now
                     self._hosts[key] = self._host(file=None if is_built_in else source_of(verifier.name))
                 self._calls[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
             if self._closed:
@@ -157,19 +161,19 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     async def _asked(self, host: CodeHost, key: str, request: bytes) -> Message:
         """Return a host's answer, after it has imported the verifier."""
         if not host.has_loaded(key):
-            if talk := self._talks.pop(host, None):
-                talk.close()
+            if session := self._sessions.pop(host, None):
+                session.close()
             if failed := await self._loop.run_in_executor(None, host.load, key):
                 return failed
-        # Successive calls in one process use the same talk.
-        talk = self._talks.pop(host, None) or Talk(host)
+        # Successive calls in one process use the same session.
+        session = self._sessions.pop(host, None) or HostSession(host)
         try:
-            return await talk.answer_to(request)
+            return await session.answer_to(request)
         finally:
-            if host in self._one_by_one and talk.ready:
-                self._talks[host] = talk
+            if host in self._one_by_one and session.ready:
+                self._sessions[host] = session
             else:
-                talk.close()
+                session.close()
 
     def close(self) -> None:
         """End all processes and wait until they are gone; pending checks raise CancelledError."""
@@ -200,11 +204,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def check_requirements(name: str, params: Mapping[str, Any], settings: RewardConfig) -> None:
-    """Raise UserError if a verifier with its own `params`, and the `settings` of all, cannot be called. Nothing is imported."""
+    """Raise UserError if a verifier with its own `params`, and the `settings` of all, cannot be called.
+
+    Nothing is imported.
+    """
     if name == "code" and not settings.run_programs_without_walls:
         if settings.sandbox != "bubblewrap" or not settings.processes:
             raise UserError(
-                "reward.verify=code runs what a model wrote, and only in the strict sandbox; write reward.sandbox=bubblewrap "
+                "reward.verify=code runs what a model wrote, and only in the strict sandbox; write "
+                "reward.sandbox=bubblewrap "
                 "and at least reward.processes=1, or insist by reward.run_programs_without_walls=true"
             )
         check_walls("reward", settings)

@@ -3,8 +3,8 @@
 response ──last block of code──▶ program ──a process per test──▶ its output, compared here
 tests ──executed here; calls of the program's functions ──pipe──▶ process of the program ──plain results──▶ compared here
 
-The verifier runs in its sandbox (`reward.sandbox=bubblewrap`). The program runs in another process there, which can neither read the
-verifier's memory nor see its descriptors.
+The verifier runs in its sandbox (`reward.sandbox=bubblewrap`). The program runs in another process there, which can
+neither read the verifier's memory nor see its descriptors.
 """
 
 import ast
@@ -88,12 +88,13 @@ class WrongProgram(Exception):
 
 
 def code(response: str, answer: Any, *, fraction: bool = False, seconds: float = 2) -> Score:
-    """Return whether the last block of Python code in the response passes all tests; with `fraction` the share that it passes.
+    """Return whether the last block of Python code in the response passes all tests; with `fraction` the share that it
+    passes.
 
     The example's answer holds the tests, or is JSON of them: `{"inputs": [...], "outputs": [...]}`, or a list of
-    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test may use `seconds` of processor time (a whole
-    number), which a busy machine does not shorten. A response without code is wrong. If no test passes and a limit ended one, the
-    row's check fails with that reason. Needs `reward.sandbox=bubblewrap`.
+    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test may use `seconds` of processor time
+    (a whole number), which a busy machine does not shorten. A response without code is wrong. If no test passes and a
+    limit ended one, the row's check fails with that reason. Needs `reward.sandbox=bubblewrap`.
     """
     if PROGRAMS not in os.environ:
         raise PermissionError("a model's program runs in the strict sandbox alone; write sandbox=bubblewrap")
@@ -126,7 +127,10 @@ def program_of(response: str) -> str:
 
 
 def cases_of(answer: Any) -> list[tuple[str, str | None]]:
-    """Return the tests in an answer: each a program's input and output, or asserts and None. Raises ValueError if there are none."""
+    """Return the tests in an answer: each a program's input and output, or asserts and None.
+
+    Raises ValueError if there are none.
+    """
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
@@ -171,7 +175,9 @@ def encoded(value, keep, depth=0):  # type: ignore[no-untyped-def]
 
 
 def decoded(sent, kept, depth=0):  # type: ignore[no-untyped-def]
-    """Decode a value from the pipe; `kept` returns the value of a number. Raises ValueError or TypeError for anything else."""
+    """Decode a value from the pipe; `kept` returns the value of a number. Raises ValueError or TypeError for anything
+    else.
+    """
     if sent is None or isinstance(sent, bool | float | str):
         return sent
     ((kind, parts),) = sent.items() if depth < 42 and isinstance(sent, dict) else ()
@@ -238,7 +244,9 @@ class Names(dict[str, Any]):
 
 @dataclass
 class Running:
-    """A running program with `seconds` of processor time, its output in files of this call's own folder, and its answers to requests."""
+    """A running program with `seconds` of processor time, its output in files of this call's own folder, and its
+    answers to requests.
+    """
 
     process: "subprocess.Popen[bytes]"
     out: Any
@@ -250,7 +258,9 @@ class Running:
     unread: bytes = b""
 
     def output(self) -> str | None:
-        """Wait, and return the output; None if the program failed by itself. Raises ProgramEnded if a limit or the sandbox ended it."""
+        """Wait, and return the output; None if the program failed by itself. Raises ProgramEnded if a limit or the
+        sandbox ended it.
+        """
         # A sleeping program is ended with its row, after reward.timeout_s.
         status = self.process.wait()
         if status == 0:
@@ -270,7 +280,9 @@ class Running:
         return None
 
     def ask(self, verb: str, on: int | None, name: str, *positional: Any, **named: Any) -> Any:
-        """Return a request's plain result, or a `Kept` that stands for a value that is not plain; raise the program's exception."""
+        """Return a request's plain result, or a `Kept` that stands for a value that is not plain; raise the program's
+        exception.
+        """
         by_name = {key: encoded(one, number_of) for key, one in named.items()}
         request = [verb, on, name, [encoded(one, number_of) for one in positional], by_name]
         print(json.dumps(request), file=self.asked, flush=True)
@@ -364,12 +376,13 @@ class Kept:
 def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequence[int] = ()) -> Iterator[Running]:
     """Start Python with these arguments and `given` as its input; on exit kill it and the processes that it started.
 
-    Its input and output are files, so a program that prints endlessly or reads nothing cannot block this process. The kernel ends it after
-    `seconds` of processor time, or at the sandbox's own limit if that is lower.
+    Its input and output are files, so a program that prints endlessly or reads nothing cannot block this process. The
+    kernel ends it after `seconds` of processor time, or at the sandbox's own limit if that is lower.
     """
 
     def limit_processor() -> None:
-        # It gives way to the process that counts its processes: otherwise it could start many more before they are counted.
+        # It gives way to the process that counts its processes: otherwise it could start many more before they are
+        # counted.
         os.nice(LATER)
         most = resource.getrlimit(resource.RLIMIT_CPU)[1]
         hard = seconds + 1 if most == resource.RLIM_INFINITY else min(seconds + 1, most)
@@ -385,10 +398,16 @@ def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequenc
         stdin.seek(0)
         variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         process = subprocess.Popen(
-            [sys.executable, "-I", *words], stdin=stdin, stdout=out, stderr=err, cwd=WORK, start_new_session=True,
-            env=variables | {"HOME": WORK, "TMPDIR": WORK}, pass_fds=descriptors,
+            [sys.executable, "-I", *words],
+            stdin=stdin,
+            stdout=out,
+            stderr=err,
+            cwd=WORK,
+            start_new_session=True,
+            env=variables | {"HOME": WORK, "TMPDIR": WORK},
+            pass_fds=descriptors,
             preexec_fn=limit_processor,
-        )  # fmt: skip
+        )
         try:
             yield Running(process, out, err, seconds)
         finally:

@@ -45,16 +45,31 @@ _batches: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], Ba
 
 
 async def judge(
-    prompt: Any, response: str, answer: Any, *, url: str, model: str, template: str | None = None, pattern: str = SCORE,
-    scale: float = 10.0, correct_from: float = 0.5, key: str | None = None, settings: Mapping[str, Any] | None = None,
-    concurrency: int = 16, retries: int = 5, wait_s: float = 0.5, cache: str | None = None, prices: Sequence[float] = (0.0, 0.0),
-) -> Score:  # fmt: skip
+    prompt: Any,
+    response: str,
+    answer: Any,
+    *,
+    url: str,
+    model: str,
+    template: str | None = None,
+    pattern: str = SCORE,
+    scale: float = 10.0,
+    correct_from: float = 0.5,
+    key: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    concurrency: int = 16,
+    retries: int = 5,
+    wait_s: float = 0.5,
+    cache: str | None = None,
+    prices: Sequence[float] = (0.0, 0.0),
+) -> Score:
     """Return a judge model's score divided by `scale`; a response is right from `correct_from` on.
 
-    The model at the OpenAI-compatible address `url` reads `template` with {prompt}, {response} and {answer} filled in; the last match of
-    `pattern` in its answer is the score. `key` names the variable that holds the address's key; `settings` are further request fields, such
-    as temperature. At most `concurrency` requests are open; each is repeated up to `retries` times, after `wait_s` seconds, then twice as
-    long each time. `cache` is a folder of answers. `prices` per million tokens read and written give the cost metric.
+    The model at the OpenAI-compatible address `url` reads `template` with {prompt}, {response} and {answer} filled in;
+    the last match of `pattern` in its answer is the score. `key` names the variable that holds the address's key;
+    `settings` are further request fields, such as temperature. At most `concurrency` requests are open; each is
+    repeated up to `retries` times, after `wait_s` seconds, then twice as long each time. `cache` is a folder of
+    answers. `prices` per million tokens read and written give the cost metric.
     """
     fields = {"prompt": as_text(prompt), "response": response, "answer": as_text(answer)}
     messages = [{"role": "user", "content": filled(template or TEMPLATE, fields)}]
@@ -81,21 +96,34 @@ async def judge(
     usage = reply.get("usage") or {}
     read, written = (float(usage.get(name) or 0) if tries else 0.0 for name in ("prompt_tokens", "completion_tokens"))
     metrics = {
-        "prompt_tokens": read, "completion_tokens": written, "cost": (read * prices[0] + written * prices[1]) / 1e6,
-        "cached": float(not tries), "retries": float(max(0, tries - 1)),
-    }  # fmt: skip
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "cost": (read * prices[0] + written * prices[1]) / 1e6,
+        "cached": float(not tries),
+        "retries": float(max(0, tries - 1)),
+    }
     return Score(score, score >= correct_from, metrics)
 
 
 async def remote(
-    prompt: Any, response: str, answer: Any, metadata: Mapping[str, Any], source: str, *, url: str, batch: int = 32,
-    key: str | None = None, retries: int = 5, wait_s: float = 0.5,
-) -> Any:  # fmt: skip
+    prompt: Any,
+    response: str,
+    answer: Any,
+    metadata: Mapping[str, Any],
+    source: str,
+    *,
+    url: str,
+    batch: int = 32,
+    key: str | None = None,
+    retries: int = 5,
+    wait_s: float = 0.5,
+) -> Any:
     """Return a reward server's score, right or wrong, or both. Up to `batch` rows go in one request.
 
-    The server is sent `{"items": [{"prompt", "response", "answer", "metadata", "source"}, ...]}`, and answers `{"results": [...]}` in their
-    order, each a number, true or false, `{"score": ..., "correct": ...}`, or `{"error": "why"}`, that row's failure. `key` names the
-    variable that holds the server's key; a request is repeated up to `retries` times, after `wait_s` seconds, then twice as long each time.
+    The server is sent `{"items": [{"prompt", "response", "answer", "metadata", "source"}, ...]}`, and answers
+    `{"results": [...]}` in their order, each a number, true or false, `{"score": ..., "correct": ...}`, or `{"error":
+    "why"}`, that row's failure. `key` names the variable that holds the server's key; a request is repeated up to
+    `retries` times, after `wait_s` seconds, then twice as long each time.
     """
     item = {"prompt": prompt, "response": response, "answer": answer, "metadata": dict(metadata), "source": source}
     batches = _batches.setdefault(asyncio.get_running_loop(), {})
@@ -157,7 +185,10 @@ class Batches:
 
 
 async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: float) -> tuple[dict[str, Any], int]:
-    """Return a service's answer, a JSON object, and the number of requests made. Raises Refused, or ConnectionError after all retries."""
+    """Return a service's answer, a JSON object, and the number of requests made.
+
+    Raises Refused, or ConnectionError after all retries.
+    """
     # Imported here: other verifiers do not need it, and it is optional.
     from aiohttp import ClientError, ClientSession
 

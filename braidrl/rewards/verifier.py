@@ -47,7 +47,8 @@ class Verifier:
     key: str
     """The name and settings as JSON, from which another process makes the same verifier."""
     label: str
-    """The short name in metrics and columns: `judge` of `file.py:judge`; of two of a source, the second is `judge_2`."""
+    """The short name in metrics and columns: `judge` of `file.py:judge`; of two of a source, the second is `judge_2`.
+    """
     function: Callable[..., Any]
     reads: tuple[str, ...]
     asynchronous: bool
@@ -61,7 +62,8 @@ class Verifier:
 def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
     """Return the built-in verifier of that name, or the user's `module:function` or `file.py:function`.
 
-    Raises UserError if there is none, for a setting without a parameter, a parameter without a value, or a value that does not fit.
+    Raises UserError if there is none, for a setting without a parameter, a parameter without a value, or a value that
+    does not fit.
     """
     settings = dict(settings or {})
     function = VERIFIERS.find(name)

@@ -1,7 +1,8 @@
-"""The contract of verifiers, as checks that run against Braid's and users' verifiers in a process of their own, as in a run.
+"""The contract of verifiers, as checks that run against Braid's and users' verifiers in a process of their own, as in a
+run.
 
-    subject = VerifierUnderTest("verifier.py:counts_steps", right=Completion("2+2=", "4", "4"), wrong=Completion("2+2=", "5", "4"))
-    for check in CHECKS:
+    subject = VerifierUnderTest("verifier.py:counts_steps", right=Completion("2+2=", "4", "4"), wrong=Completion("2+2=",
+    "5", "4")) for check in CHECKS:
         check(subject)
 
 A failed check raises AssertionError.
@@ -29,7 +30,10 @@ class VerifierUnderTest:
     timeout_s: float = 10.0
 
     def scores(self, completions: Sequence[Completion]) -> list[float]:
-        """Return the score of each completion, 1 and 0 for right and wrong. Raises AssertionError for a failed check."""
+        """Return the score of each completion, 1 and 0 for right and wrong.
+
+        Raises AssertionError for a failed check.
+        """
         verifier, found = resolve(self.name, self.params), []
         with RewardPool(RewardConfig(timeout_s=self.timeout_s)) as pool:
             for completion, future in [(one, pool.submit(one, verifier)) for one in completions]:

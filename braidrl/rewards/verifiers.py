@@ -45,8 +45,8 @@ class Score:
 def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str | None = None) -> bool:
     """Return whether the response equals the answer, ignoring white space at the ends.
 
-    `last_line` compares only the last line that is not empty, `pattern` the last match of a regular expression in the remaining text: its
-    first group, or the whole match without a group.
+    `last_line` compares only the last line that is not empty, `pattern` the last match of a regular expression in the
+    remaining text: its first group, or the whole match without a group.
     """
     text = response.strip()
     if last_line:
@@ -60,14 +60,18 @@ def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str |
 
 
 def follows_format(response: str, *, pattern: str) -> bool:
-    """Return whether the whole response, without white space at the ends, matches a regular expression; `.` matches newlines too."""
+    """Return whether the whole response, without white space at the ends, matches a regular expression; `.` matches
+    newlines too.
+    """
     return re.fullmatch(pattern, response.strip(), re.DOTALL) is not None
 
 
 def f1(response: str, answer: Any, *, correct_from: float = 1.0) -> Score:
-    """Return 2PR/(P + R) over the words of response and answer, the highest for several answers (a list). SQuAD, arXiv 1606.05250.
+    """Return 2PR/(P + R) over the words of response and answer, the highest for several answers (a list). SQuAD, arXiv
+    1606.05250.
 
-    As in SQuAD's script, lower-case words are compared without punctuation and articles. The response is right from `correct_from` on.
+    As in SQuAD's script, lower-case words are compared without punctuation and articles. The response is right from
+    `correct_from` on.
     """
     texts = [response, *map(str, answer if isinstance(answer, list) else [answer])]
     bare = (text.lower().translate(str.maketrans("", "", string.punctuation)) for text in texts)
@@ -107,7 +111,9 @@ def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
 
 
 def final_number(text: str, marked: bool = True) -> Decimal | None:
-    """Return the first number on the line after the last `####`, or with `marked=False` the last number in the text; None without one."""
+    """Return the first number on the line after the last `####`, or with `marked=False` the last number in the text;
+    None without one.
+    """
     if marked:
         _, mark, rest = text.rpartition("####")
         text = next(iter(rest.strip().splitlines()), "") if mark else ""

@@ -1,4 +1,5 @@
-"""Computes the columns `score`, `correct` and `reward` of rows: decodes the sampled tokens and lets the pool check them.
+"""Computes the columns `score`, `correct` and `reward` of rows: decodes the sampled tokens and lets the pool check
+them.
 
 rows ──submit──> one check per row and verifier ──> pool (beside generation) ──> Pending ──result──> index columns
 """
@@ -42,10 +43,11 @@ class Pending:
         return all(future.done() for row in self.checks for _, future in row)
 
     def result(self, scores: Scores = RIGHT_OR_WRONG) -> dict[str, Tensor]:
-        """Wait, and return the columns `score`, `correct`, `reward`, (B,) float32 each, and `score_<name>` for several verifiers.
+        """Wait, and return the columns `score`, `correct`, `reward`, (B,) float32 each, and `score_<name>` for several
+        verifiers.
 
-        `score` and, before reward shaping, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1, is the first
-        verifier's verdict. `score_<name>` is NaN in rows whose source does not have that verifier.
+        `score` and, before reward shaping, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1,
+        is the first verifier's verdict. `score_<name>` is NaN in rows whose source does not have that verifier.
         """
         rows = [[(verifier, judged(future.result(), scores)) for verifier, future in row] for row in self.checks]
         total = torch.tensor([sum(v.weight * score for v, (score, _) in row) for row in rows], dtype=torch.float32)
@@ -59,7 +61,9 @@ class Pending:
         return {self.prefix + name: column for name, column in columns.items()}
 
     def count(self, scores: Scores, sums: Sums) -> dict[tuple[str, str], str]:
-        """Wait, add each check's score, own numbers and failure to the sums, and return a message by label and kind of failure."""
+        """Wait, add each check's score, own numbers and failure to the sums, and return a message by label and kind of
+        failure.
+        """
         messages, failed = dict[tuple[str, str], str](), set[int]()
         said: Counter[str] = Counter()
         for number, row in enumerate(self.checks):
@@ -81,7 +85,10 @@ class Pending:
 
 
 def judged(outcome: CallOutcome, scores: Scores) -> tuple[float, bool]:
-    """Return the score and correctness of one check. A bare score of at least a right answer's is correct; a failure is wrong."""
+    """Return the score and correctness of one check.
+
+    A bare score of at least a right answer's is correct; a failure is wrong.
+    """
     right, wrong = scores
     if outcome.failure is not None:
         return wrong, False
@@ -94,10 +101,17 @@ class RuleRewards:
     """The verifiers of a run and their processes, until `close`."""
 
     def __init__(
-        self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]],
-        tokenizer: "PreTrainedTokenizerBase", source_names: Mapping[int, str] | None = None, ends: Collection[int] = (),
-    ) -> None:  # fmt: skip
-        """Resolve the verifiers: the run's, and those of sources with their own. Verifiers never see `ends`, tokens that end a response."""
+        self,
+        config: RewardConfig,
+        per_source: Mapping[int, Sequence[VerifierConfig]],
+        tokenizer: "PreTrainedTokenizerBase",
+        source_names: Mapping[int, str] | None = None,
+        ends: Collection[int] = (),
+    ) -> None:
+        """Resolve the verifiers: the run's, and those of sources with their own.
+
+        Verifiers never see `ends`, tokens that end a response.
+        """
         self._tokenizer, self._ends = tokenizer, ends
         self._skips_special = config.skip_special_tokens
         self._source_names = source_names or {}
@@ -141,7 +155,9 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Verifier]:
 def responses(
     rows: Rows, tokenizer: "PreTrainedTokenizerBase", ends: Collection[int], skip_special_tokens: bool, prefix: str = ""
 ) -> list[str]:
-    """Return each row's sampled text without end tokens and padding, and with `skip_special_tokens` without any special token."""
+    """Return each row's sampled text without end tokens and padding, and with `skip_special_tokens` without any special
+    token.
+    """
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
     hidden = {*ends, getattr(tokenizer, "pad_token_id", None)}
     sampled = ([token for token in ids if token not in hidden] for ids in tokens.where(mask.values.bool()).tolist())
@@ -149,7 +165,9 @@ def responses(
 
 
 def decoded(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-    """Return the text of each row of ids, as `tokenizer.decode` does: all rows in one call of the Rust library, where that decodes."""
+    """Return the text of each row of ids, as `tokenizer.decode` does: all rows in one call of the Rust library, where
+    that decodes.
+    """
     from transformers import PreTrainedTokenizerFast  # Processes that only call verifiers do not need it.
 
     plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode

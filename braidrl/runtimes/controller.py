@@ -22,12 +22,15 @@ from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import traced
 from braidrl.runtimes.generating.generation import TO_THE_END
 from braidrl.runtimes.generating.verification import segment_of
-from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, SerialBackend, TableT, needed
+from braidrl.runtimes.interfaces import IterationResult, Position, Restart, SerialBackend, StartedBatch, TableT, needed
 from braidrl.runtimes.row_store import Admission
 
 
 class SerialController(Generic[TableT]):
-    """Runs a flow's stages in order. Holds the state between iterations: selection, surplus rows and the stages' states."""
+    """Runs a flow's stages in order.
+
+    Holds the state between iterations: selection, surplus rows and the stages' states.
+    """
 
     def __init__(self, config: Config, flow: Flow, backend: SerialBackend[TableT]) -> None:
         assert backend.loader is not None, "an iteration begins with prompts"
@@ -43,9 +46,13 @@ class SerialController(Generic[TableT]):
         self.seconds: dict[str, float] = {}
 
     def iterate(
-        self, iteration: int, version: int, recorded: TableT | None = None, train: bool = True,
+        self,
+        iteration: int,
+        version: int,
+        recorded: TableT | None = None,
+        train: bool = True,
         before_training: Callable[[], object] = lambda: None,
-    ) -> IterationResult[TableT]:  # fmt: skip
+    ) -> IterationResult[TableT]:
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
         if recorded is not None:
             index = self.backend.index(recorded)
@@ -83,7 +90,7 @@ class SerialController(Generic[TableT]):
         kept = [*self.surplus, *self.unfinished]
         return Position(self.loader.state(), self.sampling.state(), kept, dict(self.states))
 
-    def begun_ahead(self) -> list[BegunBatch]:
+    def started_ahead(self) -> list[StartedBatch]:
         """Return no batches: each one starts after the previous one has ended."""
         return []
 
@@ -95,7 +102,9 @@ class SerialController(Generic[TableT]):
         return Restart.FROM_CHECKPOINT
 
     def run_with_state(self, stage: Stage, table: TableT, iteration: int, sums: Sums) -> tuple[TableT, State]:
-        """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
+        """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most
+        stages.
+        """
         if not stage.state:
             return self.backend.run(stage, table, iteration, sums), {}
         state = self.states[stage.name]
@@ -125,17 +134,17 @@ class SerialController(Generic[TableT]):
             if ends and not self.sampling.finish_now():
                 break
             # The rows of pending groups whose responses resume, and of the next `count` groups.
-            awaited, begun, left = set(self.sampling.pending), list[TableT](), list[TableT]()
+            awaited, started, left = set(self.sampling.pending), list[TableT](), list[TableT]()
             for rows in self.unfinished:
                 groups = set(self.backend.index(rows)["group"].tolist())
-                begun += [self.of_groups(rows, groups & awaited)] if groups & awaited else []
+                started += [self.of_groups(rows, groups & awaited)] if groups & awaited else []
                 left += [self.of_groups(rows, groups - awaited)] if groups - awaited else []
             self.unfinished = left
             if count:
-                begun.append(self.backend.read(Admission(self.loader.advance(count))))
-                self.sampling.admit(sorted(set(self.backend.index(begun[-1])["group"].tolist())))
-            started = begun[0].cat(begun) if len(begun) > 1 else begun[0]
-            table, verdicts = self.wave(started, ends, iteration, version, sums)
+                started.append(self.backend.read(Admission(self.loader.advance(count))))
+                self.sampling.admit(sorted(set(self.backend.index(started[-1])["group"].tolist())))
+            table = started[0].cat(started) if len(started) > 1 else started[0]
+            table, verdicts = self.wave(table, ends, iteration, version, sums)
             if table is not None:
                 tables.append(table)
                 generated.append(self.backend.index(table))
@@ -210,10 +219,13 @@ class SerialController(Generic[TableT]):
         """Return row positions of each optimizer step of this iteration."""
         index = self.backend.index(table)
         return update_plan(
-            index["group"].tolist(), index["sample"].tolist(),
+            index["group"].tolist(),
+            index["sample"].tolist(),
             rows_per_update=self.config.trainer.rows_per_update or len(index),
-            epochs=self.config.trainer.epochs, seed=self.config.seed, iteration=iteration,
-        )  # fmt: skip
+            epochs=self.config.trainer.epochs,
+            seed=self.config.seed,
+            iteration=iteration,
+        )
 
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:

@@ -1,4 +1,6 @@
-"""Evaluation: a second flow (generate, verify) with its own sampling and random numbers, pinned to one version of the weights."""
+"""Evaluation: a second flow (generate, verify) with its own sampling and random numbers, pinned to one version of the
+weights.
+"""
 
 import re
 from collections.abc import Mapping
@@ -33,13 +35,19 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
 
 
 def evaluate_sets(
-    backend: Backend[Any], prepared: Prepared, folder: Path, step: int, prompts: int | None = None,
+    backend: Backend[Any],
+    prepared: Prepared,
+    folder: Path,
+    step: int,
+    prompts: int | None = None,
     sums: Sums | None = None,
-) -> dict[str, float]:  # fmt: skip
-    """Evaluate every set of `data.eval` under the current weights, record its rows in a run's folder, and return the metrics.
+) -> dict[str, float]:
+    """Evaluate every set of `data.eval` under the current weights, record its rows in a run's folder, and return the
+    metrics.
 
-    These are avg@k for k samples, pass@k for powers of two up to k, mean length and score; for pairs the ranking accuracy and margin.
-    At most `prompts` of each set are used. `step` is the seed of the stages' random numbers, and `sums` collects their counts.
+    These are avg@k for k samples, pass@k for powers of two up to k, mean length and score; for pairs the ranking
+    accuracy and margin. At most `prompts` of each set are used. `step` is the seed of the stages' random numbers, and
+    `sums` collects their counts.
     """
     config, metrics = prepared.config, dict[str, float]()
     for name in config.data.evaluation_sources:

@@ -43,10 +43,17 @@ class StageExecutor:
     """Holds the workers of some roles, the engines of generating roles, and the reward processes."""
 
     def __init__(
-        self, prepared: Prepared, roles: Sequence[str], progress: Progress, generating: Collection[str],
-        ranks: DataParallel, training: bool = True, checks: bool = True,
-    ) -> None:  # fmt: skip
-        """Load the models of `roles`, with engines for those `generating`; `ranks` are the processes that hold the same roles.
+        self,
+        prepared: Prepared,
+        roles: Sequence[str],
+        progress: Progress,
+        generating: Collection[str],
+        ranks: DataParallel,
+        training: bool = True,
+        checks: bool = True,
+    ) -> None:
+        """Load the models of `roles`, with engines for those `generating`; `ranks` are the processes that hold the same
+        roles.
 
         A generating role outside `roles` gets its weights from other processes, after `Generation.exchange_weights`.
         Without `training` even trained roles are copies without an optimizer; they get their weights from elsewhere.
@@ -86,13 +93,17 @@ class StageExecutor:
         self.residency.begin()
 
     def run(
-        self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None,
+        self,
+        stage: Stage,
+        rows: Rows,
+        sums: Sums,
+        stop: EarlyStop | None = None,
         reduce: Callable[[Totals], Totals] = lambda totals: totals,
-    ) -> Mapping[str, Column]:  # fmt: skip
+    ) -> Mapping[str, Column]:
         """Return the columns that a generate, infer or compute stage writes, in the order of the local `rows`.
 
-        Without rows only collective work is done. `stop` ends rows early that selection does not need; `reduce` sums the totals of
-        a batch-scope stage over all processes with rows.
+        Without rows only collective work is done. `stop` ends rows early that selection does not need; `reduce` sums
+        the totals of a batch-scope stage over all processes with rows.
         """
         with self.usage.memory_of(stage, sums):
             self.residency.before(stage)
@@ -154,13 +165,18 @@ class StageExecutor:
         )
 
     def train(
-        self, stage: Stage, updates: Iterable[AbstractContextManager[tuple[UpdateCounts, Rows]]], iteration: int,
-        sums: Sums, total: int | None = None, counted: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        stage: Stage,
+        updates: Iterable[AbstractContextManager[tuple[UpdateCounts, Rows]]],
+        iteration: int,
+        sums: Sums,
+        total: int | None = None,
+        counted: bool = True,
+    ) -> None:
         """Make one optimizer step per result of `update`, or copy another role's weights if the stage has no loss.
 
-        `total` is the number of local rows, for the progress bar. `counted` is true in exactly one of the processes that share the
-        updates, so that global sums count them once.
+        `total` is the number of local rows, for the progress bar. `counted` is true in exactly one of the processes
+        that share the updates, so that global sums count them once.
         """
         if not is_optimized(stage):
             self.copy_weights(stage)
@@ -173,7 +189,9 @@ class StageExecutor:
                     self.optim_step(stage, losses, counts, iteration, sums, counted)
 
     def update(self, stage: Stage, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
-        """Return the input of an optimizer step: the counts of all its rows (`index`), and the local rows with what they need of others."""
+        """Return the input of an optimizer step: the counts of all its rows (`index`), and the local rows with what
+        they need of others.
+        """
         needs = "group_tokens" in self.objective(stage).aggregation.reads and len(rows)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
 
@@ -186,9 +204,14 @@ class StageExecutor:
             return worker.forward_backward(objective, rows, sums, bar.update)
 
     def optim_step(
-        self, stage: Stage, losses: Mapping[str, float], update: UpdateCounts, iteration: int, sums: Sums,
+        self,
+        stage: Stage,
+        losses: Mapping[str, float],
+        update: UpdateCounts,
+        iteration: int,
+        sums: Sums,
         counted: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make one optimizer step with the update's global counts, and add its loss and gradient norm to `sums`."""
         counts, objective, worker = update.counts, self.objective(stage), self.workers[str(stage.role)]
         needed = {name: counts[name] for name in objective.denominators}
@@ -234,8 +257,8 @@ class StageExecutor:
     def save(self, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
         """Write every trained or copied role as a Hugging Face directory, with its optimizer if it has one.
 
-        All ranks of the roles call this; one of them passes `write` and writes the replicated parts. With `copy` the data is copied to
-        host memory, and the calls are returned that write it in a thread while training continues.
+        All ranks of the roles call this; one of them passes `write` and writes the replicated parts. With `copy` the
+        data is copied to host memory, and the calls are returned that write it in a thread while training continues.
         """
         calls: list[Write] = []
         for worker in self._changed(write):

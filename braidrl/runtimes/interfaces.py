@@ -1,6 +1,6 @@
 """The protocols between a run, its controller and its backend, and the interrupts that they share.
 
-run ──iterate, position, restore──▶ Controller: SerialController, StreamingProgram
+run ──iterate, position, restore──▶ Controller: SerialController, StreamingController
 run ──read, run, record, save──▶ Backend: all four
                                  SerialController ──generate, train, publish──▶ SerialBackend: eager, hybrid, distributed
 
@@ -53,7 +53,9 @@ class Backend(Protocol[T]):
     """The part of a backend outside iterations: evaluation, records, checkpoints."""
 
     def read(self, origin: Origin) -> T:
-        """Return a table of rows: admitted prompts, one row per sample, a held-out set, a recording, or a checkpoint's surplus."""
+        """Return a table of rows: admitted prompts, one row per sample, a held-out set, a recording, or a checkpoint's
+        surplus.
+        """
 
     def run(self, stage: Stage, table: T, iteration: int, sums: Sums) -> T:
         """Return the table with the columns that a generate, infer or compute stage writes."""
@@ -68,7 +70,9 @@ class Backend(Protocol[T]):
         """Write rows with all their columns into a checkpoint."""
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Write every role that changes into its own folder; with `copy` return calls that write copies while training continues."""
+        """Write every role that changes into its own folder; with `copy` return calls that write copies while training
+        continues.
+        """
 
     def load(self, folder: Path, version: int) -> None:
         """Load what `save` has written; the loaded weights are those of `version`."""
@@ -87,7 +91,9 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
         """Return the prompt loader; None if the backend only evaluates."""
 
     def run(self, stage: Stage, table: TableT, iteration: int, sums: Sums, segment: Segment | None = None) -> TableT:
-        """Run a stage; when it generates a sampling `segment`, rows of groups that turn out not to be needed end early."""
+        """Run a stage; when it generates a sampling `segment`, rows of groups that turn out not to be needed end
+        early.
+        """
 
     def totals(self, stage: Stage, table: TableT) -> dict[str, float]:
         """Return the totals over all rows that the stage's state depends on."""
@@ -96,7 +102,9 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
         """Make one optimizer step for each list of row positions, or copy a role's weights if the stage has no loss."""
 
     def texts(self, table: TableT) -> list[RowText]:
-        """Return the prompt and response of each row, in the order of rows; under distributed of the rank's own rows."""
+        """Return the prompt and response of each row, in the order of rows; under distributed of the rank's own
+        rows.
+        """
 
     def publish(self, version: int) -> None:
         """Wait for all training and load the trained weights into the engines."""
@@ -107,7 +115,8 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
 
 @dataclass
 class IterationResult(Generic[T]):
-    """The result of an iteration: index columns of generated rows and batch, metric sums, seconds, dropped groups by reason.
+    """The result of an iteration: index columns of generated rows and batch, metric sums, seconds, dropped groups by
+    reason.
 
     `table` is the batch at the point where it is recorded, `final` the same rows with every column.
     """
@@ -122,7 +131,10 @@ class IterationResult(Generic[T]):
 
 
 def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
-    """Return the rows that metrics describe: groups up to the batch's last. The progress of later groups depends on timing."""
+    """Return the rows that metrics describe: groups up to the batch's last.
+
+    The progress of later groups depends on timing.
+    """
     if surplus == "keep":
         return generated
     return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())
@@ -131,22 +143,22 @@ def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
 class Position(NamedTuple):
     """The content of a checkpoint beside the weights: loader, selection, surplus rows, states of stages.
 
-    `begun` are the next batches, started on an older policy version. A controller that ignores them starts them again.
+    `started` are the next batches, started on an older policy version. A controller that ignores them starts them again.
     """
 
     loader: dict[str, Any]
     sampling: dict[str, Any]
     surplus: list[Any]
     stages: dict[str, State]
-    begun: Sequence["BegunBatch"] = ()
+    started: Sequence["StartedBatch"] = ()
 
 
 @dataclass(frozen=True)
-class BegunBatch:
+class StartedBatch:
     """A batch whose rows were started before the weights on which it trains exist.
 
-    `table` is the batch at its recording point, and `left_out` the index columns of its dropped rows: each a table, or the file of
-    one in a checkpoint. `after` is the run's position between this batch and the next one.
+    `table` is the batch at its recording point, and `left_out` the index columns of its dropped rows: each a table, or
+    the file of one in a checkpoint. `after` is the run's position between this batch and the next one.
     """
 
     iteration: int
@@ -176,22 +188,29 @@ class Controller(Protocol[T]):
         """Return the backend that does the work."""
 
     def iterate(
-        self, iteration: int, version: int, recorded: T | None = None, train: bool = True,
+        self,
+        iteration: int,
+        version: int,
+        recorded: T | None = None,
+        train: bool = True,
         before_training: Callable[[], object] = lambda: None,
-    ) -> IterationResult[T]:  # fmt: skip
+    ) -> IterationResult[T]:
         """Run every due stage of an iteration on one batch; trained roles then have version `version` + 1.
 
-        `recorded` rows replace generated ones. After the first call of `before_training` the iteration cannot be undone.
+        `recorded` rows replace generated ones. After the first call of `before_training` the iteration cannot be
+        undone.
         """
 
     def position(self) -> Position:
         """Return the resume position after the last finished iteration."""
 
-    def begun_ahead(self) -> list[BegunBatch]:
+    def started_ahead(self) -> list[StartedBatch]:
         """Wait for rows started on older versions and return their batches; a checkpoint keeps no older weights."""
 
     def begin_again(self, version: int) -> "Restart":
-        """Replace lost training processes for a checkpoint of this version; the backend loads its weights afterwards."""
+        """Replace lost training processes for a checkpoint of this version; the backend loads its weights
+        afterwards.
+        """
 
     def restore(self, position: Position) -> None:
         """Resume from a checkpoint's position; the backend loads its weights afterwards."""
@@ -204,7 +223,8 @@ REPEATED_S = 1.0
 class Interrupts:
     """Turns SIGINT and SIGTERM into KeyboardInterrupt; inside `hold()` only when the hold ends.
 
-    Ranks that must stop together are not `alone`: a signal takes effect when they agree, and at once only in local work.
+    Ranks that must stop together are not `alone`: a signal takes effect when they agree, and at once only in local
+    work.
     """
 
     def __init__(self, alone: bool = True) -> None:
@@ -219,7 +239,9 @@ class Interrupts:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Delay an interrupt until the outermost hold ends, or until several ranks agree after it; a second Ctrl-C is not delayed."""
+        """Delay an interrupt until the outermost hold ends, or until several ranks agree after it; a second Ctrl-C is
+        not delayed.
+        """
         self._holds += 1
         try:
             yield

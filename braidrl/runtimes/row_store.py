@@ -99,7 +99,10 @@ class RowStore:
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
     def make(self, origin: Origin, rank: int = 0, ranks: int = 1) -> Rows:
-        """Return the rows of `origin`, or the share of one of several ranks, which may be empty. Raises UserError if a file is missing."""
+        """Return the rows of `origin`, or the share of one of several ranks, which may be empty.
+
+        Raises UserError if a file is missing.
+        """
         match origin:
             case Admission(numbers):
                 assert self.loader is not None, "no training data was loaded"
@@ -109,7 +112,8 @@ class RowStore:
                 share, samples = equal_share(len(numbers), rank, ranks), self.config.rollout.samples_per_prompt
                 rows = as_rows(self.loader.peek(numbers[share.start : share.stop]), samples)
                 if self.config.rollout.tokens_per_iteration is not None:
-                    # Partial rollout resumes from the columns of empty responses; log-probs have the engine's data type.
+                    # Partial rollout resumes from the columns of empty responses; log-probs have the engine's data
+                    # type.
                     nothing, dtype = torch.empty(0, dtype=torch.int64), self.config.rollout.dtype or self.config.dtype
                     log_probs = nothing.to(torch.float64 if dtype == "float64" else torch.float32)
                     empty = [Response(uid, nothing, log_probs, FinishReason.ABORT, nothing) for uid in rows.uids()]
@@ -147,7 +151,9 @@ class RowStore:
         return [RowText(*texts) for texts in zip(prompts, said, strict=True)]
 
     def record(self, path: Path, rows: Rows, later: Rows | None = None) -> None:
-        """Write rows with their texts and the new columns of later stages, for people and for a replay, which starts without them."""
+        """Write rows with their texts and the new columns of later stages, for people and for a replay, which starts
+        without them.
+        """
         added = {} if later is None else {name: column for name, column in later.items() if name not in rows}
         rows = rows.with_columns(added)
         prompts, responses = zip(*self.row_texts(rows), strict=True) if len(rows) else ((), ())

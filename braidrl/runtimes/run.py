@@ -58,7 +58,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     ) -> None:
         """Check everything that can be checked before a model loads. Raises UserError if the run is not possible.
 
-        `world` holds the ranks that run this together, each in its own TrainingRun. `restarts` counts automatic restarts so far.
+        `world` holds the ranks that run this together, each in its own TrainingRun. `restarts` counts automatic
+        restarts so far.
         """
         self.replay, self.rollout_only = replay, rollout_only
         if replay is not None:
@@ -112,7 +113,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.resources = resources.pop_all()
 
     def _saved(self, newest_whole: bool) -> tuple[Path, RunState] | None:
-        """Return the checkpoint from which the run resumes, and its state, if there is one. Raises UserError if the data has changed."""
+        """Return the checkpoint from which the run resumes, and its state, if there is one.
+
+        Raises UserError if the data has changed.
+        """
         found = self.world.share(
             "checkpoint", str(resume_point(self.folder, newest_whole) or "") if self.world.first else None
         )
@@ -128,7 +132,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if refused:
             named = "; ".join(f"the {kind} of {', '.join(keys)}" for kind, keys in refused.items())
             raise UserError(
-                f"since the checkpoint of step {state.step} something has changed that the run reads: {named}. Put it back, or go on "
+                f"since the checkpoint of step {state.step} something has changed that the run reads: {named}. Put "
+                "it back, or go on "
                 f"regardless with trainer.accept_changes=[{', '.join([*accepted, *refused])}]"
             )
         return Path(found), state
@@ -139,7 +144,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics.close()
 
     def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
-        """Open the files of metrics; a resumed run also writes its configuration, in which changes are no longer accepted."""
+        """Open the files of metrics; a resumed run also writes its configuration, in which changes are no longer
+        accepted.
+        """
         if resume_step is not None:
             accepted = self.config.trainer.model_copy(update={"accept_changes": []})
             write_config(self.folder, self.config.model_copy(update={"trainer": accepted}))
@@ -154,7 +161,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def train(self) -> None:
         """Run to `trainer.steps`. On Ctrl-C save the last complete step and raise KeyboardInterrupt again."""
-        # From here on a collection does not look at imported objects, which takes a fifth of a second and finds nothing.
+        # From here on a collection does not look at imported objects, which takes a fifth of a second and finds
+        # nothing.
         gc.collect()
         gc.freeze()
         with interrupts_handled(self.interrupts.handle), full_disk_named(self.folder):
@@ -190,7 +198,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _check_folder(self) -> None:
         """Raise UserError if the run's folder was removed or replaced: everything written since is lost.
 
-        If this process alone drives the run, the folder is first made again with a checkpoint, so that the run can resume.
+        If this process alone drives the run, the folder is first made again with a checkpoint, so that the run can
+        resume.
         """
         if not self.world.first or identity(self.folder) == self.folder_identity:
             return
@@ -201,7 +210,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         write_config(self.folder, self.config)
         self._save(self._snapshot(), wait=True)
         raise UserError(
-            f"{lost}. It is made again with a checkpoint of step {self.step}, without the metrics and rollouts of earlier steps: go on "
+            f"{lost}. It is made again with a checkpoint of step {self.step}, without the metrics and rollouts of "
+            "earlier steps: go on "
             f"with `braid train --resume {self.folder}`"
         )
 
@@ -237,7 +247,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._bring_back(another)
 
     def _report(self, rehearsal: bool = False) -> None:
-        """Write the report from the run's folder. A failure is printed; in a `rehearsal` before the first step it is raised."""
+        """Write the report from the run's folder.
+
+        A failure is printed; in a `rehearsal` before the first step it is raised.
+        """
         if not self.metrics:
             return
         try:
@@ -263,9 +276,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             try:
                 # Once weights have changed, an interrupt waits until the step is written.
                 result = self.controller.iterate(
-                    step, self.version, recorded, not self.rollout_only,
+                    step,
+                    self.version,
+                    recorded,
+                    not self.rollout_only,
                     before_training=lambda: held.enter_context(self.interrupts.hold()),
-                )  # fmt: skip
+                )
             except BadUpdate as error:
                 raise UserError(self._kept_for_replay(step, error)) from error
             held.enter_context(self.interrupts.hold())
@@ -294,7 +310,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if self.replay is None and not (keeps and trainer.max_staleness):
                 self.gaps.check(metrics)
         except UserError:
-            # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's line.
+            # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's
+            # line.
             self.world.gather("the line of the last step", None)
             raise
         self._check_folder()
@@ -310,12 +327,16 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.backend.record(rollout_path(self.folder, step), *error.batch)
             # The first rank that fails ends the others, which must have written their parts.
             self.world.gather("the batch that is kept", None)
-        again = f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay {self.folder}"
+        again = (
+            f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay "
+            f"{self.folder}"
+        )
         other = "go on without such updates with trainer.skip_bad_updates=true"
         if self.config.trainer.skip_bad_updates:
             most = self.config.trainer.max_skipped_updates
             other = (
-                f"go on from the last checkpoint with a lower trainer.learning_rate: trainer.max_skipped_updates={most} were left out "
+                "go on from the last checkpoint with a lower trainer.learning_rate: "
+                f"trainer.max_skipped_updates={most} were left out "
                 "in a row"
             )
         return f"step {step}: {said}; see it again with `{again}`, or {other}"
@@ -351,9 +372,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return RunState(self.step, self.version, self.controller.position(), self.fingerprints)
 
     def _save(self, state: RunState, wait: bool = False) -> None:
-        """Start to write the checkpoint of a step, unless it is written already; with `wait` wait until it is complete."""
+        """Start to write the checkpoint of a step, unless it is written already; with `wait` wait until it is
+        complete.
+        """
         if self.saved_step != state.step:
-            position = state.position._replace(begun=self.controller.begun_ahead())
+            position = state.position._replace(started=self.controller.started_ahead())
             self.checkpoints.save(replace(state, position=position), self.backend)
             self.saved_step = state.step
         if wait:
@@ -392,7 +415,8 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
 
 
 def train(config: Config, **options: Any) -> Path:
-    """Run a configuration to its end, as `braid train` does, and return the run's folder; `options` are arguments of `TrainingRun`.
+    """Run a configuration to its end, as `braid train` does, and return the run's folder; `options` are arguments of
+    `TrainingRun`.
 
     Raises LostProcess if processes were lost more often than `trainer.max_restarts` says.
     """

@@ -46,15 +46,22 @@ SessionTable = Any
 
 
 class Session(AbstractContextManager["Session"]):
-    """The models, data and processes of a configuration, without its loop. The flow defines the roles, and which are trained."""
+    """The models, data and processes of a configuration, without its loop.
+
+    The flow defines the roles, and which are trained.
+    """
 
     def __init__(self, config: Config, world: World | None = None) -> None:
-        """Start everything; a distributed session joins the ranks of `torchrun`. Raises UserError if the configuration cannot run."""
+        """Start everything; a distributed session joins the ranks of `torchrun`.
+
+        Raises UserError if the configuration cannot run.
+        """
         if config.runtime == "streaming":
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
         if (tokens := config.rollout.tokens_per_iteration) is not None:
             raise UserError(
-                f"rollout.tokens_per_iteration={tokens} suspends responses, and a session resumes none; remove it, or use `braid train`"
+                f"rollout.tokens_per_iteration={tokens} suspends responses, and a session resumes none; remove it, "
+                "or use `braid train`"
             )
         self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
         self.world = world or self.joined or World()
@@ -72,7 +79,9 @@ class Session(AbstractContextManager["Session"]):
         self.trained = self.closed = False
 
     def __getattr__(self, role: str) -> "SessionRole":
-        """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError if the flow has none."""
+        """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError if the
+        flow has none.
+        """
         known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.roles())
         if role not in FAMILIES and role not in known:
             raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, known)))}")
@@ -84,7 +93,10 @@ class Session(AbstractContextManager["Session"]):
             yield self.prompts()
 
     def prompts(self, groups: int | None = None) -> SessionTable:
-        """Return the next prompts as rows, one per sample, by default `trainer.prompts_per_step`. Begins an iteration."""
+        """Return the next prompts as rows, one per sample, by default `trainer.prompts_per_step`.
+
+        Begins an iteration.
+        """
         self._check_open()
         self.publish()
         self.iteration += 1
@@ -94,9 +106,11 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.read(Admission(numbers))
 
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
-        """Run one stage, which need not be in the flow; return the rows with the new columns, after `select` the kept rows.
+        """Run one stage, which need not be in the flow; return the rows with the new columns, after `select` the kept
+        rows.
 
-        An update computes old log-probs that it needs and the loop has not. Raises UserError if the stage cannot run on these rows.
+        An update computes old log-probs that it needs and the loop has not. Raises UserError if the stage cannot run on
+        these rows.
         """
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
@@ -165,7 +179,9 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.index(rows)
 
     def texts(self, rows: SessionTable) -> list[RowText]:
-        """Return each row's `prompt` and `response` as text, in the order of rows; under distributed of the rank's own rows."""
+        """Return each row's `prompt` and `response` as text, in the order of rows; under distributed of the rank's own
+        rows.
+        """
         self._check_open()
         return self.backend.texts(rows)
 
@@ -186,7 +202,9 @@ class Session(AbstractContextManager["Session"]):
 
 @dataclass(frozen=True)
 class SessionRole:
-    """A role with the methods of `braidrl.flow.roles.Role` and the user's own, or a family of stages such as `advantage`."""
+    """A role with the methods of `braidrl.flow.roles.Role` and the user's own, or a family of stages such as
+    `advantage`.
+    """
 
     session: Session
     name: str

@@ -1,4 +1,5 @@
-"""Sizes that follow from device memory: slots, tokens of a micro-batch, and the memory share of a vLLM beside the trainer.
+"""Sizes that follow from device memory: slots, tokens of a micro-batch, and the memory share of a vLLM beside the
+trainer.
 
 checked run ──▶ DeviceGroup: the roles of each device ──▶ Demand: bytes that they need ──fitting_sizes──▶ the configuration's open
 sizes
@@ -60,7 +61,9 @@ class Demand:
 
 
 def fitting_sizes(free: int, demand: Demand) -> tuple[int | None, int | None]:
-    """Return the slots (at least 16) and micro-batch tokens (at least the longest row) that fit into free bytes; None without such work."""
+    """Return the slots (at least 16) and micro-batch tokens (at least the longest row) that fit into free bytes; None
+    without such work.
+    """
     room = max(0, int(free * (1 - RESERVE)) - demand.stays)
     if demand.together and demand.slot and demand.token:
         room //= 2
@@ -126,10 +129,11 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
 
 
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
-    """Return a run as `prepare` does, with sizes that fit its devices, and lines about them; all ranks call this together.
+    """Return a run as `prepare` does, with sizes that fit its devices, and lines about them; all ranks call this
+    together.
 
-    All take the sizes of the device with the least memory: ranks that share a model must pack the same micro-batches. Raises UserError
-    also for what this machine lacks.
+    All take the sizes of the device with the least memory: ranks that share a model must pack the same micro-batches.
+    Raises UserError also for what this machine lacks.
     """
 
     def read(kept: Mapping[str, Any] | None) -> Prepared:
@@ -142,7 +146,8 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
         return checked if config.runtime == "hybrid" else with_data(checked, kept)
 
     prepared = after_first(world, read)
-    # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this process.
+    # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this
+    # process.
     free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
     known = world.gather("memory of the devices", device_memory(config.device, free=free))
     return with_fitting_sizes(prepared, None if None in known else min(known))
@@ -151,7 +156,8 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
     """Return a run with sizes that fit its devices' memory, except where configured, and a line about them.
 
-    `memory` are the bytes of a device that the run may use; None without a CUDA device, where only `rollout.slots=auto` is chosen.
+    `memory` are the bytes of a device that the run may use; None without a CUDA device, where only `rollout.slots=auto`
+    is chosen.
     """
     given = prepared.config
     on_cpu = memory is None
@@ -173,16 +179,22 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
                 vllm = {**config.rollout.vllm, "gpu_memory_utilization": min(VLLM_SHARE, floor(100 * left) / 100)}
                 rollout = config.rollout.model_copy(update={"vllm": vllm})
                 sized = replace(sized, config=config.model_copy(update={"rollout": rollout}))
-    before, after = ({
-        "rollout.slots": c.rollout.slots, "trainer.max_tokens_per_device": c.trainer.max_tokens_per_device,
-        "rollout.vllm.gpu_memory_utilization": c.rollout.vllm.get("gpu_memory_utilization"),
-    } for c in (given, sized.config))  # fmt: skip
+    before, after = (
+        {
+            "rollout.slots": c.rollout.slots,
+            "trainer.max_tokens_per_device": c.trainer.max_tokens_per_device,
+            "rollout.vllm.gpu_memory_utilization": c.rollout.vllm.get("gpu_memory_utilization"),
+        }
+        for c in (given, sized.config)
+    )
     chosen = [f"{key}={value}" for key, value in after.items() if value != before[key]]
     return sized, [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
 
 
 def demands(prepared: Prepared) -> list[Demand]:
-    """Return the needs of the roles on each kind of the run's devices; configured sizes count as resident, or as a micro-batch's."""
+    """Return the needs of the roles on each kind of the run's devices; configured sizes count as resident, or as a
+    micro-batch's.
+    """
     config, shared = prepared.config, shares_devices(prepared)
     longest_row = max(config.max_sequence_tokens, longest(prepared.sources, config.rollout.max_response_tokens))
     together = generation_layout(config).ranks if pools_ranks(config) else 1
@@ -250,7 +262,9 @@ def check_engine_memory(prepared: Prepared) -> None:
     for training in beside_vllm(prepared):
         if share * total > total - training:
             raise UserError(
-                f"rollout.vllm.gpu_memory_utilization={share:g} asks for {in_units(int(share * total))} of a device of {in_units(total)}, "
-                f"and training takes {in_units(training)} of it; write {max(0.0, 1 - training / total):.2f} at most, set "
+                f"rollout.vllm.gpu_memory_utilization={share:g} asks for {in_units(int(share * total))} of a device "
+                f"of {in_units(total)}, "
+                f"and training takes {in_units(training)} of it; write {max(0.0, 1 - training / total):.2f} at most, "
+                "set "
                 "trainer.resident_gib so that they take turns, or leave the engine a device of its own"
             )

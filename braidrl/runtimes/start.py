@@ -23,25 +23,34 @@ from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import RowStore
 from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.streaming.groups import check_streaming
-from braidrl.runtimes.streaming.program import StreamingProgram
+from braidrl.runtimes.streaming.program import StreamingController
 from braidrl.training.parallel.layouts import DataParallel
 
 
 def start_fork_server(config: Config) -> None:
-    """Start the fork server of a run with local ranks, workers or engines. `copy_as_fork_server` explains when to call it."""
+    """Start the fork server of a run with local ranks, workers or engines.
+
+    `copy_as_fork_server` explains when to call it.
+    """
     engines = own_engines(config)
     if config.cluster.launcher != "ray" and config.runtime != "hybrid" and (config.runtime != "eager" or engines):
         copy_as_fork_server(ENGINES if engines else ())
 
 
 def start_backend(
-    prepared: Prepared, progress: Progress, folder: Path | None = None, world: World | None = None,
-    interrupts: Interrupts | None = None, any_stage: bool = False,
-) -> SerialBackend[Any]:  # fmt: skip
-    """Return the backend of `config.runtime`, whose stages the serial controller or a session calls; streaming evaluates eagerly.
+    prepared: Prepared,
+    progress: Progress,
+    folder: Path | None = None,
+    world: World | None = None,
+    interrupts: Interrupts | None = None,
+    any_stage: bool = False,
+) -> SerialBackend[Any]:
+    """Return the backend of `config.runtime`, whose stages the serial controller or a session calls; streaming
+    evaluates eagerly.
 
-    `folder` is the run's, for files of workers. `world` holds the ranks of a distributed run, which stop together by `interrupts`.
-    With `any_stage` the caller runs stages of its own, as a session does. Raises UserError if the runtime does not support the request.
+    `folder` is the run's, for files of workers. `world` holds the ranks of a distributed run, which stop together by
+    `interrupts`. With `any_stage` the caller runs stages of its own, as a session does. Raises UserError if the runtime
+    does not support the request.
     """
     world, interrupts = world or World(), interrupts or Interrupts()
     if prepared.config.runtime == "hybrid":
@@ -64,17 +73,21 @@ def start_backend(
 def start_controller(
     prepared: Prepared, progress: Progress, folder: Path, world: World, interrupts: Interrupts
 ) -> Controller[Any]:
-    """Return the controller of `config.runtime`, with its backend and workers started; arguments are as for `start_backend`."""
+    """Return the controller of `config.runtime`, with its backend and workers started; arguments are as for
+    `start_backend`.
+    """
     config = prepared.config
     if config.runtime == "streaming":
         loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
-        return StreamingProgram(prepared, loader, folder, progress)
+        return StreamingController(prepared, loader, folder, progress)
     backend = start_backend(prepared, progress, folder, world=world, interrupts=interrupts)
     return SerialController(config, prepared.flow, backend)
 
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, planned: bool = False) -> None:
-    """Raise UserError, before anything is made, if the runtime does not support the flow; a `planned` run may be for another machine."""
+    """Raise UserError, before anything is made, if the runtime does not support the flow; a `planned` run may be for
+    another machine.
+    """
     trainer, rollout = config.trainer, config.rollout
     GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
     if trainer.over_sampling > 1 and not flow.sampling_segment:
@@ -86,7 +99,8 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
         generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]
         if len(generating) != 1 or {"into", "environment"} & generating[0].params.keys():
             raise UserError(
-                f"{given} suspends the one response of a row, and flow {flow.name} generates none, several, one with a name (`into`) or "
+                f"{given} suspends the one response of a row, and flow {flow.name} generates none, several, one with "
+                "a name (`into`) or "
                 "in an environment, which cannot pause; remove it"
             )
         if trainer.max_staleness < 1 or trainer.surplus != "keep":

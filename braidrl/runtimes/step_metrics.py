@@ -1,7 +1,7 @@
 """One iteration as the flat dictionary of `metrics.jsonl`.
 
-`score`, `response`, `groups` and `tokens/generated` describe the rows that selection saw, up to the batch's last group; `reward`,
-`loss`, `actor` and `tokens/trained` describe the batch that was trained on.
+`score`, `response`, `groups` and `tokens/generated` describe the rows that selection saw, up to the batch's last group;
+`reward`, `loss`, `actor` and `tokens/trained` describe the batch that was trained on.
 """
 
 import math
@@ -45,7 +45,9 @@ GAP_FLOOR = 0.01
 def step_metrics(
     flow: Flow, result: IterationResult[Any], step: int, version: int, seconds: float
 ) -> dict[str, float | int | None]:
-    """Return the metrics of a step, always with `REQUIRED_KEYS`; None for what this flow lacks, such as the reward of `sft`."""
+    """Return the metrics of a step, always with `REQUIRED_KEYS`; None for what this flow lacks, such as the reward of
+    `sft`.
+    """
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= training_metrics(result)
     metrics |= sampled_metrics(result.generated, result.batch)
@@ -98,7 +100,9 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
 
 
 def sampled_metrics(generated: Rows, batch: Rows) -> dict[str, float | int | None]:
-    """Return metrics of the responses, and how many groups carry a signal; of the batch if rewards come after the selection."""
+    """Return metrics of the responses, and how many groups carry a signal; of the batch if rewards come after the
+    selection.
+    """
     metrics = dict[str, float | int | None]()
     if "finish_reason" in generated:
         lengths, reasons = generated["action_tokens"].double(), generated["finish_reason"]
@@ -134,12 +138,17 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
     ]
     role = "actor" if "actor" in trained or not trained else trained[0]
     for label, name, form in (
-        ("loss", f"loss/{role}", "{:.4f}"), ("accuracy", f"{role}/accuracy", "{:.3f}"),
-        ("reward", "reward/mean", "{:.3f}"), ("score", "score/mean", "{:.3f}"),
-        ("length", "response/length_mean", "{:.0f}"), ("entropy", f"{role}/entropy", "{:.3f}"),
-        ("grad norm", f"{role}/grad_norm", "{:.3f}"), ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
-        ("s", "time/step", "{:.1f}"), ("engines idle", "streaming/idle/actor.generate", "{:.0%}"),
-    ):  # fmt: skip
+        ("loss", f"loss/{role}", "{:.4f}"),
+        ("accuracy", f"{role}/accuracy", "{:.3f}"),
+        ("reward", "reward/mean", "{:.3f}"),
+        ("score", "score/mean", "{:.3f}"),
+        ("length", "response/length_mean", "{:.0f}"),
+        ("entropy", f"{role}/entropy", "{:.3f}"),
+        ("grad norm", f"{role}/grad_norm", "{:.3f}"),
+        ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
+        ("s", "time/step", "{:.1f}"),
+        ("engines idle", "streaming/idle/actor.generate", "{:.0%}"),
+    ):
         value = metrics.get(name)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
@@ -173,8 +182,10 @@ class GapWatch:
         if gap > self._limit or jumped:
             earlier = f", where it was {before:.2g} at most before" if before is not None else ""
             raise UserError(
-                f"step {metrics['step']}: engine and trainer give the same tokens log-probs that are {gap:.2g} nats apart on "
-                f"average{earlier}. The engine does not have the trainer's weights, or computes otherwise: the step is not saved. "
+                f"step {metrics['step']}: engine and trainer give the same tokens log-probs that are {gap:.2g} nats "
+                "apart on "
+                f"average{earlier}. The engine does not have the trainer's weights, or computes otherwise: the step "
+                "is not saved. "
                 "Go on from the last checkpoint, or with a higher rollout.max_log_prob_gap if both are meant to differ"
             )
 
@@ -197,13 +208,16 @@ class FailureWatch:
         if self._steps == self._limit:
             many = f" of {self._steps} steps in a row" if self._steps > 1 else ""
             raise FailedStep(
-                f"step {step}: {failures_beyond(self._sums, self._most, many)}. The step is saved: mend it, and continue with "
+                f"step {step}: {failures_beyond(self._sums, self._most, many)}. The step is saved: mend it, and "
+                "continue with "
                 f"`braid train --resume {self._folder}`; reward.max_failed_fraction=1 goes on regardless"
             )
 
 
 def failures_beyond(sums: Sums, most: float, of: str = "") -> str:
-    """Describe the most frequent failure if more than the share `most` of checks or trajectories failed; else return an empty string."""
+    """Describe the most frequent failure if more than the share `most` of checks or trajectories failed; else return an
+    empty string.
+    """
     for name, what in zip(FAILED, ("checks", "trajectories"), strict=True):
         failed, total = sums.pairs().get(name, (0.0, 0.0))
         if total and failed / total > most:

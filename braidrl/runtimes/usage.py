@@ -94,7 +94,8 @@ class DeviceUsage:
 
     @contextmanager
     def computing(self, stage: Stage, worker: TrainingBackend, sums: Sums, *passes: Rows) -> Iterator[None]:
-        """Add the utilisation of operations per second in the block, for an infer or train stage; a user's own worker is not measured.
+        """Add the utilisation of operations per second in the block, for an infer or train stage; a user's own worker
+        is not measured.
 
         `passes` are the rows that go through the model; none during an optimizer step.
         """
@@ -109,7 +110,8 @@ class DeviceUsage:
         for rows in filter(len, passes):
             sizes = self._sizes_of(worker.role, worker.is_scalar)
             counts = TokenCounts.of(rows, worker.shares_prompts(rows))
-            # A backward pass takes as many operations for gradients of activations, and as many again for those of trained weights.
+            # A backward pass takes as many operations for gradients of activations, and as many again for those of
+            # trained weights.
             factor = 1.0 if stage.kind is not Kind.TRAIN else 2.0 if worker.lora is not None else 3.0
             done += factor * operations.forward_operations(sizes, counts)
         sums.add(f"utilisation/operations/{stage.name}", done, (time.perf_counter() - start) * peak)
@@ -122,11 +124,12 @@ class DeviceUsage:
         return self._sizes[role]
 
     def decoded(
-        self, stage: Stage, drawn: Drawn, slots: int, seconds: float, sums: Sums, crowd: int | None = None
+        self, stage: Stage, drawn: Drawn, slots: int, seconds: float, sums: Sums, peak_rows: int | None = None
     ) -> None:
-        """Add the utilisation of memory bandwidth of a generate stage that took `seconds` for tokens drawn in `slots` at once.
+        """Add the utilisation of memory bandwidth of a generate stage that took `seconds` for tokens drawn in `slots`
+        at once.
 
-        `crowd` is the largest number of rows under way at once if others took turns with these.
+        `peak_rows` is the largest number of rows under way at once if others took turns with these.
         """
         config, tokens = self.config, drawn.tokens[drawn.tokens > 0]
         if not len(tokens) or config.rollout.engine == "http" or self.rates is None:
@@ -137,7 +140,7 @@ class DeviceUsage:
         if copies:
             ranks, bandwidth = 1, copies * ranks * bandwidth
         own_slots = max(1, slots // ranks)
-        steps = decoding(tokens, own_slots).steps if crowd is None else int(tokens.sum()) / crowd
+        steps = decoding(tokens, own_slots).steps if peak_rows is None else int(tokens.sum()) / peak_rows
         role, dtype = str(stage.role), config.rollout.dtype
         element_bytes = (DTYPES[dtype] if dtype else settings_of(role, config).dtype).itemsize
         steps, seen = steps * max(1, copies) / ranks, int(drawn.seen.sum())

@@ -14,7 +14,10 @@ DETAIL_LENGTH = 600
 
 
 def checked_answer(line: bytes | bytearray) -> Message:
-    """Parse a line of JSON, an answer or a failure. Anything else is a failure: no object, nested too deep, a number that is not finite."""
+    """Parse a line of JSON, an answer or a failure.
+
+    Anything else is a failure: no object, nested too deep, a number that is not finite.
+    """
     from braidrl.parsing import parse_json  # here: only the run needs it, not the processes of the code
 
     try:
@@ -29,8 +32,9 @@ def checked_answer(line: bytes | bytearray) -> Message:
     reason, where = found["failure"], str(found.get("where", ""))
     failure = {
         "failure": reason if isinstance(reason, str) and NAME.fullmatch(reason) else "result",
-        "detail": printable(str(found.get("detail"))[:DETAIL_LENGTH]), "where": printable(where[:100]),
-    }  # fmt: skip
+        "detail": printable(str(found.get("detail"))[:DETAIL_LENGTH]),
+        "where": printable(where[:100]),
+    }
     return failure | ({"again": True} if found.get("again") is True else {})
 
 

@@ -1,12 +1,13 @@
-"""The copies of a host that run untrusted code: one for each call of a verifier, or one trajectory's environment or agent.
+"""The copies of a host that run untrusted code: one for each call of a verifier, or one trajectory's environment or
+agent.
 
 run ◀── requests and answers, a line each ──▶ copy: first process of its namespaces, with limits and without capabilities
  ▲ a failure, at the copy's end                │ what it starts ends with it
 host ──────────── watches, counts, kills ──────┘
 
-The host (`host.py`) runs inside bubblewrap (`walls.py`), where everything is read-only. A copy sees only its own processes, and no files
-of other calls. It has its end of the talk and no other connection; processes that it executes do not inherit it. Each process that it
-starts waits until the host has counted it.
+The host (`host.py`) runs inside bubblewrap (`walls.py`), where everything is read-only. A copy sees only its own
+processes, and no files of other calls. It has its end of the session and no other connection; processes that it executes
+do not inherit it. Each process that it starts waits until the host has counted it.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ MS_BIND, MS_PRIVATE, MS_RECURSIVE = 1 << 12, 1 << 18, 1 << 14
 PR_SET_DEATH_SIGNAL, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVILEGES = 1, 4, 38
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 REASON = b"\0"
-"""Precedes the host's reason for a copy's end; no answer contains it, but the copy may have begun one."""
+"""Precedes the host's reason for a copy's end; no answer contains it, but the copy may have started one."""
 NOT_WAITED_FOR: Message = {"failure": "died", "detail": "its answer is not waited for"}
 
 
@@ -73,7 +74,8 @@ class SandboxLimits:
     cpu_seconds: float
     """Processor time of each of its processes."""
     memory_bytes: int
-    """Address space of each process, and memory of all together, including shared memory and files in its own folders."""
+    """Address space of each process, and memory of all together, including shared memory and files in its own folders.
+    """
     processes: int
     """Maximum number of processes at a time; of threads `THREADS` times as many."""
     answer_bytes: int = 1 << 16
@@ -94,7 +96,7 @@ class SandboxedCopy:
     process: int
     handle: int
     """A descriptor of the process, readable at its end."""
-    talk: socket.socket
+    session: socket.socket
     printed: int
     confined: bool = False
     """Whether it is in its namespaces. It runs none of the code before."""
@@ -108,7 +110,7 @@ class SandboxedCopies:
     """The running copies of this process."""
 
     def __init__(self, run: socket.socket, serve: Callable[[socket.socket], None], limits: SandboxLimits) -> None:
-        """Start no copy yet. The run asks for copies over `run`; a copy calls `serve` with its end of the talk."""
+        """Start no copy yet. The run asks for copies over `run`; a copy calls `serve` with its end of the session."""
         self.run, self.serve, self.limits, self.isolated = run, serve, limits, bool(limits.fresh)
         self.copies: dict[int, SandboxedCopy] = {}
         self.actions: dict[int, Callable[[int], None]] = {}
@@ -141,11 +143,11 @@ class SandboxedCopies:
         """Wait for an event or a due look, handle all that are there, and return their descriptors."""
         running = [copy for copy in self.copies.values() if copy.confined and not copy.failure]
         for copy in running:
-            if copy.next_look <= (begun := time.monotonic()):
+            if copy.next_look <= (started := time.monotonic()):
                 if taken := self._excess(copy, None):
                     self._kill(copy, {"failure": "died", "detail": taken})
                 now = time.monotonic()
-                copy.next_look = now + max(LOOK_EVERY_S, (now - begun) * len(running) / LOOKING)
+                copy.next_look = now + max(LOOK_EVERY_S, (now - started) * len(running) / LOOKING)
         now = time.monotonic()
         waits = [copy.next_look - now for copy in running] + ([] if most_s is None else [most_s])
         ready = self.poll.poll(1 + 1000 * max(0.0, min(waits)) if waits else None)
@@ -154,8 +156,8 @@ class SandboxedCopies:
                 act(events)
         return {descriptor for descriptor, _ in ready}
 
-    def start(self, talk: socket.socket) -> None:
-        """Start a copy that serves a talk."""
+    def start(self, session: socket.socket) -> None:
+        """Start a copy that serves a session."""
         if self.imported is None:  # the files that the code opened at import, without sockets and pipes
             self.imported = set[int]()
             for number in set(map(int, os.listdir("/proc/self/fd"))) - {self.namespace}:
@@ -170,25 +172,27 @@ class SandboxedCopies:
         process = os.fork()
         if process == 0:
             try:
-                self._confine(talk, printed)
-                self.serve(talk)
+                self._confine(session, printed)
+                self.serve(session)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)
         if self.isolated:
             checked(LIBC.setns(self.namespace, NEW_PROCESSES))
-        copy = self.copies[self.number] = SandboxedCopy(process, os.pidfd_open(process), talk, printed)
+        copy = self.copies[self.number] = SandboxedCopy(process, os.pidfd_open(process), session, printed)
         self._watch(copy.handle, select.POLLIN, lambda _, number=self.number: self._on_end(number))  # type: ignore[misc]
-        self._watch(talk.fileno(), select.POLLRDHUP, lambda _: self._kill(copy, NOT_WAITED_FOR))
+        self._watch(session.fileno(), select.POLLRDHUP, lambda _: self._kill(copy, NOT_WAITED_FOR))
 
-    def _confine(self, talk: socket.socket, printed: int) -> None:
-        """Keep only the talk and files that the code opened at import, and set limits; both hold for what this copy starts too."""
+    def _confine(self, session: socket.socket, printed: int) -> None:
+        """Keep only the session and files that the code opened at import, and set limits; both hold for what this copy
+        starts too.
+        """
         os.setsid()
         for stream in (1, 2):
             os.dup2(printed, stream)
         # First: with many copies the host has more descriptors than the limit of one copy.
-        own = {0, 1, 2, talk.fileno(), self.sender.fileno(), *(self.imported or ())}
+        own = {0, 1, 2, session.fileno(), self.sender.fileno(), *(self.imported or ())}
         for number in set(map(int, os.listdir("/proc/self/fd"))) - own:
             with contextlib.suppress(OSError):  # the descriptor of the list itself
                 os.close(number)
@@ -198,9 +202,12 @@ class SandboxedCopies:
         checked(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
         checked(LIBC.prctl(PR_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))  # its host may be killed
         for kind, most in (
-            (resource.RLIMIT_AS, self.limits.memory_bytes), (resource.RLIMIT_FSIZE, FILE_BYTES), (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CPU, int(self.limits.cpu_seconds) + 1),
-        ):  # fmt: skip
+            (resource.RLIMIT_AS, self.limits.memory_bytes),
+            (resource.RLIMIT_FSIZE, FILE_BYTES),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NOFILE, OPEN_FILES),
+            (resource.RLIMIT_CPU, int(self.limits.cpu_seconds) + 1),
+        ):
             hard = resource.getrlimit(kind)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
@@ -232,9 +239,11 @@ class SandboxedCopies:
                 allow(listener, start)
 
     def _kill(self, copy: SandboxedCopy, failure: Message) -> None:
-        """Kill a copy and, with its namespace's first process, all that it started; pending and later starts are refused."""
+        """Kill a copy and, with its namespace's first process, all that it started; pending and later starts are
+        refused.
+        """
         copy.failure = copy.failure or failure
-        self._forget(copy.talk.fileno())
+        self._forget(copy.session.fileno())
         # First: a process whose start is refused must not see the error, and answer with it.
         for send in (os.kill, os.killpg):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -258,9 +267,9 @@ class SandboxedCopies:
             outside = code in (-signal.SIGKILL, -signal.SIGTERM)
             failure = {"failure": "died", "detail": f"its process died: {how}", "again": outside}
         with contextlib.suppress(OSError):
-            copy.talk.send(REASON + json.dumps(failure).encode() + b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            copy.session.send(REASON + json.dumps(failure).encode() + b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         self._forget(copy.handle)
-        copy.talk.close()
+        copy.session.close()
         os.close(copy.handle)
         os.close(copy.printed)
 
@@ -328,7 +337,8 @@ def enter_namespaces(limits: SandboxLimits) -> None:
 
 
 def shared_memory(maps: list[str]) -> int | None:
-    """Return the bytes of all anonymous shared mappings in these lists of mappings, each counted once; None for lists too long to read.
+    """Return the bytes of all anonymous shared mappings in these lists of mappings, each counted once; None for lists
+    too long to read.
 
     They count by size: pages that an ended process touched stay allocated, but appear in no resident count.
     """
@@ -354,7 +364,7 @@ def sockets(processes: list[str]) -> int:
                 with contextlib.suppress(OSError):
                     found.add(os.readlink(f"{process}/fd/{number}"))
     found = {name.strip("socket:[]") for name in found if name.startswith("socket:")}
-    if len(found) > 1:  # beside its talk
+    if len(found) > 1:  # beside its session
         with contextlib.suppress(OSError), open(f"{processes[0]}/net/unix") as lines:
             # Columns 5 to 7 are state, inode and address; a connection that waits has its listener's address.
             table = [line.split() for line in lines]

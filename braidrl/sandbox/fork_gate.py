@@ -1,10 +1,12 @@
-"""The seccomp filter of untrusted code: each start of a process or thread waits for the host; calls that escape limits are blocked.
+"""The seccomp filter of untrusted code: each start of a process or thread waits for the host; calls that escape limits
+are blocked.
 
 code ──fork──▶ kernel ──descriptor──▶ host: counts, then allows it, or kills the code
 
-The filter is needed because `RLIMIT_NPROC` does not apply to root, which runs most containers; memory of memfds, System V segments and
-queues, and tmpfs mounts of a new user namespace counts to no process; and kernel keys outlive a call. Buffers of sockets keep their
-default size, by which the host counts them, and a message of a UNIX socket that is closed would not be counted. It needs no privileges.
+The filter is needed because `RLIMIT_NPROC` does not apply to root, which runs most containers; memory of memfds, System
+V segments and queues, and tmpfs mounts of a new user namespace counts to no process; and kernel keys outlive a call.
+Buffers of sockets keep their default size, by which the host counts them, and a message of a UNIX socket that is closed
+would not be counted. It needs no privileges.
 """
 
 import ctypes
@@ -24,7 +26,10 @@ CONTINUE = 1
 ALLOW, ASK, KILL, IGNORE = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000
 ABSENT, NO_PROTOCOL = IGNORE | errno.ENOSYS, IGNORE | errno.EPROTONOSUPPORT
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-"""Instructions of the filter (classic BPF). The call's number is at byte 0, its architecture at byte 4, its arguments from byte 16 on."""
+"""Instructions of the filter (classic BPF).
+
+The call's number is at byte 0, its architecture at byte 4, its arguments from byte 16 on.
+"""
 OTHER_CALLS = 0x40000000
 """Call numbers from here on belong to x32, a second interface to the kernel of x86-64."""
 CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020080
@@ -45,7 +50,9 @@ class Architecture:
     socket: int
     setsockopt: int
     absent: tuple[int, ...]
-    """memfd_create, shmget, msgget, semget, unshare, setns, add_key, request_key, keyctl, bpf, userfaultfd, perf_event_open, mount."""
+    """memfd_create, shmget, msgget, semget, unshare, setns, add_key, request_key, keyctl, bpf, userfaultfd,
+    perf_event_open, mount.
+    """
     forks: tuple[int, ...] = ()
 
 
@@ -70,10 +77,11 @@ class Start:
 def hold_back_starts() -> list[int]:
     """Make the kernel ask before this process or its children start anything; return the descriptor of these requests.
 
-    The list is empty if the kernel does not support this (before Linux 5.5, or on a processor not listed here). It cannot be undone.
-    The descriptor must not stay here: its owner can allow starts.
+    The list is empty if the kernel does not support this (before Linux 5.5, or on a processor not listed here). It
+    cannot be undone. The descriptor must not stay here: its owner can allow starts.
 
-    `clone3` is blocked: its flags lie in memory, where another thread may change them. Every C library then calls `clone`.
+    `clone3` is blocked: its flags lie in memory, where another thread may change them. Every C library then calls
+    `clone`.
     """
     kind = ARCHITECTURES.get(platform.machine())
     if kind is None:
@@ -81,9 +89,10 @@ def hold_back_starts() -> list[int]:
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, kind.audited), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     absent = (CLONE3, *ABSENT_EVERYWHERE, *kind.absent)
     for code, value, action in (
-        (AT_LEAST, OTHER_CALLS, ABSENT), *((EQUAL, number, ABSENT) for number in absent),
+        (AT_LEAST, OTHER_CALLS, ABSENT),
+        *((EQUAL, number, ABSENT) for number in absent),
         *((EQUAL, number, ASK) for number in kind.forks),
-    ):  # fmt: skip
+    ):
         steps += [(code, 0, 1, value), (RETURN, 0, 0, action)]
     # A jump names the steps that are left out if the comparison holds, and if it does not.
     steps += [(EQUAL, 0, 6, kind.socket), (LOAD, 0, 0, 16), (EQUAL, 0, 2, AF_UNIX), (LOAD, 0, 0, 24)]

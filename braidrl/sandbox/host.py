@@ -5,7 +5,8 @@
 -> APART and the end of a socket     a sandboxed copy of this process answers its requests (`copies.py`)
 -> LISTEN                            <- a socket to serve agents on, in this process's network
 
-A socket carries {method: argument}, a line each, and answers. When the other end closes, its talk ends; so does this process with the run.
+A socket carries {method: argument}, a line each, and answers. When the other end closes, its session ends; so does this
+process with the run.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ def main(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with contextlib.suppress(ConnectionError, struct.error), socket.socket(fileno=descriptor) as run:
-        # As multiprocessing's connections send it; that package is not loaded here, because each page of this process is copied.
+        # As multiprocessing's connections send it; that package is not loaded here, because each page of this process
+        # is copied.
         (size,) = struct.unpack("!i", run.recv(4, socket.MSG_WAITALL))
         asked = json.loads(run.recv(size, socket.MSG_WAITALL))
         module, _, function = asked["entry"].partition(":")
@@ -72,7 +74,10 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
 
 
 def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = None) -> None:
-    """Answer each request, also with an exception. If an answer takes longer than `seconds`, the kernel ends this process."""
+    """Answer each request, also with an exception.
+
+    If an answer takes longer than `seconds`, the kernel ends this process.
+    """
     runner = None
     with end.makefile("rb") as lines:
         for line in lines:
@@ -98,7 +103,8 @@ def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = Non
 def raised() -> tuple[type[BaseException], ...]:
     """Return the exceptions of the code that do not end its process; call it after an exception.
 
-    asyncio's CancelledError is included only if the code imported asyncio, which takes long for processes that live for a moment.
+    asyncio's CancelledError is included only if the code imported asyncio, which takes long for processes that live for
+    a moment.
     """
     asyncio = sys.modules.get("asyncio")
     return (Exception, SystemExit, *([asyncio.CancelledError] if asyncio else []))

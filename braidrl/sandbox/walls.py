@@ -1,7 +1,9 @@
-"""The walls around untrusted code: the file system that bubblewrap makes for it. The security page has a table of what follows.
+"""The walls around untrusted code: the file system that bubblewrap makes for it. The security page has a table of what
+follows.
 
 `process`              all of this machine, read-only, without /run and /var, and without devices other than GPUs
-`bubblewrap`, strict   Python, shared libraries, some of /etc, and the folder of the code; no network but an agent's endpoint
+`bubblewrap`, strict   Python, shared libraries, some of /etc, and the folder of the code; no network but an agent's
+                       endpoint
 
 Each call then has a /tmp, a /dev/shm and, in `bubblewrap`, a home directory of its own: `copies.py` mounts them.
 """
@@ -22,16 +24,30 @@ TEMPORARY, IMPORT_BYTES = Path("/tmp").resolve(), 64 << 20
 """Libraries want a folder for temporary files while they are imported. No call sees what they write there."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = (
-    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "passwd", "group", "nsswitch.conf", "hosts", "localtime", "timezone",
-    "ssl", "mime.types", "protocols", "services", "fonts",
-)  # fmt: skip
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "alternatives",
+    "passwd",
+    "group",
+    "nsswitch.conf",
+    "hosts",
+    "localtime",
+    "timezone",
+    "ssl",
+    "mime.types",
+    "protocols",
+    "services",
+    "fonts",
+)
 GPUS = ("/dev/dri", "/dev/kfd", *(f"/dev/nvidia{name}" for name in ("ctl", "-uvm", "-uvm-tools", "-caps", *range(16))))
 CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_SYS_PTRACE")
 """The capabilities of the process that starts calls, in its own namespaces; a call has none."""
 CODE_BYTES, CODE_FILES = 16 << 20, 200
 START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 18, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
-"""Starts bubblewrap so that it continues if stopped, and ends, when its starter is gone. `--die-with-parent` watches the starting thread,
-which may end long before the process."""
+"""Starts bubblewrap so that it continues if stopped, and ends, when its starter is gone. `--die-with-parent` watches
+the starting thread, which may end long before the process.
+"""
 TRIED = """
 import ctypes, os
 if os.fork() == 0:
@@ -80,16 +96,20 @@ def python_places(python: str = sys.executable) -> set[Path]:
     """Return the folders of this interpreter, of `python`, and of this package."""
     other = Path(os.path.abspath(python))
     return {
-        Path(sys.prefix), Path(sys.base_prefix), other.parents[1], other.resolve().parents[1], PACKAGE,
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        other.parents[1],
+        other.resolve().parents[1],
+        PACKAGE,
         *(Path(place).resolve() for place in sys.path if place.endswith(("site-packages", "dist-packages"))),
-    } - {Path("/"), Path("/usr")}  # fmt: skip
+    } - {Path("/"), Path("/usr")}
 
 
 def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[int], list[str], list[str]]:
     """Return the file system of a process with the interpreter `python`.
 
-    That is the command that starts it there, in-memory files that the command reads, folders of which each call has its own, and paths
-    below these that stay visible.
+    That is the command that starts it there, in-memory files that the command reads, folders of which each call has its
+    own, and paths below these that stay visible.
     """
     fresh = [Path(place).resolve() for place in FRESH if os.path.isdir(place)]
     fresh += [Path.home().resolve()] if strict else []

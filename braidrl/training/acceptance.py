@@ -1,7 +1,8 @@
-"""Further checks of `braid check` besides the proof of a plan: pipeline stages, adapters, half precision, files, resuming.
+"""Further checks of `braid check` besides the proof of a plan: pipeline stages, adapters, half precision, files,
+resuming.
 
-Each measure takes a twin and its plan, and returns a value and its bound, without weights, a device or another process. Layouts are
-proven by real ranks: two must compute the log-probs and gradient norm of one process (`layout_findings`).
+Each measure takes a twin and its plan, and returns a value and its bound, without weights, a device or another process.
+Layouts are proven by real ranks: two must compute the log-probs and gradient norm of one process (`layout_findings`).
 """
 
 import copy
@@ -48,7 +49,8 @@ Measure = Callable[[proof.Twin, ForwardPlan], tuple[float, float]]
 def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Run the pipeline ranks' parts one after the other: two ranks, or one per layer if two do not divide the layers.
 
-    Hidden states and gradients must be the whole model's. A parameter that two ranks hold would be trained on one and stale on the other.
+    Hidden states and gradients must be the whole model's. A parameter that two ranks hold would be trained on one and
+    stale on the other.
     """
     if plan.by_rows:
         raise ValueError("its attention is its own")
@@ -87,7 +89,9 @@ def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def tensor_ranks(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Run the twin with the tokens that one of two tensor ranks has between its blocks; `layout_findings` starts real ranks."""
+    """Run the twin with the tokens that one of two tensor ranks has between its blocks; `layout_findings` starts real
+    ranks.
+    """
     if plan.by_rows:
         raise ValueError("its attention is its own")
     model = twin.model(plan)
@@ -103,7 +107,9 @@ def tensor_ranks(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 
 def adapters(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Compare a model with adapters on its linear layers to one with merged weights; every adapter must get a gradient."""
+    """Compare a model with adapters on its linear layers to one with merged weights; every adapter must get a
+    gradient.
+    """
     model = twin.model(plan)
     linear = {n.rpartition(".")[2] for n, m in body_of(model).layers.named_modules() if isinstance(m, nn.Linear)}
     if not linear:
@@ -131,7 +137,9 @@ def adapters(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Compare packed and transformers' own rows in bfloat16 with float32, by the median: rounding may choose other experts for a few."""
+    """Compare packed and transformers' own rows in bfloat16 with float32, by the median: rounding may choose other
+    experts for a few.
+    """
     ours = proof.packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
     model = copy.deepcopy(twin.own).to(torch.bfloat16)
     theirs = []
@@ -223,13 +231,17 @@ def accept(name: str, twin: proof.Twin, plan: ForwardPlan) -> proof.Finding:
 
 
 def all_findings(twin: proof.Twin) -> tuple[ForwardPlan, list[proof.Finding]]:
-    """Return the plan of a twin, and its findings: first the proof's, which end with the one on decoding, then one for each of MEASURES."""
+    """Return the plan of a twin, and its findings: first the proof's, which end with the one on decoding, then one for
+    each of MEASURES.
+    """
     plan, findings = proof.best_plan(twin)
     return plan, [*findings, *(accept(name, twin, plan) for name in MEASURES)]
 
 
 def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, remedy: str) -> None:
-    """Raise UserError, with the remedy, if a property of a model does not hold; each configuration is measured once on a machine."""
+    """Raise UserError, with the remedy, if a property of a model does not hold; each configuration is measured once on
+    a machine.
+    """
 
     def measured() -> dict[str, Any]:
         return asdict(accept(name, proof.Twin(config, device=proof.proof_device()), plan))
@@ -243,9 +255,12 @@ def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, reme
 
 RANKS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "data 2": {"data": 2}, "shard full": {"shard": "full"}, "sequence 2": {"sequence": 2}, "tensor 2": {"tensor": 2},
+    "data 2": {"data": 2},
+    "shard full": {"shard": "full"},
+    "sequence 2": {"sequence": 2},
+    "tensor 2": {"tensor": 2},
     "pipeline 2": {"pipeline": 2},
-}  # fmt: skip
+}
 LIMIT_S = 60.0
 
 
@@ -269,7 +284,9 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan) -> list[proof.Finding]:
 
 @proof.quietly()
 def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
-    """Return the log-probs of all rows by number and the global gradient norm; all tokens but a row's first are actions."""
+    """Return the log-probs of all rows by number and the global gradient norm; all tokens but a row's first are
+    actions.
+    """
     rows, folder, layout = [torch.tensor(row) for row in task["rows"]], task["folder"], task["layout"]
     torch.set_num_threads(1)
     rank, size = (world.rank, world.size) if world else (0, 1)

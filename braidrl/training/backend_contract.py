@@ -44,7 +44,9 @@ class BackendUnderTest:
         return backend.forward("log_probs", self.rows).values
 
     def step(self, backend: TrainingBackend, iteration: int = 1) -> float | None:
-        """Run one optimizer step on all rows; return the gradient's 2-norm before clipping, or None if all counts are 0."""
+        """Run one optimizer step on all rows; return the gradient's 2-norm before clipping, or None if all counts are
+        0.
+        """
         backend.forward_backward(self.objective, self.rows, Sums())
         return backend.optim_step(self.counts, iteration)
 
@@ -103,6 +105,9 @@ def training_continues_identically_after_export_and_load(subject: BackendUnderTe
 
 
 CHECKS: tuple[Callable[[BackendUnderTest], None], ...] = (
-    rows_keep_their_order, a_batch_may_arrive_in_pieces, nothing_counted_changes_nothing,
-    a_step_changes_the_weights_on_every_rank, training_continues_identically_after_export_and_load,
-)  # fmt: skip
+    rows_keep_their_order,
+    a_batch_may_arrive_in_pieces,
+    nothing_counted_changes_nothing,
+    a_step_changes_the_weights_on_every_rank,
+    training_continues_identically_after_export_and_load,
+)

@@ -1,4 +1,5 @@
-"""The protocol of a training backend, which trains and infers a role; runtimes use nothing else, so other libraries can implement it.
+"""The protocol of a training backend, which trains and infers a role; runtimes use nothing else, so other libraries can
+implement it.
 
 forward_backward ─┐
 forward_backward ─┴─▶ optim_step ─▶ forward           a batch may arrive in pieces of any size; a rank may get none
@@ -6,8 +7,9 @@ forward_backward ─┴─▶ optim_step ─▶ forward           a batch may ar
                   ├───▶ tensors ─▶ engines
                   └───▶ weights ─▶ engines of other processes or layouts, streaming        each rank's shards
 
-A backend says by its class attribute `supports` what else it can do (FEATURES). `tensor`, `pipeline`, `sequence` and `shard` are axes of
-a layout: `spec.join()` gives the rank's place in it. A backend that shards its model is a `ShardedBackend`.
+A backend says by its class attribute `supports` what else it can do (FEATURES). `tensor`, `pipeline`, `sequence` and
+`shard` are axes of a layout: `spec.join()` gives the rank's place in it. A backend that shards its model is a
+`ShardedBackend`.
 
 `braidrl.training.backend_contract` holds the checks that a backend must pass.
 """
@@ -36,13 +38,27 @@ from braidrl.weights.shards import WeightPart
 Advance = Callable[[int, int], None]
 """Called after each micro-batch with its numbers of rows and tokens."""
 FEATURES = (
-    "tensor", "pipeline", "sequence", "shard", "streaming", "offload", "lora", "copies", "optimizers", "checkpoint_async",
-)  # fmt: skip
-"""Features of the built-in backend, each of which another may declare in `supports`. `streaming`, `offload` and `copies` need `weights`."""
+    "tensor",
+    "pipeline",
+    "sequence",
+    "shard",
+    "streaming",
+    "offload",
+    "lora",
+    "copies",
+    "optimizers",
+    "checkpoint_async",
+)
+"""Features of the built-in backend, each of which another may declare in `supports`.
+
+`streaming`, `offload` and `copies` need `weights`.
+"""
 BACKENDS = PluginRegistry(
-    "training backend", {"torch": "braidrl.training.roles.worker:RoleWorker"}, arguments=("spec",),
+    "training backend",
+    {"torch": "braidrl.training.roles.worker:RoleWorker"},
+    arguments=("spec",),
     methods=("forward", "forward_backward", "optim_step", "tensors", "load", "export"),
-)  # fmt: skip
+)
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
 
 
@@ -75,10 +91,12 @@ class BackendSpec:
         self.device, self.layout = choose_device(self.config.device), own.layout.resolve(self.ranks.size)
 
     def join(self) -> DataParallel:
-        """Return this rank's place in the layout; all ranks of the role call this together, before they build their model.
+        """Return this rank's place in the layout; all ranks of the role call this together, before they build their
+        model.
 
-        `gather_rows` gives the rows of all ranks that hold one replica, `all_reduce_gradients` sums over replicas, `gradient_norm` counts
-        each element of a DTensor once, and one rank of each replica `is_reporting_rank`. Ranks are numbered with tensor fastest.
+        `gather_rows` gives the rows of all ranks that hold one replica, `all_reduce_gradients` sums over replicas,
+        `gradient_norm` counts each element of a DTensor once, and one rank of each replica `is_reporting_rank`. Ranks
+        are numbered with tensor fastest.
         """
         return apply_layout(self.layout, self.ranks, self.device)
 
@@ -101,28 +119,38 @@ class TrainingBackend(Protocol):
         """Return the transformers module that an engine of this process may share, or None if it needs a copy."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield every full tensor of the model by its name in the Hugging Face directory, a tied one under each of its names."""
+        """Yield every full tensor of the model by its name in the Hugging Face directory, a tied one under each of its
+        names.
+        """
 
     def load(self, folder: Path) -> None:
         """Load weights and optimizer state that `export` wrote in any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Return `log_probs`, `values` (per action token) or `scores` (per row) of this rank's rows, in order; it may have none."""
+        """Return `log_probs`, `values` (per action token) or `scores` (per row) of this rank's rows, in order; it may
+        have none.
+        """
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate gradients of loss sums over this rank's rows, undivided; return the sums by denominator. `sums` gets metrics."""
+        """Accumulate gradients of loss sums over this rank's rows, undivided; return the sums by denominator.
+
+        `sums` gets metrics.
+        """
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """Divide the accumulated sums by their global counts, and run one optimizer step; a sum whose count is 0 is left out.
+        """Divide the accumulated sums by their global counts, and run one optimizer step; a sum whose count is 0 is
+        left out.
 
-        Returns the 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means that nothing was
-        updated. `iteration`, from 1, is for the learning-rate schedule.
+        Returns the 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means
+        that nothing was updated. `iteration`, from 1, is for the learning-rate schedule.
         """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """Write a Hugging Face directory with the optimizer's state; `write` is true on the rank that writes what all have in full."""
+        """Write a Hugging Face directory with the optimizer's state; `write` is true on the rank that writes what all
+        have in full.
+        """
 
 
 @runtime_checkable
@@ -136,7 +164,9 @@ class ShardedBackend(TrainingBackend, Protocol):
     """Tensors to offload while other roles need the device: `weights`, and of a trained role `optimizer`."""
 
     def weights(self) -> Mapping[str, WeightPart]:
-        """Return this rank's part of each tensor by name, without communication; `weights.shards.weight_parts` makes them of DTensors."""
+        """Return this rank's part of each tensor by name, without communication; `weights.shards.weight_parts` makes
+        them of DTensors.
+        """
 
     def bytes_of(self, part: str) -> int:
         """Return the bytes of an entry of `offloadable`, also while it is away."""

@@ -15,7 +15,7 @@ from braidrl.data.chat import check_template
 from braidrl.errors import UserError, located, shown
 from braidrl.native.linear import use_fast_products
 from braidrl.parsing import read_json
-from braidrl.training.decoders.body import ForwardPlan, still, use_plan
+from braidrl.training.decoders.body import ForwardPlan, disable_dropout, use_plan
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
 from braidrl.weights.model_files import ModelFiles
@@ -24,9 +24,15 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 CONFIG_BYTES, TOKENIZER_BYTES = 16 << 20, 512 << 20
 SIZES = {
-    "num_hidden_layers": 1000, "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16, "head_dim": 1 << 16,
-    "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 32,
-}  # fmt: skip
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 32,
+}
 """Positive integers in a model's config.json, with their upper limits."""
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 """Sizes that must not be null."""
@@ -41,8 +47,8 @@ def load_decoder(
 ) -> transformers.PreTrainedModel:
     """Load the causal decoder of a Hugging Face directory, with Braid's attention.
 
-    With `on_meta`, parameters stay on the meta device for `ParameterReader`, if the model can be built without weights. Raises UserError
-    if the folder is missing or incomplete, or its model is not supported.
+    With `on_meta`, parameters stay on the meta device for `ParameterReader`, if the model can be built without weights.
+    Raises UserError if the folder is missing or incomplete, or its model is not supported.
     """
     model, _ = _load(transformers.AutoModelForCausalLM, path, dtype, on_meta)
     return model if next(model.parameters()).is_meta else model.to(device)
@@ -51,16 +57,18 @@ def load_decoder(
 def load_scorer(
     path: str | Path, dtype: torch.dtype = torch.float32, fresh_head: bool = True, on_meta: bool = False
 ) -> transformers.PreTrainedModel:
-    """Load a decoder with a scalar head, from a sequence-classification directory or a causal decoder's; see `load_decoder`.
+    """Load a decoder with a scalar head, from a sequence-classification directory or a causal decoder's; see
+    `load_decoder`.
 
-    With `fresh_head` a missing head is zero-initialised, so that every value and score starts at 0. Without it a missing head raises
-    UserError.
+    With `fresh_head` a missing head is zero-initialised, so that every value and score starts at 0. Without it a
+    missing head raises UserError.
     """
     check_scorer(path, fresh_head)
     model, has_head = _load(transformers.AutoModelForSequenceClassification, path, dtype, on_meta, optional=HEAD)
     if not hasattr(model, "score"):
         raise UserError(
-            f"model: {type(model).__name__} in {path} has no linear `score` head, so it cannot be a critic or reward model"
+            f"model: {type(model).__name__} in {path} has no linear `score` head, so it cannot be a critic or reward "
+            "model"
         )
     if not has_head:
         torch.nn.init.zeros_(model.score.weight)
@@ -80,17 +88,21 @@ def check_scorer(path: str | Path, fresh_head: bool, key: str = "model") -> None
     if has_score_head(path):
         if config.num_labels != 1:
             raise UserError(
-                f"{key}: {path} classifies into {config.num_labels} labels; a critic or reward model has one (num_labels: 1)"
+                f"{key}: {path} classifies into {config.num_labels} labels; a critic or reward model has one "
+                "(num_labels: 1)"
             )
     elif not fresh_head:
         raise UserError(
-            f"{key}: {path} has no trained score head; train one by the recipe reward_model, and give its directory as {key}; "
+            f"{key}: {path} has no trained score head; train one by the recipe reward_model, and give its directory "
+            f"as {key}; "
             "with algorithm.reward=verify the recipe ppo needs none"
         )
 
 
 def check_model(path: str | Path) -> None:
-    """Raise UserError if a model's architecture is not supported, or a weight file is damaged or truncated; loads no weights."""
+    """Raise UserError if a model's architecture is not supported, or a weight file is damaged or truncated; loads no
+    weights.
+    """
     folder, config = Path(path).expanduser(), read_model_config(path)
     without_quantisation(config, folder)
     proven_plan(config, folder)
@@ -100,7 +112,10 @@ def check_model(path: str | Path) -> None:
 def _load(
     auto: Any, path: str | Path, dtype: torch.dtype, on_meta: bool, optional: str = ""
 ) -> tuple[transformers.PreTrainedModel, bool]:
-    """Return the model, prepared for its plan, and whether the files hold its `optional` weight. Raises UserError if others are missing."""
+    """Return the model, prepared for its plan, and whether the files hold its `optional` weight.
+
+    Raises UserError if others are missing.
+    """
     folder = _model_folder(path, with_weights=True)
     config = read_model_config(folder)
     plan, quantised = proven_plan(config, folder), without_quantisation(config, folder)
@@ -123,16 +138,21 @@ def _load(
             if not on_meta and missing <= {HEAD}:
                 ParameterReader(folder, model, files=files)(model)
     if model is None:
-        # Silence transformers' table of missing weights: those that matter are reported in one line. The handlers are silenced: a
-        # new level of the logger would clear the caches of thousands of loggers.
+        # Silence transformers' table of missing weights: those that matter are reported in one line. The handlers are
+        # silenced: a new level of the logger would clear the caches of thousands of loggers.
         handlers = [(handler, handler.level) for handler in logging.getLogger("transformers").handlers]
         for handler, _ in handlers:
             handler.setLevel(logging.ERROR)
         try:
             model, loaded = auto.from_pretrained(
-                folder, config=config, dtype=dtype, attn_implementation=plan.attention,
-                local_files_only=True, trust_remote_code=False, output_loading_info=True,
-            )  # fmt: skip
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=plan.attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
         except Exception as error:
             raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
         finally:
@@ -161,7 +181,10 @@ def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: tor
 
 
 def without_quantisation(config: Any, folder: Path) -> bool:
-    """Remove a supported quantisation from a configuration; return whether there was one. Raises UserError for another format."""
+    """Remove a supported quantisation from a configuration; return whether there was one.
+
+    Raises UserError for another format.
+    """
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return False
@@ -176,7 +199,9 @@ def without_quantisation(config: Any, folder: Path) -> bool:
 
 @torch.no_grad()
 def rebuild_buffers(model: Any) -> bool:
-    """Rebuild the non-persistent buffers of a model on the meta device by transformers' own initialization; return whether all were set."""
+    """Rebuild the non-persistent buffers of a model on the meta device by transformers' own initialization; return
+    whether all were set.
+    """
     made: list[torch.Tensor] = []
     parts: dict[str, None] = {}
     for name, buffer in list(model.named_non_persistent_buffers()):
@@ -228,7 +253,9 @@ def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
 
 
 def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Raise UserError if an end token of a model or of the tokenizer is not in its vocabulary, or its chat template is invalid."""
+    """Raise UserError if an end token of a model or of the tokenizer is not in its vocabulary, or its chat template is
+    invalid.
+    """
     folder = _model_folder(model)
     config, path, settings = read_model_config(folder), folder / "generation_config.json", None
     if path.is_file():
@@ -251,7 +278,8 @@ def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerB
         for end in ends if isinstance(ends, list | tuple) else [ends]:
             if end is not None and not (type(end) is int and 0 <= end < size):
                 raise UserError(
-                    f"model: {folder}: eos_token_id of {place} is {shown(end)}, and the model has the tokens 0 to {size - 1}; "
+                    f"model: {folder}: eos_token_id of {place} is {shown(end)}, and the model has the tokens 0 to "
+                    f"{size - 1}; "
                     "responses could not end: write the right one"
                 )
 
@@ -303,14 +331,16 @@ def read_model_config(path: str | Path) -> Any:
         config = deepcopy(_parsed_config(folder, path.read_bytes()))
     except Exception as error:
         raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
-    if random := still(config):
+    if random := disable_dropout(config):
         logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
     return config
 
 
 @lru_cache(maxsize=64)
 def _parsed_config(folder: Path, text: bytes) -> Any:
-    """Return the configuration of a folder whose config.json holds this text: a run's start asks for it a dozen times."""
+    """Return the configuration of a folder whose config.json holds this text: a run's start asks for it a dozen
+    times.
+    """
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 

@@ -3,8 +3,8 @@
 training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B trained
 elsewhere    W + α/r · B A                        exports, engines, and copies of this role's weights
 
-The frozen weights may be kept in 4 bits (QLoRA) by bitsandbytes, so that only one layer's weight exists in full at a time. Dettmers et
-al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
+The frozen weights may be kept in 4 bits (QLoRA) by bitsandbytes, so that only one layer's weight exists in full at a
+time. Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
 
 W (out, in) ──64 at a time──▶ NormalFloat codes, two per byte, and a scale per block ──dequantised in each product──▶ x Wᵀ + b
 """
@@ -41,7 +41,10 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def import_optional(package: str, key: str, extra: str) -> Any:
-    """Import peft or bitsandbytes. Raises UserError, naming the configuration `key` that needs it, if it is not installed."""
+    """Import peft or bitsandbytes.
+
+    Raises UserError, naming the configuration `key` that needs it, if it is not installed.
+    """
     try:
         return import_module(package)
     except ImportError as error:
@@ -49,7 +52,10 @@ def import_optional(package: str, key: str, extra: str) -> Any:
 
 
 def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
-    """Add adapters to a decoder's layers, the same for a seed; outputs do not change yet. Raises UserError for a target that it lacks."""
+    """Add adapters to a decoder's layers, the same for a seed; outputs do not change yet.
+
+    Raises UserError for a target that it lacks.
+    """
     peft = import_optional("peft", "lora", "lora")
     linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
     for target in lora.targets:
@@ -58,7 +64,8 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
                 f"lora.targets: {type(model).__name__} has no linear layer {target!r} in its layers. "
                 f"{suggest(target, linear)}"
             )
-    # Hide the model type: otherwise peft also adapts fused experts, which are not linear layers and would not be merged.
+    # Hide the model type: otherwise peft also adapts fused experts, which are not linear layers and would not be
+    # merged.
     known = model.config.model_type
     model.config.model_type = "decoder"
     try:
@@ -76,10 +83,15 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
 def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:
     """Return peft's configuration; with `head`, the scalar head is trained in full."""
     return import_optional("peft", "lora", "lora").LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), bias="none",
-        base_model_name_or_path=str(model) if model else None, task_type="SEQ_CLS" if head else "CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=list(lora.targets),
+        bias="none",
+        base_model_name_or_path=str(model) if model else None,
+        task_type="SEQ_CLS" if head else "CAUSAL_LM",
         modules_to_save=["score"] if head else None,
-    )  # fmt: skip
+    )
 
 
 def adapter_config(lora: LoraConfig) -> str:
@@ -149,7 +161,9 @@ class Adapted:
 
     @torch.no_grad()
     def merged_part(self, whole: bool = False) -> Tensor:
-        """Return the shard, or the `whole`, of base + scaling · up down, rounded once; all ranks call it, as adapters are gathered."""
+        """Return the shard, or the `whole`, of base + scaling · up down, rounded once; all ranks call it, as adapters
+        are gathered.
+        """
         weight = self.layer.weight
         base, box = (full_tensor(weight), Box.whole(self.shape)) if whole else (local_shard(weight), self.box)
         rows, columns = box.slices
@@ -177,5 +191,7 @@ def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def merged(tensor: Tensor | Adapted) -> Tensor:
-    """Return the full tensor, with its adapter merged if it has one; all ranks of a sharded model call this at the same time."""
+    """Return the full tensor, with its adapter merged if it has one; all ranks of a sharded model call this at the same
+    time.
+    """
     return tensor.merged_part(whole=True) if isinstance(tensor, Adapted) else full_tensor(tensor)

@@ -6,7 +6,8 @@
 
 Auxiliary likelihood terms, supervised losses in the same optimizer step, have their own sums and denominators:
 
-    policy sums / their count + ptx_coef · Σ −log π(text) / ptx tokens + positive_coef · Σ −log π(right answers) / their tokens
+    policy sums / their count + ptx_coef · Σ −log π(text) / ptx tokens + positive_coef · Σ −log π(right answers) / their
+    tokens
 
 All tensors are flat over the A action tokens of a micro-batch;
 `offsets` (B + 1,) delimits its rows.
@@ -34,7 +35,9 @@ LossSums = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """One term: `coefficient` times the mean of −log π over action tokens: `ptx` of attached texts, `positive` of correct rows."""
+    """One term: `coefficient` times the mean of −log π over action tokens: `ptx` of attached texts, `positive` of
+    correct rows.
+    """
 
     name: str
     coefficient: float
@@ -45,7 +48,10 @@ class Likelihood:
     whole_groups: bool = False
 
     def select(self, rows: Rows) -> Rows:
-        """Return the rows of this term. Pre-training texts become separate rows, in which every token but the first is predicted."""
+        """Return the rows of this term.
+
+        Pre-training texts become separate rows, in which every token but the first is predicted.
+        """
         if self.name == "positive":
             return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
         tokens: Ragged = rows["ptx_tokens"]
@@ -90,7 +96,10 @@ class Objective:
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
-        """Resolve the parameters of an `update` stage, by name or with settings. Raises UserError for a name that is not registered."""
+        """Resolve the parameters of an `update` stage, by name or with settings.
+
+        Raises UserError for a name that is not registered.
+        """
         chosen = dict[str, tuple[Entry, dict[str, Any]]]()
         for key, choice in {"aggregate": "token-mean", **params}.items():
             if key in CHOICES:
@@ -103,9 +112,17 @@ class Objective:
         ]
         loss, aggregation = chosen["loss"], chosen["aggregate"]
         return Objective(
-            role, *loss, *aggregation, aggregation[0].denominator, loss[0].needs.whole_groups, params.get("old", "self"),
-            chosen.get("kl"), params.get("entropy_coef", 0.0), chosen.get("correction"), tuple(auxiliary),
-        )  # fmt: skip
+            role,
+            *loss,
+            *aggregation,
+            aggregation[0].denominator,
+            loss[0].needs.whole_groups,
+            params.get("old", "self"),
+            chosen.get("kl"),
+            params.get("entropy_coef", 0.0),
+            chosen.get("correction"),
+            tuple(auxiliary),
+        )
 
     @property
     def denominators(self) -> tuple[str, ...]:
@@ -118,8 +135,8 @@ class Objective:
     def sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> LossSums:
         """Return the loss sums of a micro-batch by denominator, with gradient, and metrics per token (A,), detached.
 
-        `offsets` (B + 1,) int64 are the starts of each row's action tokens, on the CPU to avoid device synchronisation; `predicted` are
-        this forward pass's `log_probs` and `entropy` (A,), `values` (A,), or `scores` (B,).
+        `offsets` (B + 1,) int64 are the starts of each row's action tokens, on the CPU to avoid device synchronisation;
+        `predicted` are this forward pass's `log_probs` and `entropy` (A,), `values` (A,), or `scores` (B,).
         """
         if "scores" in predicted:
             offsets = torch.arange(len(offsets), device=offsets.device)
@@ -178,7 +195,10 @@ class Lookup:
     predicted: Mapping[str, Tensor]
 
     def arguments(self, entry: Entry, device: torch.device) -> list[Tensor | None]:
-        """Return the arguments in the order of the function's parameters. Raises KeyError if a required one is missing."""
+        """Return the arguments in the order of the function's parameters.
+
+        Raises KeyError if a required one is missing.
+        """
         found: list[Tensor | None] = []
         for parameter in (*entry.reads, *entry.optional):
             column = columns_in_training(self.objective.role, entry, (parameter,)).get(parameter, parameter)
@@ -200,7 +220,9 @@ class Lookup:
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
-    """Return a column for losses, payload flat (A,), index (B,), or None; an `advantage` per row is repeated as `advantages`."""
+    """Return a column for losses, payload flat (A,), index (B,), or None; an `advantage` per row is repeated as
+    `advantages`.
+    """
     if column == "advantages" and column not in rows and "advantage" in rows:
         per_row = rows["advantage"].to(offsets.device)
         return per_row.repeat_interleave(offsets.diff()).to(device)
@@ -214,7 +236,10 @@ def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device
 def terms_of(
     entry: Entry, columns: Sequence[Any], settings: Mapping[str, Any], count: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss or a correction per token, and its metrics per token, all (A,), A = `count`. Raises UserError for other shapes."""
+    """Return a loss or a correction per token, and its metrics per token, all (A,), A = `count`.
+
+    Raises UserError for other shapes.
+    """
     result = called(entry, columns, settings)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         raise UserError(
@@ -226,7 +251,10 @@ def terms_of(
 
 
 def per_token_of(entry: Entry, value: Any, count: int, name: str = "") -> Tensor:
-    """Return what a registered function returned for each token. Raises UserError for another shape, which would be broadcast."""
+    """Return what a registered function returned for each token.
+
+    Raises UserError for another shape, which would be broadcast.
+    """
     if not isinstance(value, Tensor) or value.shape != (count,):
         raise UserError(
             f"{entry.name} returned {form_of(value)}{name} for {count} tokens; return one number for each, ({count},)"
@@ -253,7 +281,9 @@ def denominators(index: Rows) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class UpdateCounts:
-    """The global data of an optimizer step: denominators of its loss sums, and a description of its rows for messages."""
+    """The global data of an optimizer step: denominators of its loss sums, and a description of its rows for
+    messages.
+    """
 
     counts: Mapping[str, float]
     rows: str
@@ -264,7 +294,9 @@ class UpdateCounts:
 
 
 def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:
-    """Describe the tokens with a non-finite prediction or column, or the rows; `offsets` (B + 1,) are the starts of their actions."""
+    """Describe the tokens with a non-finite prediction or column, or the rows; `offsets` (B + 1,) are the starts of
+    their actions.
+    """
     count, found, known = int(offsets[-1]), list[str](), dict[str, Tensor | None](predicted)
     for name in (*(name for name, column in rows.items() if isinstance(column, Tensor | Ragged)), "advantages"):
         known[name] = column_values(rows, name, offsets, offsets.device)
@@ -279,7 +311,9 @@ def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor
 
 
 def with_group_tokens(rows: Rows, index: Rows) -> Rows:
-    """Return `rows` with `group_tokens`: action tokens of each row's group in the optimizer step, whose index columns are `index`."""
+    """Return `rows` with `group_tokens`: action tokens of each row's group in the optimizer step, whose index columns
+    are `index`.
+    """
     groups = Groups(index["group"])
     tokens = groups.sums(index["action_tokens"] * trained_mask(index))
     return rows.with_columns({"group_tokens": tokens[torch.searchsorted(groups.numbers, rows["group"])]})
@@ -291,7 +325,9 @@ def trained_rows(rows: Rows) -> Rows:
 
 
 def trained_mask(index: Rows) -> Tensor:
-    """Return the mask (B,) of rows with an action that `loss_mask` keeps, and whose environment did not fail: its score says nothing."""
+    """Return the mask (B,) of rows with an action that `loss_mask` keeps, and whose environment did not fail: its score
+    says nothing.
+    """
     taken: Tensor = index["action_tokens"] > 0
     if "loss_mask" in index:
         taken = taken & (index["loss_mask"] > 0)

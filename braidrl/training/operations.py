@@ -1,11 +1,14 @@
-"""The minimal operations and bytes of a decoder, from its sizes and its rows' lengths, and the peak rates of this process's device.
+"""The minimal operations and bytes of a decoder, from its sizes and its rows' lengths, and the peak rates of this
+process's device.
 
-A forward pass takes 2 operations per token and matrix parameter, and 4·H·D per layer for each pair of a query and a visible key, with
-H heads of size D (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B; PaLM counts T² pairs for a row of T tokens, this module the
-causal T·(T + 1)/2). Only predicted tokens go through the output layer. A backward pass takes as many operations for gradients of
-activations, and as many again for gradients of weights. Recomputation does not count.
+A forward pass takes 2 operations per token and matrix parameter, and 4·H·D per layer for each pair of a query and a
+visible key, with H heads of size D (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B; PaLM counts T² pairs for a
+row of T tokens, this module the causal T·(T + 1)/2). Only predicted tokens go through the output layer. A backward pass
+takes as many operations for gradients of activations, and as many again for gradients of weights. Recomputation does
+not count.
 
-Each decode step reads all matrices once, and all earlier keys and values of each row (Pope et al., arXiv 2211.05102, section 2).
+Each decode step reads all matrices once, and all earlier keys and values of each row (Pope et al., arXiv 2211.05102,
+section 2).
 """
 
 import heapq
@@ -39,14 +42,19 @@ class MatrixSizes(NamedTuple):
 
     @staticmethod
     def of(sizes: ModelSizes, parameters: int, scalar: bool, idle: int = 0) -> "MatrixSizes":
-        """Return the sizes of a model with so many parameters, tied ones counted once; `scalar` for a critic or a reward model."""
+        """Return the sizes of a model with so many parameters, tied ones counted once; `scalar` for a critic or a
+        reward model.
+        """
         embedding, layers = sizes.vocab_size * sizes.hidden_size, sizes.num_hidden_layers
         head = 0 if scalar else embedding
         looked_up = 0 if sizes.tie_word_embeddings and not scalar else embedding
         return MatrixSizes(
-            parameters - looked_up - head, head, layers * sizes.num_attention_heads * sizes.head_dim,
-            2 * layers * sizes.num_key_value_heads * sizes.head_dim, idle,
-        )  # fmt: skip
+            parameters - looked_up - head,
+            head,
+            layers * sizes.num_attention_heads * sizes.head_dim,
+            2 * layers * sizes.num_key_value_heads * sizes.head_dim,
+            idle,
+        )
 
 
 class TokenCounts(NamedTuple):
@@ -69,7 +77,9 @@ class TokenCounts(NamedTuple):
 
 
 def forward_operations(sizes: MatrixSizes, counts: TokenCounts) -> float:
-    """Return the operations of a forward pass; a backward pass takes twice as many, or once under frozen weights (adapters)."""
+    """Return the operations of a forward pass; a backward pass takes twice as many, or once under frozen weights
+    (adapters).
+    """
     products = 2.0 * ((sizes.body - sizes.idle) * counts.tokens + sizes.head * counts.predicted)
     return products + 4.0 * sizes.queries * counts.pairs
 
@@ -77,8 +87,8 @@ def forward_operations(sizes: MatrixSizes, counts: TokenCounts) -> float:
 def decoding_bytes(sizes: MatrixSizes, element_bytes: int, steps: float, seen: float) -> float:
     """Return the bytes that decoding reads, with `element_bytes` per element of weights, keys and values.
 
-    Each of the `steps` reads all weights once, also those of all experts, which many rows choose together; `seen` tokens' keys and
-    values are read, summed over rows and steps.
+    Each of the `steps` reads all weights once, also those of all experts, which many rows choose together; `seen`
+    tokens' keys and values are read, summed over rows and steps.
     """
     return element_bytes * (steps * (sizes.body + sizes.head) + seen * sizes.cached)
 
@@ -91,7 +101,9 @@ class Decoding(NamedTuple):
 
 
 def decoding(responses: npt.NDArray[np.int64], slots: int, multiple: int = 1) -> Decoding:
-    """Simulate continuous batching in `slots` slots, refilled in order of lengths (R,); a step computes a multiple of `multiple` rows."""
+    """Simulate continuous batching in `slots` slots, refilled in order of lengths (R,); a step computes a multiple of
+    `multiple` rows.
+    """
     busy: list[int] = []
     ends: list[int] = []
     for tokens in responses.tolist():
@@ -117,7 +129,9 @@ class DeviceRates:
 
 
 def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
-    """Return the peak rates of this process, which uses `threads` cores on a CPU, by `kinds.yaml`; None for an unknown CUDA device."""
+    """Return the peak rates of this process, which uses `threads` cores on a CPU, by `kinds.yaml`; None for an unknown
+    CUDA device.
+    """
     if device.type != "cuda":
         core = known_kinds()["cpu"]
         return DeviceRates({name: rate * threads for name, rate in core.peak.items()}, core.bandwidth * threads)

@@ -37,7 +37,9 @@ UNDIVIDED = ("absmax1", "absmax2", "qmap1", "qmap2")
 
 
 def moment_bytes(config: TrainerConfig) -> float:
-    """Return the bytes of each of a float32 weight's two moments; other optimizers are assumed to keep two in float32."""
+    """Return the bytes of each of a float32 weight's two moments; other optimizers are assumed to keep two in
+    float32.
+    """
     return MOMENT_BYTES.get(config.optimizer, MASTER_BYTES)
 
 
@@ -54,7 +56,8 @@ def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim
 def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
     """Return AdamW with 8-bit moments by bitsandbytes. Raises UserError if it is not installed.
 
-    Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Parameters of fewer than 4,096 numbers keep moments in float32.
+    Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Parameters of fewer than 4,096 numbers keep
+    moments in float32.
     """
     base: Any = import_optional("bitsandbytes", "trainer.optimizer=adamw8bit", "bits").optim.AdamW8bit
 
@@ -90,7 +93,8 @@ def check_optimizer(config: TrainerConfig) -> None:
         for key in ("weight_decay", "betas", "epsilon"):
             if getattr(config, key) != TrainerConfig.model_fields[key].default:
                 raise UserError(
-                    f"trainer.{key} is AdamW's, and trainer.optimizer is {config.optimizer}; remove it, or write what that one has in "
+                    f"trainer.{key} is AdamW's, and trainer.optimizer is {config.optimizer}; remove it, or write "
+                    "what that one has in "
                     "trainer.optimizer_settings"
                 )
     try:
@@ -107,7 +111,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
-    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, or linear or cosine decay to 0 after `steps`."""
+    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, or linear or cosine decay to 0 after
+    `steps`.
+    """
     if iteration <= config.warmup_steps:
         return peak * iteration / config.warmup_steps
     done = (iteration - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -123,10 +129,16 @@ class MasterOptimizer:
     """The optimizer of one model; float32 and float64 weights are their own masters."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], config: TrainerConfig, peak: float, ranks: DataParallel | None = None,
+        self,
+        parameters: Sequence[nn.Parameter],
+        config: TrainerConfig,
+        peak: float,
+        ranks: DataParallel | None = None,
         numbers: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        """Create the optimizer; `numbers` are the parameters' indices in the full model, for a rank that holds only some."""
+    ) -> None:
+        """Create the optimizer; `numbers` are the parameters' indices in the full model, for a rank that holds only
+        some.
+        """
         self.ranks = ranks or DataParallel()
         self.numbers = numbers or range(len(parameters))
         placed = zip(self.numbers, parameters, strict=True)
@@ -148,8 +160,9 @@ class MasterOptimizer:
     def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
         """Initialise master copies from the saved weights, before rounding to the model's dtype.
 
-        A master that starts on a rounded weight must move half a rounding step before the weight changes. `names` are those of the given
-        parameters, in order; `files` holds full tensors in saved precision, of which some may be missing.
+        A master that starts on a rounded weight must move half a rounding step before the weight changes. `names` are
+        those of the given parameters, in order; `files` holds full tensors in saved precision, of which some may be
+        missing.
         """
         named = [name for name, number in zip(names, self.numbers, strict=True) if number in self.by_number]
         for name, parameter, master in zip(named, self.parameters, self.masters, strict=True):
@@ -163,8 +176,9 @@ class MasterOptimizer:
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divide every sum by its global count, update, and return the gradient norm before clipping.
 
-        All ranks pass the same denominators. A sum with count 0 is left out; if all are, nothing is updated and None is returned. If
-        the norm is not finite, nothing is updated. Raises UserError if weights are not finite after the update.
+        All ranks pass the same denominators. A sum with count 0 is left out; if all are, nothing is updated and None is
+        returned. If the norm is not finite, nothing is updated. Raises UserError if weights are not finite after the
+        update.
         """
         counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
         sums = {name: self.sums.get(name, [None] * len(self.parameters)) for name in counted}
@@ -193,7 +207,8 @@ class MasterOptimizer:
         if not all_finite(self.masters):
             raise UserError(
                 f"iteration {iteration}: weights are infinite or NaN after an update with learning rate "
-                f"{self.optimizer.param_groups[0]['lr']:g} and gradient norm {norm:g}. They are not saved: resume from the last checkpoint "
+                f"{self.optimizer.param_groups[0]['lr']:g} and gradient norm {norm:g}. They are not saved: resume "
+                "from the last checkpoint "
                 "with a lower trainer.learning_rate"
             )
         self.steps += 1
@@ -230,7 +245,8 @@ class MasterOptimizer:
                 divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
                 if not divisible and name not in UNDIVIDED:
                     raise UserError(
-                        f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no "
+                        f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its "
+                        "parameter's shape and no "
                         "tensor of one number; a checkpoint holds only these"
                     )
                 tensors[f"{i}.{name}"] = value
@@ -238,7 +254,10 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore `state()` and drop collected gradients. Raises KeyError or RuntimeError if it belongs to another model."""
+        """Restore `state()` and drop collected gradients.
+
+        Raises KeyError or RuntimeError if it belongs to another model.
+        """
         self.steps, self.sums, self.collecting = int(tensors["steps"]), {}, []
         saved: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():

@@ -28,7 +28,9 @@ class OptimizerUnderTest:
     learning_rate: float = 1e-2
 
     def make(self, *weights: Tensor, **trainer: Any) -> MasterOptimizer:
-        """Return the optimizer of a model with copies of these weights, as a run makes it with further settings of `trainer`."""
+        """Return the optimizer of a model with copies of these weights, as a run makes it with further settings of
+        `trainer`.
+        """
         settings = {"optimizer": self.name, "optimizer_settings": dict(self.settings), "max_grad_norm": None, **trainer}
         config = TrainerConfig(learning_rate=self.learning_rate, **settings)
         check_optimizer(config)
@@ -96,8 +98,13 @@ def a_shard_of_a_parameter_steps_as_in_the_full_one(subject: OptimizerUnderTest)
 
 
 CHECKS: tuple[Callable[[OptimizerUnderTest], None], ...] = (
-    steps_lead_downhill, without_a_gradient_weights_stay, the_scheduled_learning_rate_is_used,
-    bfloat16_weights_move_by_float32_masters, a_restored_state_continues_bit_for_bit,
+    steps_lead_downhill,
+    without_a_gradient_weights_stay,
+    the_scheduled_learning_rate_is_used,
+    bfloat16_weights_move_by_float32_masters,
+    a_restored_state_continues_bit_for_bit,
     a_shard_of_a_parameter_steps_as_in_the_full_one,
-)  # fmt: skip
-"""Leave out the last check for an optimizer that needs whole matrices, and train it only in layouts that shard none (`shard: none`)."""
+)
+"""Leave out the last check for an optimizer that needs whole matrices, and train it only in layouts that shard none
+(`shard: none`).
+"""

@@ -14,7 +14,9 @@ from braidrl.training.loading import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 USUAL_SLOTS, USUAL_TOKENS = 64, 8192
-"""Default rows decoded at once and default tokens of a micro-batch, if neither the user nor the device's memory decides them."""
+"""Default rows decoded at once and default tokens of a micro-batch, if neither the user nor the device's memory decides
+them.
+"""
 MOST_SLOTS = 1024
 """Rows of an engine beyond which decoding hardly gets faster."""
 HIGHEST_USUAL_RATE = 0.01
@@ -117,6 +119,7 @@ def unusual_rates(config: Config, flow: Flow) -> list[str]:
         rate, most = settings.learning_rate, HIGHEST_USUAL_RATE * (10 if settings.lora else 1)
         if rate > most:
             lines.append(
-                f"the learning rate of {role} is {rate:g}; RL trains at 1e-7 to 1e-4, and beyond {most:g} AdamW rarely learns"
+                f"the learning rate of {role} is {rate:g}; RL trains at 1e-7 to 1e-4, and beyond {most:g} AdamW "
+                "rarely learns"
             )
     return lines

@@ -37,7 +37,9 @@ class Box:
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, tensor: Tensor, held: "Box | None" = None) -> Tensor:
-        """Return this block as a view of the global tensor, or of a tensor that holds only the block `held`, which contains it."""
+        """Return this block as a view of the global tensor, or of a tensor that holds only the block `held`, which
+        contains it.
+        """
         if held is None:
             return tensor[self.slices]
         inside = tuple(at - start for at, start in zip(self.offsets, held.offsets, strict=True))
@@ -99,11 +101,16 @@ DIMENSIONS: dict[tuple[str, str], int] = {
     ("rowwise", "weight"): 1,
     ("embedding_rowwise", "weight"): 0,
 }
-"""The sharded dimension by (the module's style in the model's plan, the tensor's own name). All other tensors are replicated."""
+"""The sharded dimension by (the module's style in the model's plan, the tensor's own name).
+
+All other tensors are replicated.
+"""
 
 
 def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank: int, ranks: int) -> dict[str, Box]:
-    """Return a tensor-parallel rank's block of each tensor; `plan` has styles by module name, with `*` for layer numbers."""
+    """Return a tensor-parallel rank's block of each tensor; `plan` has styles by module name, with `*` for layer
+    numbers.
+    """
     found = {}
     for name, shape in shapes.items():
         module, _, own = name.rpartition(".")
@@ -117,7 +124,9 @@ def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank:
 
 
 def chunk(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return (offset, length) of a rank's chunk of a dimension, split as `torch.chunk` does: the last ones may be shorter, or empty."""
+    """Return (offset, length) of a rank's chunk of a dimension, split as `torch.chunk` does: the last ones may be
+    shorter, or empty.
+    """
     each = -(-length // ranks)
     offset = min(rank * each, length)
     return offset, min(each, length - offset)

@@ -63,10 +63,15 @@ class ParameterReader:
     """Reads the parameters of modules on the meta device; a model that is already loaded needs no reads."""
 
     def __init__(
-        self, folder: Path, model: nn.Module, boxes: Mapping[str, Box] | None = None,
+        self,
+        folder: Path,
+        model: nn.Module,
+        boxes: Mapping[str, Box] | None = None,
         files: Mapping[str, Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """Read from `folder`, or from `files` by the model's names; read only the block in `boxes` if the tensor has one."""
+    ) -> None:
+        """Read from `folder`, or from `files` by the model's names; read only the block in `boxes` if the tensor has
+        one.
+        """
         self._folder, self._boxes = folder, boxes or {}
         self._on_meta = {p: name for name, p in model.named_parameters() if p.is_meta}
         # Weak: tied parameters stay tied, and a full tensor is freed once it is sharded.
@@ -98,10 +103,15 @@ KNOWN = {
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     },
-}  # fmt: skip
+}
 
 
 class IndexUnpickler(pickle.Unpickler):
@@ -116,7 +126,9 @@ class IndexUnpickler(pickle.Unpickler):
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Reads a checkpoint folder without arbitrary pickles: the index by `IndexUnpickler`, tensors by torch with `weights_only`."""
+    """Reads a checkpoint folder without arbitrary pickles: the index by `IndexUnpickler`, tensors by torch with
+    `weights_only`.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:

@@ -1,10 +1,11 @@
-"""Weight versions that engines of other processes ask for, device to device: NCCL on CUDA, gloo on a CPU, or another transport.
+"""Weight versions that engines of other processes ask for, device to device: NCCL on CUDA, gloo on a CPU, or another
+transport.
 
 engine ──asks──▶ store ──▶ a thread of each trainer rank ──parts──▶ a process group of this transfer alone ──▶ the engine's workers
 
-Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine need crosses to
-it once. An engine that is late is waited for `JOIN_S` seconds, one that is gone not at all. Where senders and receivers have an earlier
-version, only changed values are sent: of bfloat16 weights, few change in a step.
+Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine
+need crosses to it once. An engine that is late is waited for `JOIN_S` seconds, one that is gone not at all. Where
+senders and receivers have an earlier version, only changed values are sent: of bfloat16 weights, few change in a step.
 """
 
 import atexit
@@ -45,7 +46,9 @@ CONNECT_S = 60.0
 END_S = 2.0
 """Seconds that `close` waits for the sending thread."""
 JOINED = tuple[int, int, int]
-"""The number of the transfer that a request joined, the rank of its first receiver there, and the number of its processes."""
+"""The number of the transfer that a request joined, the rank of its first receiver there, and the number of its
+processes.
+"""
 
 
 class TransferError(RuntimeError):
@@ -104,7 +107,9 @@ class WeightOffer:
     def __init__(
         self, ranks: Ranks, host: str, limit_s: float, device: torch.device, transport: str = "collective"
     ) -> None:
-        """Open the store at this machine's address `host`, and start the sending thread; `limit_s` is for a transfer. CUDA selects NCCL."""
+        """Open the store at this machine's address `host`, and start the sending thread; `limit_s` is for a transfer.
+        CUDA selects NCCL.
+        """
         self.device = current_device(device.type == "cuda")
         self.ranks, self.sent_bytes = ranks, 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
@@ -184,7 +189,9 @@ class WeightOffer:
             number += 1
 
     def _next_transfer(self, store: dist.Store, number: int) -> WeightRequest | None:
-        """Form a transfer for the first engine whose workers are all there, and for others that ask for the same; None if there is none."""
+        """Form a transfer for the first engine whose workers are all there, and for others that ask for the same; None
+        if there is none.
+        """
         now, requests = time.monotonic(), self._requests
         # The content of a number follows it, unless the asking process has died between the two.
         last, self._last_request = self._last_request, store.add("asked", 0)
@@ -228,7 +235,8 @@ class OfferedWeights(Senders):
     def asked(self, receivers: int, held: "OfferedWeights | None" = None) -> Iterator[TransferNotice]:
         """Ask for the version; yield the notice for its `receivers` workers. Cancel the request if the caller fails.
 
-        With `held`, the version that the workers hold, changed values alone are sent if the senders still have that version too.
+        With `held`, the version that the workers hold, changed values alone are sent if the senders still have that
+        version too.
         """
         known, store = held.version if held is not None and held.secret == self.secret else None, self.store()
         number = store.add("asked", 1)
@@ -255,7 +263,10 @@ class OfferedWeights(Senders):
             yield from Incoming(notice, 0, current_device(self.cuda)).tensors()
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
-        """Receive into the parts of a model, which all of its `ranks` do at the same time. Raises as `Incoming.put_into`."""
+        """Receive into the parts of a model, which all of its `ranks` do at the same time.
+
+        Raises as `Incoming.put_into`.
+        """
         ranks, device = ranks or Ranks(), next(part.tensor.device for part in parts.values())
         with self.asked(ranks.size) if ranks.rank == 0 else nullcontext() as asked:
             notice, *_ = ranks.all_gather("weights on offer", asked, TransferNotice | None)
@@ -276,7 +287,10 @@ class Incoming:
         self.device = device if self.notice.cuda else torch.device("cpu")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor under each of its names, holding in memory only the tensors of a round. Raises TransferError."""
+        """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
+
+        Raises TransferError.
+        """
         with self._joined(lambda held: held.tensors) as transfer:
             known = transfer.known.tensors
             arriving = Arriving(known, self.device)
@@ -289,9 +303,11 @@ class Incoming:
     def put_into(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
     ) -> TransferVolume:
-        """Receive into a worker's own parts; with `shapes`, all tensors of the model by every name, check that all are sent.
+        """Receive into a worker's own parts; with `shapes`, all tensors of the model by every name, check that all are
+        sent.
 
-        Raises TransferError if a sender died or timed out, and ValueError, before any change, if the weights are another model's.
+        Raises TransferError if a sender died or timed out, and ValueError, before any change, if the weights are
+        another model's.
         """
         differs = list[ValueError]()
 
@@ -314,7 +330,9 @@ class Incoming:
     def _joined(
         self, wanted: Callable[[ShardIndex], Mapping[str, WeightPart]], before: Mapping[str, WeightPart] | None = None
     ) -> Iterator[WeightTransfer]:
-        """Join the transfer that the senders form once all workers of this request are there; leave it when all have their copies."""
+        """Join the transfer that the senders form once all workers of this request are there; leave it when all have
+        their copies.
+        """
         notice, meeting = self.notice, None
         store = notice.store()
         request = dist.PrefixStore(str(notice.number), store)
@@ -365,16 +383,22 @@ def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) 
 
 @contextmanager
 def transfer_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, senders: Senders, parts: Mapping[str, WeightPart],
-    wanted: Callable[[ShardIndex], Mapping[str, WeightPart]], before: Mapping[str, WeightPart] | None,
-) -> Iterator[WeightTransfer]:  # fmt: skip
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    senders: Senders,
+    parts: Mapping[str, WeightPart],
+    wanted: Callable[[ShardIndex], Mapping[str, WeightPart]],
+    before: Mapping[str, WeightPart] | None,
+) -> Iterator[WeightTransfer]:
     """Join the processes of one transfer when all are there, plan it, and leave when all have finished their copies.
 
     Only then may senders change their tensors. A failed transfer leaves no state behind. Senders have the lower ranks.
 
-    This process sends its `parts`, and receives those `wanted` of the tensors that the senders have, by buffers on `device`. `before` are
-    the parts of the version before, at senders; an empty mapping at receivers that hold it. Raises TransferError if a sender fails, or if
-    processes are missing after the time limit.
+    This process sends its `parts`, and receives those `wanted` of the tensors that the senders have, by buffers on
+    `device`. `before` are the parts of the version before, at senders; an empty mapping at receivers that hold it.
+    Raises TransferError if a sender fails, or if processes are missing after the time limit.
     """
     if store.add("here", 1) == size:
         store.set("complete", "")
@@ -398,7 +422,9 @@ def transfer_group(
 
 @dataclass
 class CollectivePublisher:
-    """A publisher that offers the trainer's own tensors to engine workers while they are current; no intermediate copy."""
+    """A publisher that offers the trainer's own tensors to engine workers while they are current; no intermediate
+    copy.
+    """
 
     offer: WeightOffer
     parts: Parts

@@ -1,4 +1,5 @@
-"""Weights in a safetensors file, in shared memory or on disk: the general fallback, and the only path to servers of other projects.
+"""Weights in a safetensors file, in shared memory or on disk: the general fallback, and the only path to servers of
+other projects.
 
 rank 0   its blocks ╮
 rank 1   its blocks ┼──▶ model.safetensors ──▶ an embedded engine of the machine uses its pages; others copy what they need
@@ -42,11 +43,16 @@ METADATA = "__metadata__"
 WORD = 8
 """Bytes of the length at the start of the file."""
 ALIGNED = 64
-"""The alignment of torch's own memory in bytes. The header is padded to it; tensors keep it while sizes are multiples of it."""
+"""The alignment of torch's own memory in bytes.
+
+The header is padded to it; tensors keep it while sizes are multiples of it.
+"""
 
 
 class WeightFile:
-    """One version in a safetensors file, valid until it is closed; its metadata maps other names of tied tensors to the stored name."""
+    """One version in a safetensors file, valid until it is closed; its metadata maps other names of tied tensors to the
+    stored name.
+    """
 
     def __init__(self, path: Path | str, close: Callable[[], object] = lambda: None) -> None:
         """Read the file at `path`; `close` frees it if this process created it."""
@@ -57,7 +63,9 @@ class WeightFile:
         """True if the file holds the adapters of a model alone."""
 
     def parts(self) -> dict[str, WeightPart]:
-        """Return the tensors as parts in one mapping of the file: what is written to them is this process's own, and the file stays."""
+        """Return the tensors as parts in one mapping of the file: what is written to them is this process's own, and
+        the file stays.
+        """
         with open(self.path, "rb") as file:
             header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(WORD), "little")))
             begin = file.tell()
@@ -83,7 +91,10 @@ class WeightFile:
         return {name: tensor.shape for name, tensor in self.tensors()}
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
-        """Write this version into a model's parts, each rank alone. Raises ValueError, before any change, if they are another model's."""
+        """Write this version into a model's parts, each rank alone.
+
+        Raises ValueError, before any change, if they are another model's.
+        """
         given = dict(self.tensors())
         check_parts({name: tensor.shape for name, tensor in given.items()}, parts)
         for name, part in parts.items():
@@ -93,7 +104,10 @@ class WeightFile:
 def stored_weights(
     tensors: Iterable[tuple[str, Tensor]], repeat: bool = False, within: Path | None = None
 ) -> WeightFile:
-    """Return a file with copies of full tensors, placed as a `WeightWriter`'s. Raises OSError if its folder is missing or full."""
+    """Return a file with copies of full tensors, placed as a `WeightWriter`'s.
+
+    Raises OSError if its folder is missing or full.
+    """
     parts = full_parts(tensors)
     return WeightWriter(parts, Ranks(), repeat, within).write(parts)
 
@@ -102,13 +116,18 @@ class WeightWriter:
     """A weight file's plan, which ranks execute together for each version."""
 
     def __init__(
-        self, parts: Mapping[str, WeightPart], ranks: Ranks, repeat: bool = False, within: Path | None = None,
+        self,
+        parts: Mapping[str, WeightPart],
+        ranks: Ranks,
+        repeat: bool = False,
+        within: Path | None = None,
         adapter: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plan the file; all ranks call this, and `write`, at the same time.
 
-        With `repeat` it is for servers: in a folder below `within`, with tied tensors under every name. Else it is in shared memory, with
-        `adapter`, the text of `adapter_config.json`, in a folder there in peft's format: the parts are adapters.
+        With `repeat` it is for servers: in a folder below `within`, with tied tensors under every name. Else it is in
+        shared memory, with `adapter`, the text of `adapter_config.json`, in a folder there in peft's format: the parts
+        are adapters.
         """
         self.ranks, self.adapter = ranks, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
@@ -128,7 +147,8 @@ class WeightWriter:
         """The file's header: the bytes of each tensor in `tensors`, counted from its end."""
         self.tensors, self.size = {name: part.local for name, part in known.tensors.items()}, 0
         stored = self.tensors | {name: self.tensors[same] for name, same in self.repeated.items()}
-        # By descending element size, so that each is aligned; else in the model's order: a decoder joins neighbours without a copy.
+        # By descending element size, so that each is aligned; else in the model's order: a decoder joins neighbours
+        # without a copy.
         for name, tensor in sorted(stored.items(), key=lambda one: -one[1].itemsize):
             start, self.size = self.size, self.size + tensor.nbytes
             offsets = [start, self.size]
@@ -144,8 +164,8 @@ class WeightWriter:
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
         """Write this version; the machine's leader frees its file by `close`.
 
-        `named` is the path of a file that outlives this process; by default the file is unlinked, or in a temporary folder. Raises OSError
-        on every rank if a machine's memory is full or its folder is missing.
+        `named` is the path of a file that outlives this process; by default the file is unlinked, or in a temporary
+        folder. Raises OSError on every rank if a machine's memory is full or its folder is missing.
         """
         with ExitStack() as made:
             path = self._create(made, named)
@@ -171,7 +191,9 @@ class WeightWriter:
             return WeightFile(path, made.pop_all().close)
 
     def _create(self, made: ExitStack, named: Path | None) -> Path:
-        """Create the file on each machine's leader, with its header and space for all tensors; return this machine's path."""
+        """Create the file on each machine's leader, with its header and space for all tensors; return this machine's
+        path.
+        """
         said, for_servers = dict[str, Any](), self.in_folder and self.adapter is None
         header = json.dumps(self.header).encode()
         header += b" " * (-(WORD + len(header)) % ALIGNED)

@@ -3,7 +3,8 @@
                        training tensor=4, generation tensor=2
 rank                   0      1      2      3
 trains                 q0     q1     q2     q3
-interval               q0 q1  q0 q1  q2 q3  q2 q3      groups (0, 2), (1, 3): a rank's training slice is part of its generation slice
+interval               q0 q1  q0 q1  q2 q3  q2 q3      groups (0, 2), (1, 3): a rank's training slice is part of its
+                       generation slice
 neighbour, gather      q0 q1  q2 q3  q0 q1  q2 q3      groups (0, 1), (2, 3): ranks 1 and 2 must hold both
 
 The generation groups within one copy of the training model are micro data-parallel ranks: each decodes its own rows.
@@ -52,17 +53,20 @@ class GenerationLayout:
         axes = f"training has pipeline={training.pipeline}, tensor={training.tensor}"
         if self.grouping == "interval" and not self.nests(training):
             raise UserError(
-                f"rollout.grouping=interval: {axes}, which pipeline={self.pipeline}, tensor={self.tensor} of rollout do not divide; "
+                f"rollout.grouping=interval: {axes}, which pipeline={self.pipeline}, tensor={self.tensor} of rollout "
+                "do not divide; "
                 "write numbers that do, or remove it"
             )
         if self.grouping == "neighbour" and training.shard != "none":
             raise UserError(
-                f"rollout.grouping=neighbour gathers each copy of the model among its own ranks, and shard={training.shard} divides it "
+                "rollout.grouping=neighbour gathers each copy of the model among its own ranks, and "
+                f"shard={training.shard} divides it "
                 "among all; write grouping=gather"
             )
         if self.grouping == "gather" and (training.shard != "full" or training.nodes > 1):
             raise UserError(
-                f"rollout.grouping=gather gathers the model from all ranks, and shard={training.shard}, nodes={training.nodes} leaves "
+                f"rollout.grouping=gather gathers the model from all ranks, and shard={training.shard}, "
+                f"nodes={training.nodes} leaves "
                 "copies of it; write shard=full and nodes=1, or grouping=interval"
             )
 

@@ -30,7 +30,9 @@ from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy, WeightTransfer
 
 @dataclass
 class InPlacePublisher:
-    """A publisher for an engine of this process: the engine shares the trainer's weights, or they are copied into its own."""
+    """A publisher for an engine of this process: the engine shares the trainer's weights, or they are copied into its
+    own.
+    """
 
     engine: PublishedEngine | None
     """None on a rank that only sends to others."""
@@ -57,7 +59,10 @@ class EngineWeights:
 
     @torch.no_grad()
     def refresh(self, source: WeightSource | None = None) -> None:
-        """Load the tensors of `source`, if any. Raises ValueError, before any change, if they are not exactly the model's."""
+        """Load the tensors of `source`, if any.
+
+        Raises ValueError, before any change, if they are not exactly the model's.
+        """
         targets = self.model.state_dict(keep_vars=True)
         shapes = {name: tensor.shape for name, tensor in targets.items()}
         if isinstance(source, OfferedWeights):
@@ -78,7 +83,9 @@ class EngineWeights:
 
 
 def is_alike(own: Tensor, given: Tensor) -> bool:
-    """Return whether a mapped tensor can replace a module's: on a CPU, of its type, and aligned as torch aligns memory."""
+    """Return whether a mapped tensor can replace a module's: on a CPU, of its type, and aligned as torch aligns
+    memory.
+    """
     return own.device == given.device and own.dtype == given.dtype and given.data_ptr() % ALIGNED == 0
 
 
@@ -86,14 +93,21 @@ class GenerationWeights:
     """One rank's generation weights, in device memory only during generation; all ranks enter at the same time."""
 
     def __init__(
-        self, trained: Parts, training: ParallelLayout, ranks: Ranks, generated: Parts, layout: GenerationLayout,
-        limit_bytes: int = LIMIT_BYTES, occupy: Callable[[UntypedStorage, int], None] = occupy,
+        self,
+        trained: Parts,
+        training: ParallelLayout,
+        ranks: Ranks,
+        generated: Parts,
+        layout: GenerationLayout,
+        limit_bytes: int = LIMIT_BYTES,
+        occupy: Callable[[UntypedStorage, int], None] = occupy,
         empty: Callable[[UntypedStorage], None] = empty,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Plan the transfer, and free the generation weights.
 
-        `trained` parts hold the weights outside generation. `training` has its `data` filled in; the grouping of `layout` decides what a
-        rank receives, at most `limit_bytes` in one round. `occupy` allocates a generation storage again, which `empty` has freed.
+        `trained` parts hold the weights outside generation. `training` has its `data` filled in; the grouping of
+        `layout` decides what a rank receives, at most `limit_bytes` in one round. `occupy` allocates a generation
+        storage again, which `empty` has freed.
         """
         self._trained, self._generated, self._occupy, self._empty = trained, generated, occupy, empty
         self._gathers = layout.grouping in ("neighbour", "gather")
@@ -128,10 +142,11 @@ class GenerationWeights:
 
     @torch.no_grad()
     def enter(self) -> TransferVolume | None:
-        """Bring the current weights to the generation layout; all ranks call this at the same time. Return None if they are there.
+        """Bring the current weights to the generation layout; all ranks call this at the same time. Return None if they
+        are there.
 
-        Either gather every tensor and cut the slices out, or copy training slices into the generation tensors, free the originals, and
-        receive the rest.
+        Either gather every tensor and cut the slices out, or copy training slices into the generation tensors, free the
+        originals, and receive the rest.
         """
         if self.generating:
             return None

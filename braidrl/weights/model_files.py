@@ -4,9 +4,9 @@
     experts.0.up_proj.weight   ┼──transformers' conversions──▶ experts.gate_up_proj        the hub's names ──▶ the module's
     experts.1.gate_proj.weight ╯
 
-Reading a tensor reads only its sources. `HubNames` does the reverse, tensor by tensor, for engines; transformers' `save_pretrained` does
-it for checkpoints. Weights in FP8 with block scales
-(`NAME_scale_inv`) and experts in MXFP4 (`NAME_blocks`, `NAME_scales`) are dequantised.
+Reading a tensor reads only its sources. `HubNames` does the reverse, tensor by tensor, for engines; transformers'
+`save_pretrained` does it for checkpoints. Weights in FP8 with block scales (`NAME_scale_inv`) and experts in MXFP4
+(`NAME_blocks`, `NAME_scales`) are dequantised.
 """
 
 import json
@@ -78,7 +78,9 @@ class ModelFiles(WeightFiles):
         return self._shapes[name] if name in self._shapes else self._stored_shape(name)
 
     def _read(self, name: str) -> Tensor:
-        """Read one stored tensor, dequantised: FP8 in float32, with a scale per block of (N, K) or one for all; MXFP4 in bfloat16."""
+        """Read one stored tensor, dequantised: FP8 in float32, with a scale per block of (N, K) or one for all; MXFP4
+        in bfloat16.
+        """
         stored = {
             own: self._stored[own].get_tensor(own)
             for own in (name, name + SCALE, name + BLOCKS, name + SCALES)
@@ -108,7 +110,8 @@ def planned(
 ) -> dict[str, tuple[Any, Inputs]]:
     """Return by target name the conversion that makes it, and its inputs, in the order of the numbers in names.
 
-    `about` is the base model's prefix and state, where the sources are the hub's names; in `reverse` they are the model's own.
+    `about` is the base model's prefix and state, where the sources are the hub's names; in `reverse` they are the
+    model's own.
     """
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]

@@ -1,6 +1,7 @@
 """Publishers: bring a version of a role's weights to its engines, in three ways behind one protocol.
 
-in_place      engine and trainer share a process      the same tensors if dtype and slices are equal, else copied in rounds
+in_place      engine and trainer share a process      the same tensors if dtype and slices are equal, else copied in
+              rounds
 collective    they share a process group              each worker receives its own slices, device to device
 file          they share a folder                     ranks write safetensors together; engines and servers read it
 
@@ -18,15 +19,19 @@ from braidrl.cluster.world import Ranks
 from braidrl.importing import PluginRegistry
 
 TRANSPORTS = PluginRegistry(
-    "weight transport", {"collective": "braidrl.weights.transfer:GroupTransport"}, arguments=("ranks", "device"),
+    "weight transport",
+    {"collective": "braidrl.weights.transfer:GroupTransport"},
+    arguments=("ranks", "device"),
     methods=("exchange", "close"),
-)  # fmt: skip
+)
 """The ways in which the collective publisher moves bytes between processes."""
 
 
 @dataclass
 class TransferVolume:
-    """Bytes that one rank sent, received and copied locally (`stayed`), its largest buffer (`peak`), rounds and seconds."""
+    """Bytes that one rank sent, received and copied locally (`stayed`), its largest buffer (`peak`), rounds and
+    seconds.
+    """
 
     sent: int = 0
     received: int = 0
@@ -57,7 +62,9 @@ class PublishedEngine(Protocol):
     """The part of an engine that a publisher uses."""
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with the weights of `source` from now on; without one, with those already copied into its own tensors."""
+        """Generate with the weights of `source` from now on; without one, with those already copied into its own
+        tensors.
+        """
 
 
 class Publisher(Protocol):
@@ -77,13 +84,15 @@ class WeightTransport(Protocol):
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        """Connect the processes, by `ranks.all_gather(purpose, value)` or the gloo group `ranks.group`; `device` is that of the bytes."""
+        """Connect the processes, by `ranks.all_gather(purpose, value)` or the gloo group `ranks.group`; `device` is
+        that of the bytes.
+        """
 
     def exchange(self, received: Tensor, sent: Tensor, sizes_in: list[int], sizes_out: list[int]) -> None:
         """Send each process its bytes, and receive from each; all processes call this at the same time.
 
-        `sent` holds `sizes_out` bytes to each process, in their order, and may change once this returns; `received` is filled with
-        `sizes_in` bytes from each. Raises RuntimeError if a process is gone.
+        `sent` holds `sizes_out` bytes to each process, in their order, and may change once this returns; `received` is
+        filled with `sizes_in` bytes from each. Raises RuntimeError if a process is gone.
         """
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""The reshard plan: which blocks each rank sends to and receives from each other rank, to go from one layout to another, in rounds.
+"""The reshard plan: which blocks each rank sends to and receives from each other rank, to go from one layout to
+another, in rounds.
 
 has        rank 0: upper half   rank 1: lower half         wants    rank 0: left half    rank 1: left half
                                                                     ─────────────────────────────────────
@@ -6,9 +7,10 @@ moves      upper left:  0 ─▶ 0 (stays)   0 ─▶ 1      lower left:  1 ─�
 
 node A ─ holder ──once──▶ relay ──▶ other ranks of node B that want the same cell      relays take turns, cell by cell and tensor by tensor
 
-Each rank plans its own moves alone, once per group of tensors that are sharded alike, such as one matrix of all layers. The boxes
-that ranks hold and want cut a tensor into cells. A rank copies the cells that it holds locally; the holders of a cell send it
-round-robin. Pure functions of the two layouts, which the shard index describes: per rank a line for all tensors with the same block.
+Each rank plans its own moves alone, once per group of tensors that are sharded alike, such as one matrix of all layers.
+The boxes that ranks hold and want cut a tensor into cells. A rank copies the cells that it holds locally; the holders
+of a cell send it round-robin. Pure functions of the two layouts, which the shard index describes: per rank a line for
+all tensors with the same block.
 """
 
 import re
@@ -39,7 +41,10 @@ Blocks = Sequence[tuple[int, Box]]
 
 
 class Tensors(NamedTuple):
-    """Tensors that one rank holds with the same block. `names` is compressed text: a line for each tensor, with the names of tied ones."""
+    """Tensors that one rank holds with the same block.
+
+    `names` is compressed text: a line for each tensor, with the names of tied ones.
+    """
 
     names: bytes
     shape: tuple[int, ...]
@@ -49,7 +54,9 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of one shape and dtype that are sharded alike: each rank holds the same block of all, and wants the same block."""
+    """Tensors of one shape and dtype that are sharded alike: each rank holds the same block of all, and wants the same
+    block.
+    """
 
     tensors: Sequence[int]
     """Their indices in the order of all tensors."""
@@ -72,7 +79,9 @@ class ShardIndex:
 
     @cached_property
     def tensors(self) -> dict[str, WeightPart]:
-        """The full tensors by name, on the meta device with all of their names: layer by layer, in the model's order, on every rank."""
+        """The full tensors by name, on the meta device with all of their names: layer by layer, in the model's order,
+        on every rank.
+        """
         found: dict[str, WeightPart] = {}
         every = dict.fromkeys((said.names, said.shape, said.dtype) for own in self.ranks for said in own)
         for text, shape, dtype in every:
@@ -88,7 +97,10 @@ class ShardIndex:
         return {name: found[name] for name in sorted(found, key=place_of)}
 
     def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
-        """Return groups of tensors that are sharded alike, here and in `wanted`. Raises ValueError if a wanted one is on no rank."""
+        """Return groups of tensors that are sharded alike, here and in `wanted`.
+
+        Raises ValueError if a wanted one is on no rank.
+        """
         blocks: dict[tuple[tuple[int, ...], bytes], tuple[list[tuple[int, Box]], list[tuple[int, Box]]]] = {}
         for side, index in enumerate((self, wanted)):
             for rank, own in enumerate(index.ranks if index else ()):
@@ -161,9 +173,11 @@ class Piece(NamedTuple):
 
 
 class Moves:
-    """One rank's moves in one direction: a block of a tensor each, sorted by stream, tensor and cell, which both ends can derive.
+    """One rank's moves in one direction: a block of a tensor each, sorted by stream, tensor and cell, which both ends
+    can derive.
 
-    A stream is what goes to, or comes from, one peer and is passed on to the same ranks. Each round has an equal part of each stream.
+    A stream is what goes to, or comes from, one peer and is passed on to the same ranks. Each round has an equal part
+    of each stream.
     """
 
     def __init__(self, blocks: Sequence[MovedBlock], item_bytes: int) -> None:
@@ -228,7 +242,10 @@ class RankPlan:
             yield from (piece._replace(peer=relay, onward=()) for piece in moves.pieces(number, rounds))
 
     def rounds_needed(self, limit_bytes: int) -> int:
-        """Return the rounds that keep each direction of a rank within `limit_bytes`. Raises ValueError below one element per stream."""
+        """Return the rounds that keep each direction of a rank within `limit_bytes`.
+
+        Raises ValueError below one element per stream.
+        """
         needed, item = 0, self.sends.item_bytes
         relayed = [*self.relayed.values()]
         for every, passes_on in (([self.sends], 0), ([self.receives], 0), ([self.receives], 1), (relayed, 0)):
@@ -251,8 +268,9 @@ def plan_moves(
 ) -> RankPlan:
     """Plan one rank's moves, so that each rank receives every element that it wants exactly once.
 
-    An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the others there.
-    The tensors of all `groups` have elements of one size. Raises ValueError if a wanted element is on no rank.
+    An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the
+    others there. The tensors of all `groups` have elements of one size. Raises ValueError if a wanted element is on no
+    rank.
     """
     stays, relayed = dict[int, list[Box]](), dict[int, list[MovedBlock]]()
     sends, receives = list[MovedBlock](), list[MovedBlock]()
@@ -271,8 +289,8 @@ def plan_moves(
 class Cells:
     """The cells of a tensor group, cut by the edges of all blocks.
 
-    `holds` marks the ranks that hold a cell, `needs` those that want it and do not hold it: (cells, places), with a place per rank. Places
-    are in the order of machines.
+    `holds` marks the ranks that hold a cell, `needs` those that want it and do not hold it: (cells, places), with a
+    place per rank. Places are in the order of machines.
     """
 
     def __init__(self, group: TensorGroup, machines: Sequence[Hashable]) -> None:
@@ -321,8 +339,8 @@ class Cells:
     def moves_of(self, rank: int, number: int) -> Iterator[tuple[int, int, MovedBlock]]:
         """Yield giver, receiver and block of the moves from a rank, to it, and to relays that pass a cell on to it.
 
-        Holders of a cell on the receiver's machine give it in turn. If there are none, all holders give it, to one rank of each machine in
-        turn. Each tensor continues the turns of the last; `number` of the group offsets them.
+        Holders of a cell on the receiver's machine give it in turn. If there are none, all holders give it, to one rank
+        of each machine in turn. Each tensor continues the turns of the last; `number` of the group offsets them.
         """
         own, tensors = int(np.flatnonzero(self.ranks == rank)[0]), np.arange(len(self.tensors))
         here = int(np.searchsorted(self.firsts, own, "right")) - 1
@@ -358,7 +376,9 @@ class Cells:
 
 
 def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, Box]]:
-    """Divide each block of a group's tensors equally among the `ranks` that hold it, or among all if none does; they write one file."""
+    """Divide each block of a group's tensors equally among the `ranks` that hold it, or among all if none does; they
+    write one file.
+    """
     place_of = {rank: place for place, rank in enumerate(ranks)}
     held = [(place_of[rank], box) for rank, box in group.held if rank in place_of]
     cells = Cells(replace(group, held=held, wanted=()), [None] * len(ranks))

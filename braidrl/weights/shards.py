@@ -1,4 +1,6 @@
-"""A rank's part of each tensor: a plain tensor, a DTensor's local shard, or a weight with an adapter; and the memory under it."""
+"""A rank's part of each tensor: a plain tensor, a DTensor's local shard, or a weight with an adapter; and the memory
+under it.
+"""
 
 import ctypes
 import mmap
@@ -47,9 +49,13 @@ def as_dtensor(local: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -75,7 +81,8 @@ def empty(storage: UntypedStorage) -> None:
     if storage.is_cuda:
         storage.resize_(0)
         return
-    # Torch refuses to resize a storage that numpy has seen, as after any checkpoint. Freed pages of a mapped file show the file again.
+    # Torch refuses to resize a storage that numpy has seen, as after any checkpoint. Freed pages of a mapped file show
+    # the file again.
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if first >= last:
@@ -148,7 +155,9 @@ class WeightPart:
         return box.of(self.local, self.box)
 
     def merged(self) -> "WeightPart":
-        """Return this part as a plain tensor with its adapter merged; all ranks of a sharded tensor call this at the same time."""
+        """Return this part as a plain tensor with its adapter merged; all ranks of a sharded tensor call this at the
+        same time.
+        """
         local = local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
         return WeightPart(self.names, local, (self.shape, self.box))
 
@@ -169,7 +178,9 @@ Parts = Callable[[], Mapping[str, WeightPart]]
 def weight_parts(
     model: nn.Module | Mapping[str, Tensor | AdaptedTensor], slices: Slices | None = None
 ) -> dict[str, WeightPart]:
-    """Return this rank's parts of a module, or of tensors by all of their names; `slices` describe a model of sharded plain tensors."""
+    """Return this rank's parts of a module, or of tensors by all of their names; `slices` describe a model of sharded
+    plain tensors.
+    """
     named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     parts = {}
     for names, tensor in by_tensor(named):
@@ -194,5 +205,7 @@ def check_parts(given: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]
 
 
 def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
-    """Return copies of parts on their devices, with adapters merged; all ranks of a sharded model call this at the same time."""
+    """Return copies of parts on their devices, with adapters merged; all ranks of a sharded model call this at the same
+    time.
+    """
     return {name: replace(own := part.merged(), tensor=own.local.clone()) for name, part in parts.items()}

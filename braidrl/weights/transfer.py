@@ -3,8 +3,9 @@
 trainer rank 0 ─ its parts ╮                                                          ╭─▶ rank 2   its parts of another model
 trainer rank 1 ─ its parts ┴─plan─▶ rounds of one all-to-all each, of bounded bytes ──┴─▶ rank 3   its parts
 
-Ranks exchange their shard indices once. Each rank then plans its own moves, and all agree on the number of rounds. Where ranks of a
-machine share what comes from another, each round has a second all-to-all, in which relays pass on what they received in the first.
+Ranks exchange their shard indices once. Each rank then plans its own moves, and all agree on the number of rounds.
+Where ranks of a machine share what comes from another, each round has a second all-to-all, in which relays pass on what
+they received in the first.
 """
 
 import time
@@ -47,20 +48,30 @@ class WeightTransfer:
     """A planned transfer between two layouts over the same ranks, run once per version."""
 
     def __init__(
-        self, known: ShardIndex, groups: Sequence[TensorGroup], ranks: Ranks, limit_bytes: int = LIMIT_BYTES,
-        device: torch.device | None = None, transport: WeightTransport | None = None,
-    ) -> None:  # fmt: skip
-        """Plan this rank's moves of the `known` tensors to the blocks that the `groups` want; all ranks call this at the same time.
+        self,
+        known: ShardIndex,
+        groups: Sequence[TensorGroup],
+        ranks: Ranks,
+        limit_bytes: int = LIMIT_BYTES,
+        device: torch.device | None = None,
+        transport: WeightTransport | None = None,
+    ) -> None:
+        """Plan this rank's moves of the `known` tensors to the blocks that the `groups` want; all ranks call this at
+        the same time.
 
-        A rank sends, and receives, at most `limit_bytes` in one all-to-all, in buffers on `device`, by default that of its parts. The
-        `transport` moves the bytes, by default the ranks' process group. Raises ValueError if a wanted block is on no rank.
+        A rank sends, and receives, at most `limit_bytes` in one all-to-all, in buffers on `device`, by default that of
+        its parts. The `transport` moves the bytes, by default the ranks' process group. Raises ValueError if a wanted
+        block is on no rank.
         """
         self.known, self.ranks, self.device = known, ranks, device
         self.names = list(known.tensors)
         self.dtypes = [part.tensor.dtype for part in known.tensors.values()]
         self.transport = transport or GroupTransport(ranks, torch.device("cpu"))
         self.before: Mapping[str, WeightPart] | None = None
-        """This rank's source parts of the version that all targets hold: changed values alone are moved. None: all values are."""
+        """This rank's source parts of the version that all targets hold: changed values alone are moved.
+
+        None: all values are.
+        """
         self.traffic = TransferVolume()
         """The bytes that this rank moved in the last run."""
         self._buffers = dict[str, Tensor]()
@@ -89,23 +100,25 @@ class WeightTransfer:
         return values
 
     def _place_tensors(self, counts: Sequence[int]) -> None:
-        """Find for each round the tensors that it needs first (`_opened`) or last (`_closed`), or completes on this rank (`arrivals`).
+        """Find for each round the tensors that it needs first (`_opened`) or last (`_closed`), or completes on this
+        rank (`arrivals`).
 
-        The first round is equal on all ranks: ranks that shard an adapter merge it together, whether or not they send any of it.
+        The first round is equal on all ranks: ranks that shard an adapter merge it together, whether or not they send
+        any of it.
         """
-        tensors, begun = len(self.names), 0
+        tensors, started = len(self.names), 0
         first, last = torch.full((tensors,), self.rounds), torch.full((tensors,), -1)
         arrives = torch.zeros(tensors, dtype=torch.int64)
         for plan, count in zip(self.plans, counts, strict=True):
             opens, closes = map(torch.from_numpy, plan.sends.first_and_last(count, tensors))
-            first = torch.where(opens < count, opens + begun, first)
-            last = torch.maximum(last, closes + begun)
+            first = torch.where(opens < count, opens + started, first)
+            last = torch.maximum(last, closes + started)
             for arriving in (plan.receives, *plan.relayed.values()):
                 closes = torch.from_numpy(arriving.first_and_last(count, tensors)[1])
-                arrives = torch.where(closes >= 0, torch.maximum(arrives, closes + begun), arrives)
+                arrives = torch.where(closes >= 0, torch.maximum(arrives, closes + started), arrives)
             for tensor in plan.stays:
                 first[tensor] = min(int(first[tensor]), tensor * self.rounds // tensors)
-            begun += count
+            started += count
         first = self._agreed(first, dist.ReduceOp.MIN)
 
         def by_round(rounds: Tensor) -> list[list[int]]:
@@ -119,7 +132,9 @@ class WeightTransfer:
         self.arrivals = [[self.names[tensor] for tensor in some] for some in by_round(arrives)]
 
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> TransferVolume:
-        """Move the weights from this rank's source parts into its target parts; every rank calls this at the same time."""
+        """Move the weights from this rank's source parts into its target parts; every rank calls this at the same
+        time.
+        """
         for _ in self.steps(parts, into):
             pass
         return self.traffic
@@ -127,7 +142,7 @@ class WeightTransfer:
     @torch.no_grad()
     def steps(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> Iterator[int]:
         """Move the weights as `run` does; yield the number of each finished round."""
-        begun, self.traffic = time.perf_counter(), TransferVolume(rounds=len(self.exchanges))
+        started, self.traffic = time.perf_counter(), TransferVolume(rounds=len(self.exchanges))
         # A rank with nothing to send in a round still takes part, on its own device.
         device = self.device or next(part.tensor.device for part in (*parts.values(), *into.values()))
         sources = dict[str, WeightPart]()
@@ -147,7 +162,7 @@ class WeightTransfer:
                         self._take(plan.passed(step, count), received, sizes, into)
                 for tensor in self._closed[number]:
                     sources.pop(self.names[tensor], None)
-            self.traffic.seconds = time.perf_counter() - begun
+            self.traffic.seconds = time.perf_counter() - started
             yield number
         self._buffers.clear()
 
@@ -165,7 +180,9 @@ class WeightTransfer:
     def _send(
         self, plan: RankPlan, step: int, count: int, sources: Mapping[str, WeightPart], device: torch.device
     ) -> tuple[Tensor, list[int]]:
-        """Exchange all values of a round's pieces, whose sizes both ends know; return what came, and the bytes from each peer."""
+        """Exchange all values of a round's pieces, whose sizes both ends know; return what came, and the bytes from
+        each peer.
+        """
         pieces = list(plan.sends.pieces(step, count))
         sizes_out, sizes_in = [0] * self.ranks.size, [0] * self.ranks.size
         for some, sizes in ((pieces, sizes_out), (plan.receives.pieces(step, count), sizes_in)):
@@ -183,7 +200,9 @@ class WeightTransfer:
     def _send_changes(
         self, plan: RankPlan, step: int, count: int, sources: Mapping[str, WeightPart], device: torch.device
     ) -> tuple[Tensor, list[int]]:
-        """Exchange changed values: for each piece their number, their places in it, and the values; or -1 and all values."""
+        """Exchange changed values: for each piece their number, their places in it, and the values; or -1 and all
+        values.
+        """
         messages: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
         for piece in plan.sends.pieces(step, count):
             name = self.names[piece.tensor]
@@ -192,7 +211,9 @@ class WeightTransfer:
         return self._swap(messages, device, "changes")
 
     def _swap(self, messages: Sequence[Sequence[Tensor]], device: torch.device, name: str) -> tuple[Tensor, list[int]]:
-        """Exchange messages, each of several tensors of bytes, whose sizes the receivers do not know; return them and their sizes."""
+        """Exchange messages, each of several tensors of bytes, whose sizes the receivers do not know; return them and
+        their sizes.
+        """
         sizes_out, coming = [sum(map(len, own)) for own in messages], torch.empty(len(messages), dtype=torch.int64)
         dist.all_to_all_single(coming, torch.tensor(sizes_out), group=self.ranks.group)
         sizes_in, sent = coming.tolist(), self._buffer(f"{name}, sent", sum(sizes_out), device)
@@ -228,7 +249,7 @@ class WeightTransfer:
             return (found.clone() if start % dtype.itemsize else found).view(dtype)
 
         for piece in pieces:
-            part, dtype, begun = into[self.names[piece.tensor]], self.dtypes[piece.tensor], ends[piece.peer]
+            part, dtype, started = into[self.names[piece.tensor]], self.dtypes[piece.tensor], ends[piece.peer]
             count = -1 if self.before is None else int(read(piece.peer, 1, torch.int64))
             if count < 0:
                 part.put(read(piece.peer, piece.box.elements, dtype).view(piece.box.sizes), piece.box)
@@ -236,12 +257,14 @@ class WeightTransfer:
                 places = torch.unravel_index(read(piece.peer, count, PLACE).long(), piece.box.sizes)
                 part.block(piece.box)[places] = read(piece.peer, count, dtype).to(part.local)
             for peer in piece.onward:
-                onward[peer].append(received[begun : ends[piece.peer]])
+                onward[peer].append(received[started : ends[piece.peer]])
         return onward
 
 
 def changes(new: Tensor, old: Tensor) -> list[Tensor]:
-    """Return as bytes the number of values that differ, their places and the values; or -1 and all values if these are fewer bytes."""
+    """Return as bytes the number of values that differ, their places and the values; or -1 and all values if these are
+    fewer bytes.
+    """
     new, old, bits = new.flatten(), old.flatten(), BITS[new.itemsize]
     differs = new.view(bits) != old.view(bits)
     count = int(torch.count_nonzero(differs))
@@ -254,10 +277,15 @@ def changes(new: Tensor, old: Tensor) -> list[Tensor]:
 
 
 class LayoutCopy:
-    """A copy from one model's parts to another's, on any ranks; all ranks that hold some of either call it at the same time."""
+    """A copy from one model's parts to another's, on any ranks; all ranks that hold some of either call it at the same
+    time.
+    """
 
     def __init__(self, source: Parts, target: Parts, ranks: Ranks, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Plan the transfer between ranks with parts of either model. Raises ValueError if the target is another model."""
+        """Plan the transfer between ranks with parts of either model.
+
+        Raises ValueError if the target is another model.
+        """
         self.source, self.target = source, target
         known = gather_shard_index(source(), ranks, machine())
         self.transfer = WeightTransfer(known, known.groups(gather_shard_index(target(), ranks)), ranks, limit_bytes)

@@ -47,7 +47,9 @@ CHECKS: tuple[Callable[[str], None], ...] = (
 
 
 def exchange_bytes(world: World, task: dict[str, Any]) -> str:
-    """Exchange several rounds of bytes, of which some pairs of processes have none; return what is wrong on any of them."""
+    """Exchange several rounds of bytes, of which some pairs of processes have none; return what is wrong on any of
+    them.
+    """
 
     def bytes_of(number: int, sender: int, receiver: int) -> torch.Tensor:
         size = 0 if (sender + receiver + number) % 3 == 0 else 1000 * number + 7 * sender + receiver
@@ -98,14 +100,14 @@ def lose_one(world: World, task: dict[str, Any]) -> str:
     assert isinstance(group, dist.ProcessGroup)
     transport, problem = TRANSPORTS.make(task["name"], Ranks(group), CPU), ""
     if world.rank < PROCESSES - 1:
-        begun, sizes = time.monotonic(), [8] * PROCESSES
+        started, sizes = time.monotonic(), [8] * PROCESSES
         empty = torch.zeros(sum(sizes), dtype=torch.uint8)
         try:
             transport.exchange(empty.clone(), empty, sizes, sizes)
             problem = f"process {world.rank} does not notice that another did not take part"
         except RuntimeError:
             pass
-        if time.monotonic() - begun > 10 * LIMIT_S:
+        if time.monotonic() - started > 10 * LIMIT_S:
             problem = f"process {world.rank} waits longer than the group's limit"
     problem = _any_problem(world, problem)
     transport.close()

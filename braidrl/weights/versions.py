@@ -1,4 +1,5 @@
-"""Weight-update policies: end, delayed, rolling, interrupt. One pure schedule over engine names, without clocks, sockets or weights.
+"""Weight-update policies: end, delayed, rolling, interrupt. One pure schedule over engine names, without clocks,
+sockets or weights.
 
 published ─▶ advance ─▶ target ◀─ load: now, with its rows preempted or without rows, or not yet ─ an engine that asks ─▶ loaded
 
@@ -8,7 +9,8 @@ engine 1    ░░░░    ╱▓▓▓▓▓▓          ░░░░░░░
             all at once, when the    in turn: drains most of   each at once: preempts its rows at a token
             batch's rows are there   its rows, takes no new    and resumes them under version 2
 
-Under `delayed` an engine receives the next version into host memory while it generates, and only copies it when it loads.
+Under `delayed` an engine receives the next version into host memory while it generates, and only copies it when it
+loads.
 
 The runtime and the simulator drive the same object.
 """
@@ -45,18 +47,20 @@ class HeldVersion:
 class LoadingSchedule:
     """The version of each engine, and which engines drain: these take no rows until they have loaded."""
 
-    def __init__(self, way: Way, most_out: int = 1) -> None:
-        """Start at version 0 without engines; under `rolling` at most `most_out` engines drain at a time."""
-        self.way, self.most_out = way, most_out
+    def __init__(self, way: Way, max_draining: int = 1) -> None:
+        """Start at version 0 without engines; under `rolling` at most `max_draining` engines drain at a time."""
+        self.way, self.max_draining = way, max_draining
         self.engines: dict[str, HeldVersion] = {}
         self.target = 0
         """The version that engines hold or should load; prompts are admitted for this version."""
         self.pinned = False
         """Whether the target is frozen, as during an evaluation."""
-        self.most_out_seen = 0
+        self.max_draining_seen = 0
 
     def forget(self) -> None:
-        """Invalidate all engines' versions: they take rows once the caller sets and unpins `target` and they have loaded it."""
+        """Invalidate all engines' versions: they take rows once the caller sets and unpins `target` and they have
+        loaded it.
+        """
         self.target, self.pinned = UNKNOWN, True
         self.engines = {name: HeldVersion(UNKNOWN) for name in self.engines}
 
@@ -76,8 +80,8 @@ class LoadingSchedule:
     def advance(self, newest: int, is_generation_over: bool) -> None:
         """Move the target towards the newest version, if the policy allows it now.
 
-        Engines that load all together take one version after the other: which version a batch starts on then follows from
-        its number alone, and not from how late versions arrive.
+        Engines that load all together take one version after the other: which version a batch starts on then follows
+        from its number alone, and not from how late versions arrive.
         """
         if self.pinned or newest <= self.target:
             return
@@ -95,7 +99,9 @@ class LoadingSchedule:
         return name not in self.engines or self.engines[name].draining_from is None
 
     def receive_ahead(self, name: str, newest: int) -> int | None:
-        """Return the version that an engine must now receive into host memory, while it generates with another; None if there is none."""
+        """Return the version that an engine must now receive into host memory, while it generates with another; None if
+        there is none.
+        """
         held = self.engines.get(name)
         if self.way != "delayed" or held is None or held.version != self.target:
             return None
@@ -105,7 +111,9 @@ class LoadingSchedule:
         return held.receiving
 
     def load(self, name: str, rows: int) -> LoadOrder | None:
-        """Return the version that an engine with `rows` rows must load now, and record that it loads; None if it continues."""
+        """Return the version that an engine with `rows` rows must load now, and record that it loads; None if it
+        continues.
+        """
         held = self.engines.get(name)
         if held is None or held.version == self.target:
             return None
@@ -115,9 +123,9 @@ class LoadingSchedule:
             if held.draining_from is None:
                 # It drains if it is its turn.
                 out = sum(one.draining_from is not None for one in self.engines.values())
-                if out >= self.most_out:
+                if out >= self.max_draining:
                     return None
-                held.draining_from, self.most_out_seen = rows, max(self.most_out_seen, out + 1)
+                held.draining_from, self.max_draining_seen = rows, max(self.max_draining_seen, out + 1)
             if rows > held.draining_from * (1 - FINISHED):
                 return None
         held.loading = self.target

@@ -1,4 +1,5 @@
-"""`make demo`: reinforcement learning end to end on a CPU. It makes its data, tokenizer and model, and downloads nothing.
+"""`make demo`: reinforcement learning end to end on a CPU. It makes its data, tokenizer and model, and downloads
+nothing.
 
 random Qwen3 ──SFT on a careless teacher──▶ right about a third of the time ──DAPO──▶ right nearly always
 """
@@ -48,9 +49,13 @@ def main() -> None:
 
 
 def learn(
-    folder: Path, seed: int, held_out: int = HELD_OUT, warm_start: Sequence[str] = (), dapo: Sequence[str] = (),
+    folder: Path,
+    seed: int,
+    held_out: int = HELD_OUT,
+    warm_start: Sequence[str] = (),
+    dapo: Sequence[str] = (),
     family: str = "qwen3",
-) -> Path:  # fmt: skip
+) -> Path:
     """Make data and model, warm-start, then train by DAPO; return the run folder of DAPO.
 
     `warm_start` and `dapo` are overrides of the two configurations.
@@ -62,21 +67,37 @@ def learn(
     write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs[held_out:], mistakes=0.55, seed=seed))
     write_model(folder / "untrained", seed, family=family)
     common = [f"seed={seed}", f"output={folder}", *across_cores()]
-    warm = train(load_config(HERE / "warm_start.yaml", [
-        *common, f"model={folder}/untrained", f"data.train={folder}/demonstrations.jsonl", *warm_start,
-    ]))  # fmt: skip
+    warm = train(
+        load_config(
+            HERE / "warm_start.yaml",
+            [
+                *common,
+                f"model={folder}/untrained",
+                f"data.train={folder}/demonstrations.jsonl",
+                *warm_start,
+            ],
+        )
+    )
     export_model(warm, folder / "warm-start-model")
-    return train(load_config(HERE / "config.yaml", [
-        *common, f"model={folder}/warm-start-model", f"data.train={folder}/train.jsonl",
-        f"data.eval.held_out={folder}/held_out.jsonl", *dapo,
-    ]))  # fmt: skip
+    return train(
+        load_config(
+            HERE / "config.yaml",
+            [
+                *common,
+                f"model={folder}/warm-start-model",
+                f"data.train={folder}/train.jsonl",
+                f"data.eval.held_out={folder}/held_out.jsonl",
+                *dapo,
+            ],
+        )
+    )
 
 
 def across_cores() -> list[str]:
     """Return overrides that run one rank per core, up to `RANKS`; the result is that of one rank.
 
-    With so few weights most of a step is not arithmetic, and a second thread hardly helps. On two cores two ranks reached
-    18,500 tokens per second; one rank reached 11,100 with one thread and 13,200 with two.
+    With so few weights most of a step is not arithmetic, and a second thread hardly helps. On two cores two ranks
+    reached 18,500 tokens per second; one rank reached 11,100 with one thread and 13,200 with two.
     """
     ranks = min(usable_cores(), RANKS)
     return ["device=cpu", "runtime=distributed", f"workers={ranks}"] if ranks > 1 else ["device=cpu"]

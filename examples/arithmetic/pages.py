@@ -41,7 +41,8 @@ def write_curves(path: Path, title: str, curves: Mapping[str, Curve], limit: flo
         return f"{across:.1f},{HEIGHT - BOTTOM - (y - low) / span * (HEIGHT - TOP - BOTTOM):.1f}"
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
+        'font-size="11">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="14" font-size="13">{escape(title)}</text>',
     ]

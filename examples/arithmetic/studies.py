@@ -9,7 +9,8 @@ runtimes        DAPO under every runtime, over three seeds
 staleness       DAPO with rows of the previous version, in five ways, over three seeds
 vllm            GRPO from the tokens of a stock `vllm serve`, and its speed beside a reproducible one; needs `make vllm`
 
-A study over several seeds runs the seeds of `--seeds`. To resume an interrupted study, call it again: finished runs are not repeated.
+A study over several seeds runs the seeds of `--seeds`. To resume an interrupted study, call it again: finished runs are
+not repeated.
 """
 
 from __future__ import annotations

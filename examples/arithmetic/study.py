@@ -62,7 +62,9 @@ class Study:
     """A study's folder of data and runs, and its pages."""
 
     def __init__(self, folder: Path, pages: Path, quick: bool = False, seeds: Sequence[int] = SEEDS) -> None:
-        """Initialize a study; `quick` shortens every run to a few steps, which tests the study and not the algorithms."""
+        """Initialize a study; `quick` shortens every run to a few steps, which tests the study and not the
+        algorithms.
+        """
         self.folder, self.pages, self.quick, self.seeds = folder, pages, quick, seeds
 
     def run(self, name: str, tree: Mapping[str, Any]) -> Path:
@@ -110,12 +112,24 @@ class Study:
         if folder.is_dir():
             return folder
         write_model(self.folder / "untrained", seed=START)
-        run = self.run(f"{teacher.name}-start", {
-            "flow": "sft", "seed": START, "model": str(self.folder / "untrained"), "data": {"train": str(examples)},
-            "rollout": {"samples_per_prompt": 1, "max_response_tokens": 2 * RESPONSE_TOKENS},
-            "trainer": {"steps": 200, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
-                        "warmup_steps": 20, "checkpoint_every": 50},
-        })  # fmt: skip
+        run = self.run(
+            f"{teacher.name}-start",
+            {
+                "flow": "sft",
+                "seed": START,
+                "model": str(self.folder / "untrained"),
+                "data": {"train": str(examples)},
+                "rollout": {"samples_per_prompt": 1, "max_response_tokens": 2 * RESPONSE_TOKENS},
+                "trainer": {
+                    "steps": 200,
+                    "prompts_per_step": 256,
+                    "learning_rate": 3e-3,
+                    "schedule": "linear",
+                    "warmup_steps": 20,
+                    "checkpoint_every": 50,
+                },
+            },
+        )
         export_model(run, folder)
         return folder
 
@@ -130,13 +144,25 @@ class Study:
     def policy(self, flow: str, algorithm: Tree, seed: int = 0, teacher: Teacher = CARELESS, **more: Any) -> Tree:
         """Return the configuration that improves the warm model on sums, with evaluation on held-out ones."""
         tree: Tree = {
-            "flow": flow, "algorithm": algorithm, "seed": seed, "model": str(self.warm_model(teacher)),
-            "data": {"train": str(self.folder / "train.jsonl"), "eval": {"held_out": str(self.folder / "held_out.jsonl")}},
+            "flow": flow,
+            "algorithm": algorithm,
+            "seed": seed,
+            "model": str(self.warm_model(teacher)),
+            "data": {
+                "train": str(self.folder / "train.jsonl"),
+                "eval": {"held_out": str(self.folder / "held_out.jsonl")},
+            },
             "reward": {"verify": "gsm8k"},
             "rollout": {"samples_per_prompt": 8, "max_response_tokens": RESPONSE_TOKENS, "slots": 128},
-            "trainer": {"steps": STEPS, "prompts_per_step": 32, "learning_rate": 5e-4, "warmup_steps": 5, "checkpoint_every": 20},
+            "trainer": {
+                "steps": STEPS,
+                "prompts_per_step": 32,
+                "learning_rate": 5e-4,
+                "warmup_steps": 5,
+                "checkpoint_every": 20,
+            },
             "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
-        }  # fmt: skip
+        }
         return {**tree, **more}
 
 

@@ -32,13 +32,27 @@ def algorithms(study: Study) -> Numbers:
     found[TWICE] = over_seeds(study, "gspo-twice", lambda seed: updated_twice(study.policy("gspo", {}, seed)))
     curves = {name: mean_curve(runs, SCORE) for name, runs in found.items()}
     rows = [
-        [name, *final_scores(runs), gain(found["GRPO"], runs).text("+.3f") if name != "GRPO" else "", runs[0][-1]["step"],
-         f"{fmean(map(generated, runs)):,.0f}", f"{fmean(map(seconds, runs)):.0f}", f"{max(map(seconds, runs)):.0f}"]
+        [
+            name,
+            *final_scores(runs),
+            gain(found["GRPO"], runs).text("+.3f") if name != "GRPO" else "",
+            runs[0][-1]["step"],
+            f"{fmean(map(generated, runs)):,.0f}",
+            f"{fmean(map(seconds, runs)):.0f}",
+            f"{max(map(seconds, runs)):.0f}",
+        ]
         for name, runs in found.items()
-    ]  # fmt: skip
+    ]
     header = [
-        "recipe", "held-out avg@4, mean of seeds", "each seed", "above GRPO", "steps", "tokens generated", "seconds, mean", "longest",
-    ]  # fmt: skip
+        "recipe",
+        "held-out avg@4, mean of seeds",
+        "each seed",
+        "above GRPO",
+        "steps",
+        "tokens generated",
+        "seconds, mean",
+        "longest",
+    ]
     start = next(iter(curves.values()))[0][1]
     text = (
         f"All recipes start from the same model, which answers {start:.0%} of the held-out sums right. They train on "
@@ -47,8 +61,10 @@ def algorithms(study: Study) -> Numbers:
         + "\n"
         + study.curves("algorithms", "Held-out avg@4, mean of the seeds", curves)
         + "\nThe column *above GRPO* is paired by seed, and ± is half of a 95% interval of the mean (Student's t). "
-        "A step is one update, except in the last row. With one update GSPO's ratios are 1 and its gradient is GRPO's; clipping makes a "
-        "difference only with several updates per batch. DAPO samples until every group has a signal, and therefore uses more tokens. "
+        "A step is one update, except in the last row. With one update GSPO's ratios are 1 and its gradient is "
+        "GRPO's; clipping makes a "
+        "difference only with several updates per batch. DAPO samples until every group has a signal, and therefore "
+        "uses more tokens. "
         "Seconds are for one thread. Other load on the machine raises them.\n"
     )
     study.page("algorithms", "Seven recipes on sums", text)
@@ -62,8 +78,11 @@ def updated_twice(tree: Tree) -> Tree:
 
 
 PLAIN: Tree = {
-    "aggregate": "seq-mean-token-mean", "clip_high": 0.2, "overlong_cache": 0, "dynamic_sampling": False,
-}  # fmt: skip
+    "aggregate": "seq-mean-token-mean",
+    "clip_high": 0.2,
+    "overlong_cache": 0,
+    "dynamic_sampling": False,
+}
 ADDED: tuple[tuple[str, Tree], ...] = (
     ("GRPO", {}),
     ("+ overlong filtering", {"overlong_filter": True}),
@@ -84,18 +103,36 @@ def ablation(study: Study) -> Numbers:
     goals = [curve(lines, SCORE)[-1][1] for lines in found["GRPO"]]
     gained = gains(found)
     rows = [
-        [name, *final_scores(runs), gained[name].text("+.3f") if name in gained else "", *middle(runs), *reached(runs, goals)]
+        [
+            name,
+            *final_scores(runs),
+            gained[name].text("+.3f") if name in gained else "",
+            *middle(runs),
+            *reached(runs, goals),
+        ]
         for name, runs in found.items()
-    ]  # fmt: skip
+    ]
     header = [
-        "", "held-out avg@4, mean of seeds", "each seed", "gained over the row above", "entropy", "length", "cut off",
-        "seeds that reached GRPO's accuracy", "steps to it", "responses",
-    ]  # fmt: skip
+        "",
+        "held-out avg@4, mean of seeds",
+        "each seed",
+        "gained over the row above",
+        "entropy",
+        "length",
+        "cut off",
+        "seeds that reached GRPO's accuracy",
+        "steps to it",
+        "responses",
+    ]
     text = (
-        f"The model imitates a teacher that repeats its working in {RAMBLING.rambling:.0%} of its answers. Some answers "
-        f"therefore exceed the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique to the row above; a step makes four updates. "
-        "Gains are paired by seed, and ± is half of a 95% interval of the mean (Student's t). The last three columns count the seeds that "
-        "reached plain GRPO's final accuracy with the same seed, and give the median of what they needed. Responses are counted up to a "
+        f"The model imitates a teacher that repeats its working in {RAMBLING.rambling:.0%} of its answers. Some "
+        "answers "
+        f"therefore exceed the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique to the row above; a step "
+        "makes four updates. "
+        "Gains are paired by seed, and ± is half of a 95% interval of the mean (Student's t). The last three columns "
+        "count the seeds that "
+        "reached plain GRPO's final accuracy with the same seed, and give the median of what they needed. Responses "
+        "are counted up to a "
         "batch's last group.\n\n"
         + table(header, rows)
         + "\n"
@@ -109,8 +146,12 @@ def ablation(study: Study) -> Numbers:
 def ablated(study: Study, algorithm: Tree, seed: int) -> Tree:
     """Return the configuration of a run of the ablation."""
     trainer = {
-        "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 20,
-    }  # fmt: skip
+        "steps": STEPS,
+        "prompts_per_step": 32,
+        "rows_per_update": 64,
+        "learning_rate": 2e-4,
+        "checkpoint_every": 20,
+    }
     evaluation = {"every": 5, "samples": 4, "top_p": 1.0}
     return study.policy("dapo", algorithm, seed, RAMBLING, trainer=trainer, evaluation=evaluation)
 
@@ -127,7 +168,9 @@ def gain(before: Sequence[Lines], after: Sequence[Lines]) -> Mean:
 
 
 def middle(runs: Sequence[Lines]) -> list[str]:
-    """Return three cells of a table, means over the seeds at the last step: entropy, length, share of truncated responses."""
+    """Return three cells of a table, means over the seeds at the last step: entropy, length, share of truncated
+    responses.
+    """
     entropy, length, cut = (
         fmean(lines[-1][key] for lines in runs)
         for key in ("actor/entropy", "response/length_mean", "response/truncated_fraction")
@@ -136,7 +179,9 @@ def middle(runs: Sequence[Lines]) -> list[str]:
 
 
 def reached(runs: Sequence[Lines], goals: Sequence[float]) -> list[str]:
-    """Return three cells: the number of runs that reached their seed's goal, and the median steps and responses until then."""
+    """Return three cells: the number of runs that reached their seed's goal, and the median steps and responses until
+    then.
+    """
     steps, responses = [], []
     for lines, goal in zip(runs, goals, strict=True):
         first = next((step for step, score in curve(lines, SCORE) if score >= goal), None)

@@ -21,14 +21,19 @@ GARBLED = 24
 SCORER = "reward-model-exported"
 LIMIT = 6.0
 MARGIN = 0.5
-"""The multiplier settles where the mean cost equals its limit. This margin keeps noise from exceeding the real limit."""
+"""The multiplier settles where the mean cost equals its limit.
+
+This margin keeps noise from exceeding the real limit.
+"""
 MULTIPLIER = "advantage.safe_rlhf/multiplier"
 CONSTRAINTS = {"Safe-RLHF": ("safe-rlhf-with", 0.5, 0.005), "no constraint": ("safe-rlhf-without", 0.0, 0.0)}
 """Name of the run, initial multiplier, and its learning rate."""
 
 
 def preferences(seed: int) -> list[dict[str, str]]:
-    """Return pairs of every two-digit sum against wrong answers: near misses, other numbers, another sum's working, garbled texts."""
+    """Return pairs of every two-digit sum against wrong answers: near misses, other numbers, another sum's working,
+    garbled texts.
+    """
     pairs, generator = [], random.Random(seed)
     for a, b in product(range(1, 10), repeat=2):
         right = a + b
@@ -54,14 +59,18 @@ def garbled(text: str, generator: random.Random) -> str:
 
 
 def held_apart(pairs: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return held-out pairs, each once, and training pairs: near misses repeat, and no copy of a held-out pair may be among them."""
+    """Return held-out pairs, each once, and training pairs: near misses repeat, and no copy of a held-out pair may be
+    among them.
+    """
     held_out = {(pair["prompt"], pair["rejected"]): pair for pair in pairs[:HELD_OUT_PAIRS]}
     trained = [pair for pair in pairs if (pair["prompt"], pair["rejected"]) not in held_out]
     return list(held_out.values()), trained
 
 
 def digits_model(study: Study) -> Path:
-    """Return data files for sums of two digits, and a model that imitates a teacher with mistakes in half of the answers."""
+    """Return data files for sums of two digits, and a model that imitates a teacher with mistakes in half of the
+    answers.
+    """
     folder, model = study.folder / "digits", study.folder / "digits-model"
     sums = list(product(range(1, 10), repeat=2))
     held_out, trained = held_apart(preferences(seed=1))
@@ -71,12 +80,23 @@ def digits_model(study: Study) -> Path:
     write_jsonl(folder / "pairs.jsonl", trained)
     if not model.is_dir():
         write_model(folder / "untrained", seed=0, layers=2, width=96)
-        run = study.run("digits-warm-start", {
-            "flow": "sft", "model": str(folder / "untrained"), "data": {"train": str(folder / "demonstrations.jsonl")},
-            "rollout": {"samples_per_prompt": 1, "max_response_tokens": 16},
-            "trainer": {"steps": 100, "prompts_per_step": 128, "learning_rate": 3e-3, "schedule": "linear",
-                        "warmup_steps": 10, "checkpoint_every": 50},
-        })  # fmt: skip
+        run = study.run(
+            "digits-warm-start",
+            {
+                "flow": "sft",
+                "model": str(folder / "untrained"),
+                "data": {"train": str(folder / "demonstrations.jsonl")},
+                "rollout": {"samples_per_prompt": 1, "max_response_tokens": 16},
+                "trainer": {
+                    "steps": 100,
+                    "prompts_per_step": 128,
+                    "learning_rate": 3e-3,
+                    "schedule": "linear",
+                    "warmup_steps": 10,
+                    "checkpoint_every": 50,
+                },
+            },
+        )
         export_model(run, model)
     return model
 
@@ -92,14 +112,24 @@ def reward_model(study: Study) -> Numbers:
 def scorer_run(study: Study) -> Lines:
     """Train the reward model, keep it in the study's folder, and return its metrics."""
     model, folder = str(digits_model(study)), study.folder / "digits"
-    run = study.run("reward-model", {
-        "flow": "reward_model", "model": model,
-        "data": {"train": str(folder / "pairs.jsonl"), "eval": {"pairs": str(folder / "pairs_held_out.jsonl")}},
-        "rollout": {"samples_per_prompt": 2},
-        "trainer": {"steps": 400, "prompts_per_step": 64, "learning_rate": 2e-3, "schedule": "linear",
-                    "warmup_steps": 10, "checkpoint_every": 100},
-        "evaluation": {"every": 40},
-    })  # fmt: skip
+    run = study.run(
+        "reward-model",
+        {
+            "flow": "reward_model",
+            "model": model,
+            "data": {"train": str(folder / "pairs.jsonl"), "eval": {"pairs": str(folder / "pairs_held_out.jsonl")}},
+            "rollout": {"samples_per_prompt": 2},
+            "trainer": {
+                "steps": 400,
+                "prompts_per_step": 64,
+                "learning_rate": 2e-3,
+                "schedule": "linear",
+                "warmup_steps": 10,
+                "checkpoint_every": 100,
+            },
+            "evaluation": {"every": 40},
+        },
+    )
     if not (study.folder / SCORER).is_dir():
         export_model(run, study.folder / SCORER, "reward")
     return read_metrics(run)
@@ -108,15 +138,26 @@ def scorer_run(study: Study) -> Lines:
 def policy_run(study: Study) -> Path:
     """Train PPO with the reward model; return the run folder."""
     sums = str(study.folder / "digits" / "sums.jsonl")
-    return study.run("reward-model-ppo", {
-        "flow": "ppo", "model": str(digits_model(study)), "reward": {"verify": "gsm8k"},
-        "algorithm": {"kl_coef": 0.05, "lam": 1.0, "whiten": True, "value_clip": None},
-        "roles": {"reward": {"model": str(study.folder / SCORER)}, "critic": {"learning_rate": 1e-3}},
-        "data": {"train": sums, "eval": {"sums": sums}},
-        "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
-        "trainer": {"steps": 250, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 50},
-        "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
-    })  # fmt: skip
+    return study.run(
+        "reward-model-ppo",
+        {
+            "flow": "ppo",
+            "model": str(digits_model(study)),
+            "reward": {"verify": "gsm8k"},
+            "algorithm": {"kl_coef": 0.05, "lam": 1.0, "whiten": True, "value_clip": None},
+            "roles": {"reward": {"model": str(study.folder / SCORER)}, "critic": {"learning_rate": 1e-3}},
+            "data": {"train": sums, "eval": {"sums": sums}},
+            "rollout": {"samples_per_prompt": 8, "max_response_tokens": 16, "slots": 256},
+            "trainer": {
+                "steps": 250,
+                "prompts_per_step": 32,
+                "rows_per_update": 64,
+                "learning_rate": 2e-4,
+                "checkpoint_every": 50,
+            },
+            "evaluation": {"every": 10, "samples": 4, "top_p": 1.0},
+        },
+    )
 
 
 def reward_model_page(study: Study, pairs: Lines, steps: Lines) -> None:
@@ -125,8 +166,10 @@ def reward_model_page(study: Study, pairs: Lines, steps: Lines) -> None:
     held_out = len((study.folder / "digits" / "pairs_held_out.jsonl").read_text().splitlines())
     text = (
         "The reward model trains on pairs of a right and a wrong answer to a sum of two digits (Bradley-Terry, "
-        f"{pairs[-1]['step']} steps of 64 pairs). No pair equals one of the {held_out} held-out pairs. Then PPO trains the policy. Its "
-        "critic starts as the policy with a new head. The only reward is the reward model's; the share of right answers, over all 81 "
+        f"{pairs[-1]['step']} steps of 64 pairs). No pair equals one of the {held_out} held-out pairs. Then PPO "
+        "trains the policy. Its "
+        "critic starts as the policy with a new head. The only reward is the reward model's; the share of right "
+        "answers, over all 81 "
         "sums, is only measured.\n\n"
         + table(
             ["", "before", "after"],
@@ -168,17 +211,30 @@ def limited_run(study: Study, name: str, multiplier: float, learning_rate: float
         write_model(model, seed=0, layers=2, width=64)
         write_jsonl(sums, questions(problems(60, 1, seed=0)))
     algorithm: Tree = {
-        "reward": "verify", "kl_coef": 0.0, "lam": 1.0, "value_clip": None, "whiten": True, "entropy_coef": 0.2,
-        "cost": f"{functions}:length_cost", "cost_limit": LIMIT - MARGIN,
-        "multiplier": multiplier, "multiplier_learning_rate": learning_rate,
-    }  # fmt: skip
-    return study.run(name, {
-        "flow": "safe_rlhf", "algorithm": algorithm, "model": str(model), "data": {"train": str(sums)},
-        "reward": {"verify": f"{functions}:sevens"},
-        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 16, "slots": 64},
-        "trainer": {"steps": 240, "prompts_per_step": 16, "learning_rate": 1e-3, "checkpoint_every": 40},
-        "roles": {role: {"learning_rate": 3e-3} for role in ("critic", "cost_critic")},
-    })  # fmt: skip
+        "reward": "verify",
+        "kl_coef": 0.0,
+        "lam": 1.0,
+        "value_clip": None,
+        "whiten": True,
+        "entropy_coef": 0.2,
+        "cost": f"{functions}:length_cost",
+        "cost_limit": LIMIT - MARGIN,
+        "multiplier": multiplier,
+        "multiplier_learning_rate": learning_rate,
+    }
+    return study.run(
+        name,
+        {
+            "flow": "safe_rlhf",
+            "algorithm": algorithm,
+            "model": str(model),
+            "data": {"train": str(sums)},
+            "reward": {"verify": f"{functions}:sevens"},
+            "rollout": {"samples_per_prompt": 4, "max_response_tokens": 16, "slots": 64},
+            "trainer": {"steps": 240, "prompts_per_step": 16, "learning_rate": 1e-3, "checkpoint_every": 40},
+            "roles": {role: {"learning_rate": 3e-3} for role in ("critic", "cost_critic")},
+        },
+    )
 
 
 def safe_rlhf_page(study: Study, lines: Mapping[str, Lines]) -> None:
@@ -187,13 +243,19 @@ def safe_rlhf_page(study: Study, lines: Mapping[str, Lines]) -> None:
     )
     text = (
         "The reward is 4·√(sevens in the response). The cost is the response's length in tokens, and the limit is a "
-        f"mean cost of {LIMIT:g}. Responses may have 16 tokens, and the reward alone is highest at 16. The multiplier settles where the "
+        f"mean cost of {LIMIT:g}. Responses may have 16 tokens, and the reward alone is highest at 16. The "
+        "multiplier settles where the "
         f"mean cost equals its limit. Its limit is therefore {MARGIN:g} lower.\n\n"
         + table(
             ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
             [
-                [name, f"{found[0]['reward/mean']:.2f}", f"{last_quarter(found, 'reward/mean'):.2f}",
-                 f"{last_quarter(found, 'cost/mean'):.2f}", f"{last_quarter(found, MULTIPLIER):.2f}"]
+                [
+                    name,
+                    f"{found[0]['reward/mean']:.2f}",
+                    f"{last_quarter(found, 'reward/mean'):.2f}",
+                    f"{last_quarter(found, 'cost/mean'):.2f}",
+                    f"{last_quarter(found, MULTIPLIER):.2f}",
+                ]
                 for name, found in lines.items()
             ],
         )
@@ -201,5 +263,5 @@ def safe_rlhf_page(study: Study, lines: Mapping[str, Lines]) -> None:
         + study.curves("safe-rlhf-cost", "Mean cost (limit dashed)", costs, LIMIT)
         + study.curves("safe-rlhf-reward", "Mean reward", rewards)
         + study.curves("safe-rlhf-multiplier", "Multiplier", {"λ": curve(lines["Safe-RLHF"], MULTIPLIER)})
-    )  # fmt: skip
+    )
     study.page("safe-rlhf", "Safe-RLHF", text)

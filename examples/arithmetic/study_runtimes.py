@@ -9,7 +9,9 @@ from pages import mean_curve, seconds, table
 from study import SCORE, Numbers, Study, Tree, final_scores, over_seeds
 
 LATE_LEARNING_RATE = 2.5e-4
-"""Half of the others': with gradients that arrive a step late their rate overshoots, and accuracy falls before it rises."""
+"""Half of the others': with gradients that arrive a step late their rate overshoots, and accuracy falls before it
+rises.
+"""
 RUNTIMES: dict[str, Tree] = {
     "eager": {"runtime": "eager"},
     "hybrid": {"runtime": "hybrid", "workers": 2},

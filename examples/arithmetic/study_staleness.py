@@ -1,7 +1,7 @@
 """Study of staleness: cost and gain of generating with older weights, in five ways.
 
-Seeds run one after the other, each in every way; the page is rewritten after each seed. A JSON file beside the page keeps the
-results, so that a seed can be added after the runs of earlier ones are deleted.
+Seeds run one after the other, each in every way; the page is rewritten after each seed. A JSON file beside the page
+keeps the results, so that a seed can be added after the runs of earlier ones are deleted.
 """
 
 from __future__ import annotations
@@ -69,10 +69,13 @@ def over(results: Sequence[Result], way: str) -> Result:
     each = [result for result in own for _ in result.seeds]
     points = zip(*(result.curve for result in each), strict=True)
     return Result(
-        way, [seed for result in own for seed in result.seeds], [score for result in own for score in result.scores],
-        [steps for result in own for steps in result.steps], fmean(result.seconds for result in each),
+        way,
+        [seed for result in own for seed in result.seeds],
+        [score for result in own for score in result.scores],
+        [steps for result in own for steps in result.steps],
+        fmean(result.seconds for result in each),
         [(at[0][0], fmean(score for _, score in at)) for at in points],
-    )  # fmt: skip
+    )
 
 
 def write_page(study: Study, results: Sequence[Result]) -> None:
@@ -80,11 +83,14 @@ def write_page(study: Study, results: Sequence[Result]) -> None:
     ways = [over(results, way) for way in WAYS]
     rows = [
         [
-            way.way, f"{way.curve[-1][1]:.3f}", " ".join(f"{score:.2f}" for score in way.scores),
-            " ".join(map(str, way.steps)), f"{way.seconds:.0f}",
+            way.way,
+            f"{way.curve[-1][1]:.3f}",
+            " ".join(f"{score:.2f}" for score in way.scores),
+            " ".join(map(str, way.steps)),
+            f"{way.seconds:.0f}",
         ]
         for way in ways
-    ]  # fmt: skip
+    ]
     text = (
         f"DAPO, 32 prompts with 8 responses per step, {ENGINES} generating processes with {SLOTS} slots each. "
         f"Seeds: {', '.join(map(str, ways[0].seeds))}. All ways except the first train on rows of the previous version. They use half the "
@@ -99,7 +105,10 @@ def write_page(study: Study, results: Sequence[Result]) -> None:
 
 
 def under(study: Study, name: str, seed: int) -> Tree:
-    """Return the configuration of DAPO with one of the ways to take new weights. Processes that share two cores have one thread each."""
+    """Return the configuration of DAPO with one of the ways to take new weights.
+
+    Processes that share two cores have one thread each.
+    """
     tree = study.policy("dapo", {"overlong_cache": 8}, seed, threads=1, **WAYS[name])
     tree["streaming"] = {**tree.get("streaming", {}), "workers": {"actor.generate": ENGINES}}
     tree["rollout"] |= {"slots": SLOTS}

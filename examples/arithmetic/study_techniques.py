@@ -1,7 +1,7 @@
 """Study of single techniques: each in a setting where its own argument predicts an effect, with it and without it.
 
-The ablation adds techniques one by one on one task, where some have no effect. Here each technique gets a suitable setting: correct
-answers that are truncated, and responses that ramble. The ablation itself shows dynamic sampling.
+The ablation adds techniques one by one on one task, where some have no effect. Here each technique gets a suitable
+setting: correct answers that are truncated, and responses that ramble. The ablation itself shows dynamic sampling.
 """
 
 from __future__ import annotations
@@ -70,9 +70,14 @@ def score_with_room(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) 
         if not (model := run / "exported").is_dir():
             export_model(run, model)
         asked = {
-            **tree, "model": str(model), "seed": seed, "name": f"{name}-{seed}-room", "output": str(study.folder), "device": "cpu",
+            **tree,
+            "model": str(model),
+            "seed": seed,
+            "name": f"{name}-{seed}-room",
+            "output": str(study.folder),
+            "device": "cpu",
             "rollout": {**tree["rollout"], "max_response_tokens": ROOM},
-        }  # fmt: skip
+        }
         found.append(evaluate_model(parse_config(asked))[SCORE])
     return found
 
@@ -80,31 +85,57 @@ def score_with_room(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) 
 SETTINGS = (
     Setting(
         "Clip-Higher",
-        "the upper bound keeps unlikely tokens unlikely, the lower bound lets likely tokens stay likely, so entropy falls",
-        RAMBLING, 40, "entropy at the end", final_entropy, True, {"clip_high": 0.28},
+        "the upper bound keeps unlikely tokens unlikely, the lower bound lets likely tokens stay likely, so entropy "
+        "falls",
+        RAMBLING,
+        40,
+        "entropy at the end",
+        final_entropy,
+        True,
+        {"clip_high": 0.28},
     ),
     Setting(
         "overlong filtering",
         "a truncated response counts as wrong even if its working is good, so the policy gives up long working",
-        CAREFUL, 30, "share of (truncated) long working, over all steps", share_cut_off, True, {"overlong_filter": True},
+        CAREFUL,
+        30,
+        "share of (truncated) long working, over all steps",
+        share_cut_off,
+        True,
+        {"overlong_filter": True},
     ),
     Setting(
         "overlong filtering",
         "here long working has fewer mistakes, which is lost when it is given up",
-        CAREFUL, 30, f"held-out avg@4 with {ROOM} tokens", score_with_room, True, {"overlong_filter": True},
+        CAREFUL,
+        30,
+        f"held-out avg@4 with {ROOM} tokens",
+        score_with_room,
+        True,
+        {"overlong_filter": True},
     ),
     Setting(
         "soft overlong punishment",
         "if truncated responses are masked, no reward says that they are too long",
-        RAMBLING, 30, f"share truncated, steps 1 to {EARLY}", partial(early_mean, "response/truncated_fraction"), False,
-        {"overlong_cache": 8}, {"overlong_filter": True},
+        RAMBLING,
+        30,
+        f"share truncated, steps 1 to {EARLY}",
+        partial(early_mean, "response/truncated_fraction"),
+        False,
+        {"overlong_cache": 8},
+        {"overlong_filter": True},
     ),
     Setting(
         "token-level loss",
         "a mean over each response gives tokens of long responses less weight, and rambling responses are long",
-        RAMBLING, ROOM, f"length, steps 1 to {EARLY}", partial(early_mean, "response/length_mean"), False, {"aggregate": "token-mean"},
+        RAMBLING,
+        ROOM,
+        f"length, steps 1 to {EARLY}",
+        partial(early_mean, "response/length_mean"),
+        False,
+        {"aggregate": "token-mean"},
     ),
-)  # fmt: skip
+)
 
 
 def techniques(study: Study) -> Numbers:
@@ -120,15 +151,24 @@ def techniques(study: Study) -> Numbers:
             )
         )
         change = Mean.of([after - before for before, after in zip(without, with_it, strict=True)])
-        rows.append([
-            setting.name, setting.argument, setting.measured, Mean.of(without).text(".3f"), Mean.of(with_it).text(".3f"),
-            change.text("+.3f"), verdict(change, setting.rises),
-        ])  # fmt: skip
+        rows.append(
+            [
+                setting.name,
+                setting.argument,
+                setting.measured,
+                Mean.of(without).text(".3f"),
+                Mean.of(with_it).text(".3f"),
+                change.text("+.3f"),
+                verdict(change, setting.rises),
+            ]
+        )
         found[f"{setting.name}: {setting.measured}"] = change.mean
     header = ["", "argument", "measured", "without", "with", "change", "shows"]
     text = (
-        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. *Without* is plain GRPO; for the "
-        "punishment it also masks truncated responses. Changes are paired by seed; ± is half of a 95% interval of the mean "
+        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. *Without* is plain GRPO; for "
+        "the "
+        "punishment it also masks truncated responses. Changes are paired by seed; ± is half of a 95% interval of "
+        "the mean "
         f"(Student's t) over {len(study.seeds)} seeds.\n\n" + table(header, rows)
     )
     study.page("techniques", "DAPO's techniques, each where its argument applies", text)
@@ -147,10 +187,14 @@ def sizes(setting: Setting) -> Tree:
     return {
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": setting.response_tokens, "slots": 128},
         "trainer": {
-            "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 30,
+            "steps": STEPS,
+            "prompts_per_step": 32,
+            "rows_per_update": 64,
+            "learning_rate": 2e-4,
+            "checkpoint_every": 30,
         },
         "evaluation": {"every": STEPS, "samples": 4, "top_p": 1.0},
-    }  # fmt: skip
+    }
 
 
 def verdict(change: Mean, rises: bool) -> str:

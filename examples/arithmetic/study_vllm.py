@@ -1,6 +1,7 @@
 """The study of vLLM's own server: a run learns from tokens that it draws by its own numbers, at its own speed.
 
-Both servers run side by side; the second one is started as `rollout.reproducible=true` needs it, and draws for a few steps.
+Both servers run side by side; the second one is started as `rollout.reproducible=true` needs it, and draws for a few
+steps.
 """
 
 from __future__ import annotations
@@ -25,16 +26,26 @@ from braidrl.observe.metrics import read_metrics
 PYTHON = Path("build/vllm-venv/bin/python")
 PROMPT_TOKENS = 64
 STARTED = (
-    "--enforce-eager", "--dtype", "float32", "--max-model-len", str(PROMPT_TOKENS + RESPONSE_TOKENS), "--max-num-seqs", "128",
-    "--kv-cache-memory-bytes", str(64 << 20),
-)  # fmt: skip
+    "--enforce-eager",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    str(PROMPT_TOKENS + RESPONSE_TOKENS),
+    "--max-num-seqs",
+    "128",
+    "--kv-cache-memory-bytes",
+    str(64 << 20),
+)
 WAYS = {
     "false": (),
     "true": (
-        "--logprobs-mode", "processed_logits", "--no-async-scheduling",
-        "--logits-processors", "braidrl.engines.vllm.logits_processor:DrawByRow",
+        "--logprobs-mode",
+        "processed_logits",
+        "--no-async-scheduling",
+        "--logits-processors",
+        "braidrl.engines.vllm.logits_processor:DrawByRow",
     ),
-}  # fmt: skip
+}
 """What a server is started with, by `rollout.reproducible`: nothing, or what draws tokens by row."""
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -54,11 +65,17 @@ def vllm(study: Study) -> Numbers:
 
         def metrics(way: str, name: str, steps: int, evaluates: bool = False) -> list[dict[str, Any]]:
             tree = study.policy(
-                "grpo", {}, rollout={
-                    "engine": "http", "servers": {"urls": [urls[way]]}, "reproducible": way == "true", "samples_per_prompt": 8,
-                    "max_response_tokens": RESPONSE_TOKENS, "slots": 128,
+                "grpo",
+                {},
+                rollout={
+                    "engine": "http",
+                    "servers": {"urls": [urls[way]]},
+                    "reproducible": way == "true",
+                    "samples_per_prompt": 8,
+                    "max_response_tokens": RESPONSE_TOKENS,
+                    "slots": 128,
                 },
-            )  # fmt: skip
+            )
             tree["trainer"] |= {"steps": steps}
             tree["data"]["max_prompt_tokens"] = PROMPT_TOKENS
             lines = read_metrics(study.run(name, tree if evaluates else tree | {"evaluation": {"every": 0}}))
@@ -82,14 +99,16 @@ def vllm(study: Study) -> Numbers:
         [[way, f"{median(own):,.0f}", f"{max(own):,.0f}", f"{gaps[way]:.1e}"] for way, own in speeds.items()],
     )
     study.page(
-        "vllm", "vLLM in a run",
-        "A run learns from a stock server: GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by its own random "
+        "vllm",
+        "vLLM in a run",
+        "A run learns from a stock server: GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by "
+        "its own random "
         "numbers, with async scheduling and in a process of its own, and reads each version from a folder. "
-        f"Held-out avg@4 goes from {points[0][1]:.2f} at step {points[0][0]:.0f} to {points[-1][1]:.2f} at step {points[-1][0]:.0f}. "
+        f"Held-out avg@4 goes from {points[0][1]:.2f} at step {points[0][0]:.0f} to {points[-1][1]:.2f} at step "
+        f"{points[-1][0]:.0f}. "
         f"The table is of {ROUNDS} short runs of each way, in turn, while both servers are there."
-        f"\n\n{text}\n"
-        + study.curves("vllm", "Held-out avg@4", {"rollout.reproducible=false": points}),
-    )  # fmt: skip
+        f"\n\n{text}\n" + study.curves("vllm", "Held-out avg@4", {"rollout.reproducible=false": points}),
+    )
     return {
         "first": points[0][1],
         "last": points[-1][1],

@@ -79,20 +79,35 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 LINEAR_ATTENTION = {
-    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-}  # fmt: skip
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 """Further sizes of Qwen3.5: of four layers, three have linear attention."""
 
 
 def write_model(folder: Path, seed: int, layers: int = 3, width: int = 128, family: str = "qwen3") -> None:
-    """Write a small model with random weights, of the family `qwen3` or `qwen3_5_text`, with its tokenizer, as a Hugging Face directory."""
+    """Write a small model with random weights, of the family `qwen3` or `qwen3_5_text`, with its tokenizer, as a
+    Hugging Face directory.
+    """
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     more = {} if family == "qwen3" else LINEAR_ATTENTION
     config = AutoConfig.for_model(
-        family, vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers + bool(more),
-        num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=512,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **more,
-    )  # fmt: skip
+        family,
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers + bool(more),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=width // 4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **more,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

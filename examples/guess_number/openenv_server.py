@@ -1,4 +1,6 @@
-"""An OpenEnv server that asks for a number from 1 to 10: `python examples/guess_number/openenv_server.py 8000`. Needs openenv."""
+"""An OpenEnv server that asks for a number from 1 to 10: `python examples/guess_number/openenv_server.py 8000`. Needs
+openenv.
+"""
 
 from __future__ import annotations
 

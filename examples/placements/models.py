@@ -1,4 +1,6 @@
-"""`python -m examples.placements.models`: write a small policy, a reward model and prompts for the configurations of this folder."""
+"""`python -m examples.placements.models`: write a small policy, a reward model and prompts for the configurations of
+this folder.
+"""
 
 from __future__ import annotations
 

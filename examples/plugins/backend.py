@@ -1,4 +1,7 @@
-"""A user-defined training backend: a transformers model, one row at a time, stepped by SGD. Written to be read, not for speed."""
+"""A user-defined training backend: a transformers model, one row at a time, stepped by SGD.
+
+Written to be read, not for speed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A user-defined rollout engine: a transformers model that recomputes a row for each of its tokens. Written to be read, not for speed."""
+"""A user-defined rollout engine: a transformers model that recomputes a row for each of its tokens.
+
+Written to be read, not for speed.
+"""
 
 from __future__ import annotations
 

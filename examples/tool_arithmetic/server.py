@@ -1,4 +1,6 @@
-"""The calculator as a server of the Model Context Protocol over stdin and stdout: `python examples/tool_arithmetic/server.py`."""
+"""The calculator as a server of the Model Context Protocol over stdin and stdout: `python
+examples/tool_arithmetic/server.py`.
+"""
 
 from __future__ import annotations
 

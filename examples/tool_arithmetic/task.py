@@ -70,7 +70,9 @@ def call(tool: str, a: int, b: int) -> str:
 
 
 def demonstrations(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Return both turns of a teacher that takes any tool in three of five examples, and is therefore wrong in three of ten."""
+    """Return both turns of a teacher that takes any tool in three of five examples, and is therefore wrong in three of
+    ten.
+    """
     source = random.Random(seed)
     for tool, a, b in problems(count, seed):
         asked, taken = question(tool, a, b)["prompt"], source.choice(list(WORDS)) if source.random() < 0.6 else tool

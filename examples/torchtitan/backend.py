@@ -1,8 +1,10 @@
-"""A training backend outside the package: torchtitan's Qwen3, its tensor parallelism and its checkpoint names, in torchtitan 0.3.
+"""A training backend outside the package: torchtitan's Qwen3, its tensor parallelism and its checkpoint names, in
+torchtitan 0.3.
 
     braid train examples/torchtitan/config.yaml            data 2 x tensor 2, in four processes
 
-Braid gives rows, losses and the place in the layout; torchtitan builds, shards and names the model. Braid's optimizer steps DTensors.
+Braid gives rows, losses and the place in the layout; torchtitan builds, shards and names the model. Braid's optimizer
+steps DTensors.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ SAFE = {"weight": lambda tensor: None}
 
 
 class TitanBackend(ShardedBackend):
-    """Chosen by `trainer.backend: examples/torchtitan/backend.py:TitanBackend`, for actors and references that are Qwen3."""
+    """Chosen by `trainer.backend: examples/torchtitan/backend.py:TitanBackend`, for actors and references that are
+    Qwen3.
+    """
 
     supports = ("tensor", "streaming", "offload", "optimizers")
     shared_model = None  # the engine has a model of its own
@@ -70,10 +74,20 @@ class TitanBackend(ShardedBackend):
             # Its own choice of device is CUDA where it finds none.
             torchtitan.distributed.parallel_dims.device_type = spec.device.type
             ranks, data = self.ranks.size, spec.layout.data or 1
-            self.model.parallelize(ParallelDims(
-                dp_replicate=data, dp_shard=1, cp=1, tp=spec.layout.tensor, pp=1, ep=1, world_size=ranks, spmd_backend="default"
-            ))  # fmt: skip
-        # As in transformers, the padding token's embedding is not trained; a rank knows tokens by their places in its shard.
+            self.model.parallelize(
+                ParallelDims(
+                    dp_replicate=data,
+                    dp_shard=1,
+                    cp=1,
+                    tp=spec.layout.tensor,
+                    pp=1,
+                    ep=1,
+                    world_size=ranks,
+                    spmd_backend="default",
+                )
+            )
+        # As in transformers, the padding token's embedding is not trained; a rank knows tokens by their places in its
+        # shard.
         embedding = self.model.tok_embeddings
         rows = len(local_shard(embedding.weight))
         place = (
@@ -197,21 +211,32 @@ def titan_config(config: Any) -> Qwen3Model.Config:
         for _ in range(config.num_hidden_layers):
             # Rows are computed one by one, so that causal attention needs no mask.
             attention = make_gqa_config(
-                dim=width, n_heads=config.num_attention_heads, n_kv_heads=config.num_key_value_heads, head_dim=head,
-                wqkv_param_init=SAFE, wo_param_init=SAFE, inner_attention=ScaledDotProductAttention.Config(), rope=rope,
+                dim=width,
+                n_heads=config.num_attention_heads,
+                n_kv_heads=config.num_key_value_heads,
+                head_dim=head,
+                wqkv_param_init=SAFE,
+                wo_param_init=SAFE,
+                inner_attention=ScaledDotProductAttention.Config(),
+                rope=rope,
                 qk_norm=norm(normalized_shape=head),
-            )  # fmt: skip
+            )
             inner = make_ffn_config(
                 dim=width, hidden_dim=config.intermediate_size, w1_param_init=SAFE, w2w3_param_init=SAFE
             )
             yield Qwen3TransformerBlock.Config(
-                attention=attention, feed_forward=inner, attention_norm=norm(normalized_shape=width),
+                attention=attention,
+                feed_forward=inner,
+                attention_norm=norm(normalized_shape=width),
                 ffn_norm=norm(normalized_shape=width),
-            )  # fmt: skip
+            )
 
     return Qwen3Model.Config(
-        vocab_size=config.vocab_size, dim=width, norm=norm(normalized_shape=width), layers=list(layers()),
+        vocab_size=config.vocab_size,
+        dim=width,
+        norm=norm(normalized_shape=width),
+        layers=list(layers()),
         enable_weight_tying=config.tie_word_embeddings,
         tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=width, param_init=SAFE),
         lm_head=Linear.Config(in_features=width, out_features=config.vocab_size, param_init=SAFE),
-    )  # fmt: skip
+    )

@@ -54,7 +54,9 @@ CORPUS = [
 
 
 def make_chat_tokenizer(style: str | None) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer, so that most texts have several tokenizations; with None it has no chat template."""
+    """Return a byte-level BPE tokenizer, so that most texts have several tokenizations; with None it has no chat
+    template.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

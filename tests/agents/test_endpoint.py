@@ -119,9 +119,10 @@ def test_unsupported_requests_get_an_error_and_leave_the_row_unchanged() -> None
     statuses, messages = zip(*answers, strict=True)
     assert statuses == (400, 400, 400, 400, 400, 404)
     for message, part in zip(
-        messages, ["'audio' is not served", "n must be 1", "`messages` must be", "a message is", "leaves no room", "no session"],
+        messages,
+        ["'audio' is not served", "n must be 1", "`messages` must be", "a message is", "leaves no room", "no session"],
         strict=True,
-    ):  # fmt: skip
+    ):
         assert part in message
     assert session.tokens == []
 

@@ -107,11 +107,18 @@ def test_a_step_trains_on_episodes_with_the_tools_of_a_server(mcp_address: str, 
     config = load_config(
         EXAMPLES / "tool_arithmetic" / "mcp.yaml",
         [
-            f"model={tmp_path / 'untrained'}", f"data.train={tmp_path / 'train.jsonl'}", "data.eval={}", f"output={tmp_path}",
-            "trainer.steps=1", "trainer.prompts_per_step=1", "rollout.samples_per_prompt=3", "evaluation.every=0",
-            f"rollout.environment.name=mcp:{mcp_address}", "threads=1",
+            f"model={tmp_path / 'untrained'}",
+            f"data.train={tmp_path / 'train.jsonl'}",
+            "data.eval={}",
+            f"output={tmp_path}",
+            "trainer.steps=1",
+            "trainer.prompts_per_step=1",
+            "rollout.samples_per_prompt=3",
+            "evaluation.every=0",
+            f"rollout.environment.name=mcp:{mcp_address}",
+            "threads=1",
         ],
-    )  # fmt: skip
+    )
     run = train(config)
     rows = read_rollouts(rollout_path(run, 1))
     assert len(rows) == 3 and failures(run) == [] and (rows["action_tokens"] > 0).all()
@@ -146,11 +153,18 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
     config = load_config(
         EXAMPLES / "guess_number" / "openenv.yaml",
         [
-            f"model={tmp_path / 'model'}", f"data.train={tmp_path / 'games.jsonl'}", f"output={tmp_path}", "trainer.steps=1",
-            "trainer.prompts_per_step=1", "rollout.samples_per_prompt=3", "threads=1", "name=openenv",
-            f"rollout.environment.name=openenv:{openenv_address}", f"rollout.environment.python={OPENENV}",
+            f"model={tmp_path / 'model'}",
+            f"data.train={tmp_path / 'games.jsonl'}",
+            f"output={tmp_path}",
+            "trainer.steps=1",
+            "trainer.prompts_per_step=1",
+            "rollout.samples_per_prompt=3",
+            "threads=1",
+            "name=openenv",
+            f"rollout.environment.name=openenv:{openenv_address}",
+            f"rollout.environment.python={OPENENV}",
         ],
-    )  # fmt: skip
+    )
     run = train(config)
     rows, line = read_rollouts(rollout_path(run, 1)), read_metrics(run)[-1]
     assert (len(rows), failures(run)) == (3, [])
@@ -167,12 +181,18 @@ def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp
     config = load_config(
         EXAMPLES / "tool_arithmetic" / "verifiers.yaml",
         [
-            f"model={tmp_path / 'untrained'}", f"data.train={tmp_path / 'train.jsonl'}", f"output={tmp_path}", "trainer.steps=1",
-            "trainer.prompts_per_step=1", "rollout.samples_per_prompt=3", "threads=1", "rollout.environment.params.count=1",
+            f"model={tmp_path / 'untrained'}",
+            f"data.train={tmp_path / 'train.jsonl'}",
+            f"output={tmp_path}",
+            "trainer.steps=1",
+            "trainer.prompts_per_step=1",
+            "rollout.samples_per_prompt=3",
+            "threads=1",
+            "rollout.environment.params.count=1",
             f"rollout.environment.name=verifiers:{EXAMPLES / 'tool_arithmetic' / 'verifiers_sums.py'}",
             f"rollout.environment.python={OPENENV}",
         ],
-    )  # fmt: skip
+    )
     run = train(config)
     rows = read_rollouts(rollout_path(run, 1))
     assert (len(rows), failures(run), read_metrics(run)[-1]["environment/turns"]) == (3, [], 1)

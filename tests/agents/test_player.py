@@ -1,4 +1,6 @@
-"""Many trajectories at once: slow environments do not delay others, and a failing environment ends only its own trajectory."""
+"""Many trajectories at once: slow environments do not delay others, and a failing environment ends only its own
+trajectory.
+"""
 
 from __future__ import annotations
 
@@ -140,9 +142,14 @@ def test_a_failing_environment_ends_its_own_trajectory_with_a_counted_reason() -
     played, _ = script_play(Faulty, rows)
     by_prompt = dict(zip(prompts, played, strict=True))
     assert {prompt: (e.failure, e.turns) for prompt, e in by_prompt.items()} == {
-        "fine": (None, 3), "raise": ("KeyError", 2), "reset": ("OSError", 0),
-        "hang": ("timeout", 2), "type": ("TypeError", 2), "close": ("RuntimeError", 3), "context": ("TypeError", 0),
-    }  # fmt: skip
+        "fine": (None, 3),
+        "raise": ("KeyError", 2),
+        "reset": ("OSError", 0),
+        "hang": ("timeout", 2),
+        "type": ("TypeError", 2),
+        "close": ("RuntimeError", 3),
+        "context": ("TypeError", 0),
+    }
     failures = Counter(one.failure for one in played if one.failure)
     assert failures == {"KeyError": 1, "OSError": 1, "timeout": 1, "TypeError": 2, "RuntimeError": 1}
     assert by_prompt["hang"].detail == "step took over 30 s"

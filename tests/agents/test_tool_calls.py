@@ -40,7 +40,8 @@ FORMS = {
         '<arg_key>near</arg_key>\n<arg_value>["a", "b"]</arg_value>\n</tool_call>'
     ],
     "llama": [
-        f'<|python_tag|>{{"name": "get_weather", "parameters": {ONE}}}; {{"name": "get_weather", "parameters": {TWO}}}<|eom_id|>',
+        f'<|python_tag|>{{"name": "get_weather", "parameters": {ONE}}}; {{"name": "get_weather", "parameters": '
+        f"{TWO}}}<|eom_id|>",
         f'{{"name": "get_weather", "parameters": {ONE}}}\n{{"name": "get_weather", "parameters": {TWO}}}',
         f"<function=get_weather>{ONE}</function><function=get_weather>{TWO}</function>",
         "[get_weather(city='Paris', days=2), get_weather(city='10115', near=['a', 'b'])]",
@@ -59,7 +60,7 @@ FORMS = {
         f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ONE}<｜tool▁call▁end｜>"
         f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{TWO}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ],
-}  # fmt: skip
+}
 
 
 def test_optional_texts_stay_texts_and_tools_without_parameters_are_called() -> None:
@@ -99,10 +100,13 @@ def test_a_truncated_call_is_ignored_or_reports_its_fault(name: str, text: str) 
 
 def test_the_chat_template_says_which_format_a_model_writes() -> None:
     templates = {
-        "hermes": STYLES["chatml"][0], "llama": STYLES["headers"][0], "mistral": "[AVAILABLE_TOOLS] [TOOL_CALLS]",
-        "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "glm": "<tool_call>{name}<arg_key>k</arg_key>",
+        "hermes": STYLES["chatml"][0],
+        "llama": STYLES["headers"][0],
+        "mistral": "[AVAILABLE_TOOLS] [TOOL_CALLS]",
+        "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        "glm": "<tool_call>{name}<arg_key>k</arg_key>",
         "qwen_xml": "<tool_call><function=a><parameter=b>",
-    }  # fmt: skip
+    }
     assert {name: format_of(template) is FORMATS[name] for name, template in templates.items()} == dict.fromkeys(
         templates, True
     )
@@ -122,7 +126,10 @@ def test_calls_marked_by_special_tokens_reach_environments_in_hermes_format() ->
 
 
 TOOL_CALLS = {
-    "open_pattern": r"\[TOOL_CALLS\](?P<name>\w+)\[ARGS\]", "close_pattern": r"(?=\[TOOL_CALLS\])|$", "repeats": True, "content": "json",
+    "open_pattern": r"\[TOOL_CALLS\](?P<name>\w+)\[ARGS\]",
+    "close_pattern": r"(?=\[TOOL_CALLS\])|$",
+    "repeats": True,
+    "content": "json",
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-}  # fmt: skip
+}
 """Return a schema in the form that transformers documents."""

@@ -1,4 +1,6 @@
-"""Turns read by the library `renderers`, where it is proven token-exact over turns, and by Braid's own formats elsewhere."""
+"""Turns read by the library `renderers`, where it is proven token-exact over turns, and by Braid's own formats
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def floats(values: list[float]) -> Tensor:
 
 
 def loss_columns(seed: int, dtype: torch.dtype = torch.float64, pairs: int = 3) -> dict[str, Any]:
-    """Return every column that a loss may read, for 2·pairs rows of 1 to 5 action tokens; rows 2i and 2i + 1 are a pair."""
+    """Return every column that a loss may read, for 2·pairs rows of 1 to 5 action tokens; rows 2i and 2i + 1 are a
+    pair.
+    """
     random = torch.Generator().manual_seed(seed)
     rows = 2 * pairs
     lengths = torch.randint(1, 6, (rows,), generator=random)

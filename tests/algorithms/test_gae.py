@@ -48,7 +48,8 @@ def test_token_rewards_replace_the_rows_reward(rows, data, gamma: float, lam: fl
 
 
 def test_the_reward_is_given_once_at_the_rows_last_action_token() -> None:
-    # Two sequences of two action tokens each are one row of four: the reward must not stand at the end of each sequence.
+    # Two sequences of two action tokens each are one row of four: the reward must not stand at the end of each
+    # sequence.
     values = ragged([[0.0, 0.0, 0.0, 0.0]])
     assert at_row_end(floats([1.0]), values).tolist() == [[0.0, 0.0, 0.0, 1.0]]
     advantages, _ = gae(values, floats([1.0]), gamma=0.5, lam=1.0)

@@ -1,7 +1,7 @@
 """Gradients of every loss and KL estimator match finite differences in float64.
 
-A loss with a stop-gradient is not the derivative of its own value. For such a loss the stopped parts are held constant, and the
-difference is taken over the rest.
+A loss with a stop-gradient is not the derivative of its own value. For such a loss the stopped parts are held constant,
+and the difference is taken over the rest.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ unit = st.floats(0, 1)
 
 
 def in_two_parts(entry: Entry, pieces: Sequence[tuple[Any, ...]], **settings: Any) -> list[Any]:
-    """Call a function of scope `batch` as a runtime does: sum over each piece, add the sums, then apply to each piece."""
+    """Call a function of scope `batch` as a runtime does: sum over each piece, add the sums, then apply to each
+    piece.
+    """
     assert entry.sums is not None
     named = {name: value for name, value in settings.items() if name in inspect.signature(entry.sums).parameters}
     sums = [entry.sums(*piece, **named) for piece in pieces]

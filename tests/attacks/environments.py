@@ -1,4 +1,6 @@
-"""Environments, tools and agents that do what their rows' prompts say: the attacks of `verifiers.py` and some of their own."""
+"""Environments, tools and agents that do what their rows' prompts say: the attacks of `verifiers.py` and some of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,14 @@ def attack(name: str, metadata: dict[str, Any]) -> float:
 
 
 LOOK = {
-    "name": "look", "description": "Look somewhere.",
-    "parameters": {"type": "object", "properties": {"at": {"type": "integer", "description": "Where."}}, "required": ["at"]},
-}  # fmt: skip
+    "name": "look",
+    "description": "Look somewhere.",
+    "parameters": {
+        "type": "object",
+        "properties": {"at": {"type": "integer", "description": "Where."}},
+        "required": ["at"],
+    },
+}
 
 
 class Tools(ToolTurns):

@@ -26,9 +26,13 @@ needs_walls = pytest.mark.skipif(
 
 
 def made(
-    rows: Sequence[str], mode: str = "process", function: str = "tried", at: dict[str, Any] | None = None,
-    file: str = TRIES, **settings: Any,
-) -> list[CallOutcome]:  # fmt: skip
+    rows: Sequence[str],
+    mode: str = "process",
+    function: str = "tried",
+    at: dict[str, Any] | None = None,
+    file: str = TRIES,
+    **settings: Any,
+) -> list[CallOutcome]:
     """Return the outcomes of rows, one after the other."""
     verifier = resolve(f"{file}:{function}")
     with RewardPool(RewardConfig(**{"sandbox": mode, "timeout_s": 20, **settings})) as pool:

@@ -1,4 +1,7 @@
-"""A verifier of which every third row attacks, as its tokens draw it. In an undisturbed run (`BRAID_QUIET`) these rows only raise."""
+"""A verifier of which every third row attacks, as its tokens draw it.
+
+In an undisturbed run (`BRAID_QUIET`) these rows only raise.
+"""
 
 import hashlib
 import json

@@ -24,22 +24,22 @@ ANSWERS = {
     "nested 990 deep inside of an answer": "'{\"score\": ' + '[' * 990 + ']' * 990 + '}'",
     "nested 100,000 deep": "'[' * 100000",
     "a metric of 10**400": "'{\"score\": 1.0, \"metrics\": {\"a\": 1' + '0' * 400 + '}}'",
-    "a metric that is not finite": "'{\"score\": 1.0, \"metrics\": {\"a\": NaN}}'",
+    "a metric that is not finite": '\'{"score": 1.0, "metrics": {"a": NaN}}\'',
     "a score of 1e999": "'{\"score\": 1e999}'",
     "a score of minus infinity": "'{\"score\": -Infinity}'",
-    "a name with a surrogate": "'{\"score\": 1.0, \"metrics\": {\"\\\\ud800\": 1.0}}'",
-    "bytes that are not Unicode": "'{\"score\": 1.0, \"metrics\": {\"\\ud800\": 1.0}}'",
-    "a name with an escape sequence": "'{\"score\": 1.0, \"metrics\": {\"\\\\u001b[2J\": 1.0}}'",
+    "a name with a surrogate": '\'{"score": 1.0, "metrics": {"\\\\ud800": 1.0}}\'',
+    "bytes that are not Unicode": '\'{"score": 1.0, "metrics": {"\\ud800": 1.0}}\'',
+    "a name with an escape sequence": '\'{"score": 1.0, "metrics": {"\\\\u001b[2J": 1.0}}\'',
     "a name of 10,000 letters": "'{\"score\": 1.0, \"metrics\": {\"' + 'a' * 10000 + '\": 1.0}}'",
     "a thousand metrics": "json.dumps({'score': 1.0, 'metrics': {str(n): 1.0 for n in range(1000)}})",
-    "metrics that are texts": "'{\"score\": 1.0, \"metrics\": {\"a\": \"much\"}}'",
-    "metrics that are a list": "'{\"score\": 1.0, \"metrics\": [1.0]}'",
-    "a score that is a text": "'{\"score\": \"1\"}'",
+    "metrics that are texts": '\'{"score": 1.0, "metrics": {"a": "much"}}\'',
+    "metrics that are a list": '\'{"score": 1.0, "metrics": [1.0]}\'',
+    "a score that is a text": '\'{"score": "1"}\'',
     "a list": "'[1.0]'",
     "nothing": "''",
-    "a failure that is none": "'{\"failure\": [\"x\"], \"again\": true}'",
+    "a failure that is none": '\'{"failure": ["x"], "again": true}\'',
     "a megabyte": "'{\"score\": 1.0, \"a\": \"' + 'x' * (1 << 20) + '\"}'",
-}  # fmt: skip
+}
 RETURNED = {
     "a metric of 10**400": "answer = Score(1.0, metrics={'a': 10**400})",
     "a metric whose name is a surrogate": "answer = Score(1.0, metrics={'\\ud800': 1.0})",
@@ -90,10 +90,18 @@ def test_escape_sequences_reach_neither_messages_nor_the_terminal(capfd: pytest.
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"score": 1, "a": ' + b"[" * (MOST_LEVELS + 2) + b"]" * (MOST_LEVELS + 2) + b"}", b"1" + b"0" * 400, b'{"score": 1e400}', b'{"score": NaN}',
-        b'{"score": 1, "a": ' + b"9" * 5000 + b"}", b'{"score": 1, "a": "\\ud800"}', b'{"score": 1, "\\ud800": 1}', b"{", b"\xff", b"",
+        b'{"score": 1, "a": ' + b"[" * (MOST_LEVELS + 2) + b"]" * (MOST_LEVELS + 2) + b"}",
+        b"1" + b"0" * 400,
+        b'{"score": 1e400}',
+        b'{"score": NaN}',
+        b'{"score": 1, "a": ' + b"9" * 5000 + b"}",
+        b'{"score": 1, "a": "\\ud800"}',
+        b'{"score": 1, "\\ud800": 1}',
+        b"{",
+        b"\xff",
+        b"",
     ],
-)  # fmt: skip
+)
 def test_what_is_not_plain_is_refused(line: bytes) -> None:
     assert checked_answer(line)["failure"] == "result"
 
@@ -135,7 +143,7 @@ ASYNC = {
     "changes the verifier of other rows": "import gc, types\nfor one in gc.get_objects():\n    if isinstance(one, types.FunctionType) and one.__name__ in ('tried', 'tried_async'):\n"
     "        one.__code__ = (lambda response, metadata: True).__code__\nwon = False",
     "changes JSON": "import json\njson.loads = json.dumps = lambda *a, **k: {'check': {}}\nwon = False",
-}  # fmt: skip
+}
 
 
 @needs_walls

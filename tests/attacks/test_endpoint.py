@@ -127,16 +127,23 @@ def test_streamed_pieces_end_before_a_stop_text_in_linear_time() -> None:
 
 
 OVER_AND_OVER = (
-    "<function=", "<tool_call>", "<parameter=a>", "[TOOL_CALLS]", "<arg_key>a", "<｜tool▁call▁begin｜>", "{};", "<arg_key></arg_key>",
-)  # fmt: skip
+    "<function=",
+    "<tool_call>",
+    "<parameter=a>",
+    "[TOOL_CALLS]",
+    "<arg_key>a",
+    "<｜tool▁call▁begin｜>",
+    "{};",
+    "<arg_key></arg_key>",
+)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", OVER_AND_OVER)
 def test_what_a_model_writes_over_and_over_is_parsed_in_linear_time(name: str, text: str) -> None:
-    for begun in ("", "<function=a>", "<tool_call>", "[TOOL_CALLS]a{"):
+    for started in ("", "<function=a>", "<tool_call>", "[TOOL_CALLS]a{"):
         start = time.thread_time()
-        FORMATS[name].rewritten(begun + text * (100_000 // len(text)), ())
+        FORMATS[name].rewritten(started + text * (100_000 // len(text)), ())
         assert time.thread_time() - start < 0.5
 
 
@@ -186,11 +193,11 @@ def test_unfinished_bodies_take_little_memory_and_no_other_rows_turn(
                 except ConnectionError:
                     return None
 
-            begun = [one for one in await asyncio.gather(*map(unfinished, urls)) if one]
+            started = [one for one in await asyncio.gather(*map(unfinished, urls)) if one]
             status, _ = await send(good, {})
             grown = resident_bytes() - before
-            answers = [await asyncio.wait_for(reader.read(20), 20) for reader, _ in begun]
-            for _, writer in begun:
+            answers = [await asyncio.wait_for(reader.read(20), 20) for reader, _ in started]
+            for _, writer in started:
                 writer.close()
             return status, answers, grown
 
@@ -231,9 +238,17 @@ def test_idle_connections_block_no_row_and_are_logged_in_one_line(
         async with served() as (endpoint, _):
             address = urlsplit(endpoint.open(Trajectory((9, 9, 9))))
             holder = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", "-c", HOLD, str(address.hostname), str(address.port), IDLE[kind].hex(),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                HOLD,
+                str(address.hostname),
+                str(address.port),
+                IDLE[kind].hex(),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
             assert holder.stdin is not None and holder.stdout is not None
             assert await asyncio.wait_for(holder.stdout.readline(), 20) == b"held\n"
             found = [await answered(endpoint.open(Trajectory((0, 0, number)))) for number in range(4)]

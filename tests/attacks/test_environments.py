@@ -1,4 +1,6 @@
-"""Environments, tools and agents in the sandbox: whatever one does is its own row's counted failure, and nothing of it is left."""
+"""Environments, tools and agents in the sandbox: whatever one does is its own row's counted failure, and nothing of it
+is left.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,12 @@ def opened(config: EnvironmentConfig) -> Iterator[EnvironmentHosts]:
 
 
 def play(
-    hosts: EnvironmentHosts, prompts: list[str], says: str = "ab", seconds: float = 0.0,
+    hosts: EnvironmentHosts,
+    prompts: list[str],
+    says: str = "ab",
+    seconds: float = 0.0,
     note: Callable[[Trajectory], None] = lambda episode: None,
-) -> list[Trajectory]:  # fmt: skip
+) -> list[Trajectory]:
     """The episodes of rows that do what their prompts say, all at once; the engine takes so many seconds for a turn."""
     tokenizer = make_chat_tokenizer("chatml")
     rows, name = make_rows(tokenizer, prompts), hosts.settings.name
@@ -144,7 +149,9 @@ def test_with_bubblewrap_an_agent_reaches_its_endpoint_and_nothing_else() -> Non
 
 
 def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Trajectory]:
-    """Episodes of which the host or its copy is killed once, in the midst of a turn; the two processes above are bubblewrap's."""
+    """Episodes of which the host or its copy is killed once, in the midst of a turn; the two processes above are
+    bubblewrap's.
+    """
 
     async def kill() -> None:
         process = hosts._host(str(hosts.settings.name)).process
@@ -248,11 +255,15 @@ def test_an_environment_that_cannot_be_imported_there_is_said_in_a_line(tmp_path
 @pytest.mark.parametrize(
     "answer",
     [
-        {}, {"said": "a", "reward": None, "done": True, "restart": False}, {"reward": 1.0, "done": 1, "restart": False},
-        {"reward": 10**400, "done": True, "restart": False}, {"reward": float("nan"), "done": True, "restart": False},
-        {"reward": 1.0, "done": True, "restart": False, "correct": 3}, {"said": 3, "reward": 1.0, "done": True, "restart": False},
+        {},
+        {"said": "a", "reward": None, "done": True, "restart": False},
+        {"reward": 1.0, "done": 1, "restart": False},
+        {"reward": 10**400, "done": True, "restart": False},
+        {"reward": float("nan"), "done": True, "restart": False},
+        {"reward": 1.0, "done": True, "restart": False, "correct": 3},
+        {"said": 3, "reward": 1.0, "done": True, "restart": False},
     ],
-)  # fmt: skip
+)
 def test_an_answer_that_is_no_observation_is_a_failure(answer: dict[str, Any]) -> None:
     with pytest.raises(EnvironmentFailed, match="result: its process gave an answer that is none"):
         observation_of(answer)
@@ -272,10 +283,10 @@ def test_ten_attacks_slow_190_other_trajectories_by_at_most_a_fifth() -> None:
                     ended.append(time.monotonic())
 
             play(hosts, ["fine"])  # the host has started
-            begun = time.monotonic()
+            started = time.monotonic()
             episodes = play(hosts, prompts, seconds=2.0, note=note)
             assert sum(one.failure is not None for one in episodes) == len(prompts) - prompts.count("fine")
-            return len(ended) / (max(ended) - begun)
+            return len(ended) / (max(ended) - started)
 
     quiet, beside = rate(["fine"] * 200), rate([*["fine"] * 95, *attacks, *["fine"] * 95])
     print(f"200 at once: {quiet:.1f} trajectories a second, {beside:.1f} beside {len(attacks)} attacks")
@@ -294,14 +305,19 @@ def test_an_environment_plays_after_the_thread_that_started_its_host_ended(mode:
             assert (episode.failure, episode.turns, episode.score) == (None, 2, 1.0), (episode.failure, episode.detail)
 
 
-ENVIRONMENT = "from braidrl.agents.environments import Observation\n\n\nclass Plain:\n    def reset(self, example):\n        {}\n\n    def step(self, text):\n        return Observation('', 1.0, True)\n"
+ENVIRONMENT = (
+    "from braidrl.agents.environments import Observation\n\n\nclass Plain:\n    def reset(self, example):\n        "
+    "{}\n\n    def step(self, text):\n        return Observation('', 1.0, True)\n"
+)
 
 
 # The sandbox, what `reset` does, and the exit status of the run.
 RUNS = {
-    "plays in bubblewrap": ("bubblewrap", "return None", 0), "plays in process": ("process", "return None", 0),
-    "raises": ("process", "raise OSError('no game')", 1), "dies": ("process", "import os; os._exit(3)", 1),
-}  # fmt: skip
+    "plays in bubblewrap": ("bubblewrap", "return None", 0),
+    "plays in process": ("process", "return None", 0),
+    "raises": ("process", "raise OSError('no game')", 1),
+    "dies": ("process", "import os; os._exit(3)", 1),
+}
 
 
 @pytest.mark.parametrize("kind", RUNS)

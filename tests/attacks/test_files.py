@@ -1,4 +1,6 @@
-"""Attacks 2, 5 and 7b: what a run trusts cannot be written from inside, sockets of the system are not there, code is that of the start."""
+"""Attacks 2, 5 and 7b: what a run trusts cannot be written from inside, sockets of the system are not there, code is
+that of the start.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,12 @@ def trusted(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file that a run trusts; what is written is put back."""
     package = Path(braidrl.__file__).parent
     files = {
-        "a file of the home directory": in_home("file"), "a kernel": building.cache_folder() / "attacked.so",
-        "a package": Path(pytest.__file__), "code of Braid": package / "rewards" / "verifiers.py",
+        "a file of the home directory": in_home("file"),
+        "a kernel": building.cache_folder() / "attacked.so",
+        "a package": Path(pytest.__file__),
+        "code of Braid": package / "rewards" / "verifiers.py",
         "its own code": Path(__file__).with_name("tries.py"),
-    }  # fmt: skip
+    }
     file = files[request.param]
     own = not file.exists()
     if own:
@@ -137,8 +141,10 @@ def rename_over(code: Path, text: str) -> None:
 
 
 CHANGES: dict[str, Callable[[Path, str], Any]] = {
-    "overwritten": Path.write_text, "replaced": rename_over, "removed": lambda code, text: code.unlink(),
-}  # fmt: skip
+    "overwritten": Path.write_text,
+    "replaced": rename_over,
+    "removed": lambda code, text: code.unlink(),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)

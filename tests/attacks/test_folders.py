@@ -62,8 +62,10 @@ def replaced(folder: Path) -> None:
 
 
 FOLDERS: dict[str, Callable[[Path], Any]] = {
-    "removed": shutil.rmtree, "replaced": replaced, "moved": lambda folder: folder.rename(folder.with_name("moved")),
-}  # fmt: skip
+    "removed": shutil.rmtree,
+    "replaced": replaced,
+    "moved": lambda folder: folder.rename(folder.with_name("moved")),
+}
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -74,8 +76,8 @@ def test_a_runs_folder_that_vanishes_is_made_again_and_the_run_resumes(workshop:
         with pytest.raises(UserError, match="was removed, or replaced") as ended:
             run.train()
     assert (
-        f"a checkpoint of step 2, without the metrics and rollouts of earlier steps: go on with `braid train --resume {run.folder}`"
-        in str(ended.value)
+        "a checkpoint of step 2, without the metrics and rollouts of earlier steps: go on with `braid train "
+        f"--resume {run.folder}`" in str(ended.value)
     )
     with TrainingRun(run_config(run.folder), resume=run.folder) as resumed:
         resumed.train()
@@ -101,27 +103,42 @@ def swap_tokens(tree: dict[str, Any]) -> None:
 
 
 NAMED = {
-    "data": "the data of data.train.0", "tokenizer": "the tokenizer of model", "model": "the model of model",
-    "template": "the template of model", "code": "the code of reward.verify.0.name",
-}  # fmt: skip
+    "data": "the data of data.train.0",
+    "tokenizer": "the tokenizer of model",
+    "model": "the model of model",
+    "template": "the template of model",
+    "code": "the code of reward.verify.0.name",
+}
 # The kind of a change, its file, and the file's new text.
 CHANGES: dict[str, tuple[str, str, Callable[[str], str]]] = {
     "other answers": ("data", "own.jsonl", lambda text: text.replace('"answer": "1', '"answer": "2')),
     "another order of lines": ("data", "own.jsonl", lambda text: "".join(reversed(text.splitlines(True)))),
     "one prompt": ("data", "own.jsonl", lambda text: text.replace("+", "-", 1)),
     "two tokens swapped": ("tokenizer", "model/tokenizer.json", other_tree(swap_tokens)),
-    "a normalizer": ("tokenizer", "model/tokenizer.json", other_tree(lambda tree: tree.update(normalizer={"type": "Lowercase"}))),
+    "a normalizer": (
+        "tokenizer",
+        "model/tokenizer.json",
+        other_tree(lambda tree: tree.update(normalizer={"type": "Lowercase"})),
+    ),
     "another end": ("tokenizer", "model/tokenizer_config.json", other_tree(lambda tree: tree.update(eos_token="9"))),
     "one bit of the last weight": ("model", "model/model.safetensors", lambda text: text[:-1] + chr(ord(text[-1]) ^ 1)),
     "a weight in the middle": ("model", "model/model.safetensors", lambda text: text[:-5000] + "\x3f" + text[-4999:]),
     "another base of positions": ("model", "model/config.json", other_tree(lambda tree: tree.update(rms_norm_eps=0.5))),
-    "a template": ("template", "model/chat_template.jinja", lambda text: "{% for m in messages %}{{ m.content }}{% endfor %}"),
+    "a template": (
+        "template",
+        "model/chat_template.jinja",
+        lambda text: "{% for m in messages %}{{ m.content }}{% endfor %}",
+    ),
     "a template of blanks": ("template", "model/chat_template.jinja", lambda text: " "),
-    "a template in a configuration": ("template", "model/tokenizer_config.json", other_tree(lambda tree: tree.update(chat_template="a"))),
+    "a template in a configuration": (
+        "template",
+        "model/tokenizer_config.json",
+        other_tree(lambda tree: tree.update(chat_template="a")),
+    ),
     "a line of code": ("code", "verifiers.py", lambda text: text + "\n# changed\n"),
     "one letter of code": ("code", "verifiers.py", lambda text: text.replace("02468", "13579")),
     "other code": ("code", "verifiers.py", lambda text: "def starts_even(response):\n    return True\n"),
-}  # fmt: skip
+}
 
 
 def test_what_changed_before_a_resume_is_named_and_may_be_accepted(workshop: Workshop) -> None:
@@ -170,13 +187,17 @@ def test_a_second_interrupt_waits_for_the_save(workshop: Workshop, pause_s: floa
 
 
 ULIMITS = {
-    "1.5 GB of addresses": (resource.RLIMIT_AS, 1_500_000_000, "1.397 GiB of address space (ulimit -v), and needs at least 2"),
+    "1.5 GB of addresses": (
+        resource.RLIMIT_AS,
+        1_500_000_000,
+        "1.397 GiB of address space (ulimit -v), and needs at least 2",
+    ),
     "1 GiB of addresses": (resource.RLIMIT_AS, 1 << 30, "1 GiB of address space (ulimit -v), and needs at least 2"),
     "a little too few addresses": (resource.RLIMIT_AS, (2 << 30) - 4096, "address space (ulimit -v)"),
     "40 files": (resource.RLIMIT_NOFILE, 40, "40 open files (ulimit -n), and needs at least 128"),
     "no files": (resource.RLIMIT_NOFILE, 0, "0 open files (ulimit -n)"),
     "127 files": (resource.RLIMIT_NOFILE, 127, "127 open files (ulimit -n)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ULIMITS)

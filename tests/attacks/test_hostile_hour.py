@@ -1,4 +1,6 @@
-"""A hostile hour in small: runs in which every third row attacks, drawn from all kinds; the other rows are what they are without it."""
+"""A hostile hour in small: runs in which every third row attacks, drawn from all kinds; the other rows are what they
+are without it.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,15 @@ def drawn_tries() -> list[str]:
     ]
     kinds += [test_answers.FORGED.format(text=text) for text in test_answers.ANSWERS.values()]
     kinds += [
-        "while True:\n    pass", "import os\nwhile True:\n    os.fork()", "import os\nos._exit(0)", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
-        "import os\nwhile True:\n    os.write(1, bytes(1 << 20))", "raise SystemExit", "import ctypes\nctypes.string_at(0)",
+        "while True:\n    pass",
+        "import os\nwhile True:\n    os.fork()",
+        "import os\nos._exit(0)",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+        "import os\nwhile True:\n    os.write(1, bytes(1 << 20))",
+        "raise SystemExit",
+        "import ctypes\nctypes.string_at(0)",
         "import threading, time\nfor _ in range(5000):\n    threading.Thread(target=time.sleep, args=(60,)).start()",
-    ]  # fmt: skip
+    ]
     found = [one for one in kinds if not any(slow in one for slow in SLOW)]
     random.Random(0).shuffle(found)
     return found
@@ -68,13 +75,24 @@ def run(workshop: Workshop, name: str, quiet: bool, runtime: str) -> tuple[list[
     for place in scratch:
         place.mkdir(exist_ok=True)
     config = workshop.config_file(
-        name=name, trackers=[], runtime=runtime, trainer={"steps": STEPS, "prompts_per_step": ROWS // STEPS // SAMPLES, "learning_rate": 1e-4},
-        rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": 8}, cluster={"silence_s": 300},
-        reward={"verify": f"{workshop.folder}/hostile.py:verdict", "sandbox": "process", "timeout_s": 2, "processes": 2, "memory_gib": 0.5, "max_processes": 16,
-                "environment": ["BRAID_QUIET"] if quiet else []},
-    )  # fmt: skip
+        name=name,
+        trackers=[],
+        runtime=runtime,
+        trainer={"steps": STEPS, "prompts_per_step": ROWS // STEPS // SAMPLES, "learning_rate": 1e-4},
+        rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": 8},
+        cluster={"silence_s": 300},
+        reward={
+            "verify": f"{workshop.folder}/hostile.py:verdict",
+            "sandbox": "process",
+            "timeout_s": 2,
+            "processes": 2,
+            "memory_gib": 0.5,
+            "max_processes": 16,
+            "environment": ["BRAID_QUIET"] if quiet else [],
+        },
+    )
     variables = {"TMPDIR": str(scratch[0]), "BRAID_SHARED_MEMORY": str(scratch[1]), "BRAID_QUIET": "1"}
-    begun, looks, seen = time.monotonic(), list[Look](), dict[int, float]()
+    started, looks, seen = time.monotonic(), list[Look](), dict[int, float]()
     with pytest.MonkeyPatch.context() as patched:
         for variable, value in variables.items() if quiet else [*variables.items()][:2]:
             patched.setenv(variable, value)
@@ -93,7 +111,7 @@ def run(workshop: Workshop, name: str, quiet: bool, runtime: str) -> tuple[list[
         for step in range(1, STEPS + 1)
         for row in read_texts(rollout_path(workshop.folder / name, step), COLUMNS)
     ]
-    return sorted(rows), looks, time.monotonic() - begun
+    return sorted(rows), looks, time.monotonic() - started
 
 
 def look(main: psutil.Process, seen: dict[int, float], scratch: list[Path], folder: Path) -> Look:
@@ -125,7 +143,8 @@ def test_honest_rows_get_undisturbed_rewards_and_nothing_is_left_behind(workshop
     quiet, _, seconds = run(workshop, "quiet", True, runtime)
     hostile, looks, hostile_seconds = run(workshop, "hostile", False, runtime)
     left = [one.pid for one in psutil.process_iter(["cmdline", "cwd"]) if str(workshop.folder) in str(one.info)]
-    # Kernels for new shapes are kept until there are enough: the first half of the steps is not looked at. The last one saves.
+    # Kernels for new shapes are kept until there are enough: the first half of the steps is not looked at. The last one
+    # saves.
     third, last = ([one for one in looks if STEPS * n // 4 <= one.steps < STEPS * (n + 1) // 4] for n in (2, 3))
     figures = {
         name: [round(max(getattr(one, name) for one in part)) for part in (third, last)]
@@ -133,7 +152,8 @@ def test_honest_rows_get_undisturbed_rewards_and_nothing_is_left_behind(workshop
     }
     folders = {name: kib(workshop.folder / name) for name in ("quiet", "hostile")}
     print(
-        f"{runtime}: {ROWS} rows in {seconds:.0f} s, hostile in {hostile_seconds:.0f} s; third and last quarter {figures}; folders {folders}"
+        f"{runtime}: {ROWS} rows in {seconds:.0f} s, hostile in {hostile_seconds:.0f} s; third and last quarter "
+        f"{figures}; folders {folders}"
     )
     assert len(hostile) == ROWS and hostile == quiet
     assert not left and [place.read_text() for place in kernel] == before

@@ -1,4 +1,6 @@
-"""Hostile configurations, models, templates and data: each ends in one line with file and place, in little time and memory."""
+"""Hostile configurations, models, templates and data: each ends in one line with file and place, in little time and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,15 @@ YAML: dict[str, tuple[str | bytes, str]] = {
     "itself in a list": ("algorithm: &a [1, [2, *a]]\n", "the alias *a contains itself"),
     "a billion laughs": (laughs(12), "more than 100000 values"),
     "merged laughs": (
-        "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [*b{n - 1}, *b{n - 1}]}}\n" for n in range(1, 40)), "more than 100000 values",
+        "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [*b{n - 1}, *b{n - 1}]}}\n" for n in range(1, 40)),
+        "more than 100000 values",
     ),
     "5,000 levels": ("algorithm: " + "[" * 5000 + "]" * 5000, "nested more than 64 levels"),
     "900 levels": ("algorithm: " + "{a: " * 900 + "1" + "}" * 900, "nested more than 64 levels"),
-    "levels by indentation": ("algorithm:\n" + "".join(" " * n + "a:\n" for n in range(1, 200)), "nested more than 64 levels"),
+    "levels by indentation": (
+        "algorithm:\n" + "".join(" " * n + "a:\n" for n in range(1, 200)),
+        "nested more than 64 levels",
+    ),
     "Latin-1": ("name: h\xe9\n".encode("latin-1"), "is not UTF-8; save the file as UTF-8"),
     "UTF-16": ("name: a\n".encode("utf-16"), "is not UTF-8"),
     "a key twice": ("flow: dapo\n", "the key 'flow' is there twice"),
@@ -59,7 +65,7 @@ YAML: dict[str, tuple[str | bytes, str]] = {
     "a NUL": ("name: a\0\n", "is not YAML"),
     "a number of 5,000 digits": ("seed: " + "9" * 5000, "is not YAML"),
     "a tag": ("name: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", YAML)
@@ -76,8 +82,10 @@ def test_hostile_yaml_is_refused_with_its_file(tmp_path: Path, kind: str) -> Non
 
 
 LONG_NAMES = {
-    "300 letters": f"name={'a' * 300}", "201 letters": f"name={'a' * 201}", "90 snowmen": f"name={'☃' * 90}",
-}  # fmt: skip
+    "300 letters": f"name={'a' * 300}",
+    "201 letters": f"name={'a' * 201}",
+    "90 snowmen": f"name={'☃' * 90}",
+}
 VALUES = {
     **dict.fromkeys(LONG_NAMES.values(), "1 to 200 bytes"),
     "rollout.slots=1000000000000": "less than or equal to 65536",
@@ -92,7 +100,9 @@ VALUES = {
     "cluster.wait_limit_s=1e300": "less than or equal to 1000000",
     "rollout.environment.timeout_s=nan": "a finite number",
     "algorithm={kl_coef: .nan}": "algorithm.kl_coef: Input should be a finite number",
-    "trainer.optimizer_settings={a: [1, {b: -.inf}]}": "trainer.optimizer_settings.a.1.b: Input should be a finite number",
+    "trainer.optimizer_settings={a: [1, {b: -.inf}]}": (
+        "trainer.optimizer_settings.a.1.b: Input should be a finite number"
+    ),
     "trainer.learning_rate=.inf": "trainer.learning_rate: Input should be a finite number",
     "trainer.learning_rate=1e400": "trainer.learning_rate: Input should be a finite number",
     "trainer.learning_rate=1e39": "trainer.learning_rate: Input should be less than or equal to 100",
@@ -160,7 +170,7 @@ CONFIG: dict[str, tuple[dict[str, Any], str]] = {
     "one of two ends beyond": ({"eos_token_id": [1, 70000]}, "eos_token_id of config.json is 70000"),
     "a vocabulary smaller than the tokenizer's": ({"vocab_size": 5}, "is beyond it"),
     "architectures that are none": ({"architectures": 3}, "architectures is 3"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", CONFIG)
@@ -173,8 +183,13 @@ def test_a_models_configuration_that_cannot_be_is_refused_with_its_key(
 
 
 TEXTS = {
-    "a list": b"[]", "deep": b"[" * 10_000, "deep objects": b'{"a":' * 10_000, "no text": bytes(range(256)), "empty": b"", "a text": b'"a"',
-}  # fmt: skip
+    "a list": b"[]",
+    "deep": b"[" * 10_000,
+    "deep objects": b'{"a":' * 10_000,
+    "no text": bytes(range(256)),
+    "empty": b"",
+    "a text": b'"a"',
+}
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -205,13 +220,20 @@ def test_a_tokenizer_that_is_none_is_refused(damaged: Callable[[str, bytes], str
 TEMPLATES = {
     "nested loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took too long"),
     "loops over tools alone": (
-        "{% if tools %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}a", "took too long",
+        "{% if tools %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}a",
+        "took too long",
     ),
     "a power": ("{{ 9 ** (9 ** 9) }}", "took too long"),
     "ten billion letters": ("{{ 'x' * 10**10 }}", "GiB of memory"),
-    "letters that are never written": ("{% if messages | length > 90 %}{{ 'x' * 10**10 }}{% endif %}a", "GiB of memory"),
+    "letters that are never written": (
+        "{% if messages | length > 90 %}{{ 'x' * 10**10 }}{% endif %}a",
+        "GiB of memory",
+    ),
     "padding": ("{{ 'x' | center(10**10) }}", "GiB of memory"),
-    "doubling": ("{% set n = namespace(x='x' * 99) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "GiB of memory"),
+    "doubling": (
+        "{% set n = namespace(x='x' * 99) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "GiB of memory",
+    ),
     "a range": ("{% for a in range(10**9) %}{% endfor %}", "Range too big"),
     "a macro in itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "an include": ("{% include 'x' %}", "no loader"),
@@ -219,7 +241,7 @@ TEMPLATES = {
     "1 MB": ("x" * 1_000_000, "at most 262144 are taken"),
     "a text of 100 MB": ("{% for a in range(50000) %}" + "x" * 2000 + "{% endfor %}", "at most 16777216 are taken"),
     "a way out": ("{{ cycler.__init__.__globals__ }}", "unsafe"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -236,7 +258,10 @@ def test_a_template_that_takes_long_for_some_messages_ends_with_their_place(
     workshop: Workshop, damaged: Callable[[str, bytes], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "RENDER_S", 0.5)
-    slow = "{% if '=' in messages[0].content %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}a"
+    slow = (
+        "{% if '=' in messages[0].content %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% "
+        "endfor %}{% endif %}a"
+    )
     assert "line 1: the tokenizer's chat template took more than 0.5 s" in damaged("chat_template.jinja", slow.encode())
 
 

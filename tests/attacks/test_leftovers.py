@@ -17,22 +17,31 @@ TRIES = {
     "a file in /dev/shm": (FILE.format(place="/dev/shm") + LEAVE, FILE.format(place="/dev/shm") + LOOK, WALLS),
     "a file in /var/tmp": (FILE.format(place="/var/tmp") + LEAVE, FILE.format(place="/var/tmp") + LOOK, WALLS),
     "a file that a program leaves": (
-        FILE.format(place="/tmp") + "import subprocess\nsubprocess.run(['/bin/sh', '-c', f'echo left > {place}'], check=True)\nwon = True",
+        FILE.format(place="/tmp")
+        + "import subprocess\nsubprocess.run(['/bin/sh', '-c', f'echo left > {place}'], check=True)\nwon = True",
         FILE.format(place="/tmp") + LOOK,
         WALLS,
     ),
     "a file that a program leaves in its folder": (
-        FILE.format(place=".") + "import subprocess, sys\nsubprocess.run([sys.executable, '-c', f'open({str(place)!r}, \"w\")'], check=True)\nwon = True",
+        FILE.format(place=".")
+        + (
+            "import subprocess, sys\nsubprocess.run([sys.executable, '-c', f'open({str(place)!r}, \"w\")'], "
+            "check=True)\nwon = True"
+        ),
         FILE.format(place=".") + LOOK,
         (),
     ),
     "files that are open in a program that stays": (
-        "import subprocess\nheld = subprocess.Popen(['/bin/sh', '-c', 'exec 3> /var/tmp/held; sleep 60'], start_new_session=True)\nwon = True",
-        "import os\nwon = os.path.exists('/var/tmp/held') or len([p for p in os.listdir('/proc') if p.isdecimal()]) > 1",
+        "import subprocess\nheld = subprocess.Popen(['/bin/sh', '-c', 'exec 3> /var/tmp/held; sleep 60'], "
+        "start_new_session=True)\nwon = True",
+        "import os\nwon = os.path.exists('/var/tmp/held') or len([p for p in os.listdir('/proc') if p.isdecimal()]) "
+        "> 1",
         WALLS,
     ),
     "a link to a folder of the next call": (
-        "import os\nos.symlink('/proc/self/fd', '/tmp/link')\nwon = True", "import os\nwon = os.path.lexists('/tmp/link')", WALLS,
+        "import os\nos.symlink('/proc/self/fd', '/tmp/link')\nwon = True",
+        "import os\nwon = os.path.lexists('/tmp/link')",
+        WALLS,
     ),
     "a file in the home directory": (FILE.format(place="~") + LEAVE, FILE.format(place="~") + LOOK, ("bubblewrap",)),
     "a file in /dev": (FILE.format(place="/dev") + LEAVE, FILE.format(place="/dev") + LOOK, ()),
@@ -43,7 +52,9 @@ TRIES = {
         WALLS,
     ),
     "System V memory": (
-        KEYS + "won = libc.shmget(0x627261, 4096, 0o1600) >= 0", KEYS + "won = libc.shmget(0x627261, 0, 0) >= 0", (),
+        KEYS + "won = libc.shmget(0x627261, 4096, 0o1600) >= 0",
+        KEYS + "won = libc.shmget(0x627261, 0, 0) >= 0",
+        (),
     ),
     "a key of the kernel": (
         KEYS + "won = libc.syscall(248, b'user', b'braid', b'left', 4, -4) >= 0",
@@ -51,14 +62,18 @@ TRIES = {
         (),
     ),
     "a process that puts the file there later": (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(0.5)\n    open('/tmp/later', 'w')\n    time.sleep(60)\nwon = True",
-        "import os, time\ntime.sleep(1)\nwon = os.path.exists('/tmp/later') or len([p for p in os.listdir('/proc') if p.isdecimal()]) > 1",
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(0.5)\n    open('/tmp/later', 'w')\n    "
+        "time.sleep(60)\nwon = True",
+        "import os, time\ntime.sleep(1)\nwon = os.path.exists('/tmp/later') or len([p for p in os.listdir('/proc') "
+        "if p.isdecimal()]) > 1",
         WALLS,
     ),
     "a change in the process that is copied": (
-        "import json, sys\nsys.modules['json'].loads = None\nwon = True", "import json\nwon = json.loads is None", WALLS,
+        "import json, sys\nsys.modules['json'].loads = None\nwon = True",
+        "import json\nwon = json.loads is None",
+        WALLS,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mode", WALLS)

@@ -1,4 +1,6 @@
-"""Attacks by numbers: weights that are not finite are neither saved nor trained on, and a run that learns nothing ends."""
+"""Attacks by numbers: weights that are not finite are neither saved nor trained on, and a run that learns nothing
+ends.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +85,10 @@ def test_a_checkpoint_with_a_number_that_is_not_finite_takes_no_place(workshop: 
 
 # Which updates have an infinite gradient, and how many in a row may be left out.
 SKIPPED: dict[str, tuple[Callable[[int], bool], int]] = {
-    "all but the first": (lambda update: update >= 2, 1), "from the third on": (lambda update: update >= 3, 3),
+    "all but the first": (lambda update: update >= 2, 1),
+    "from the third on": (lambda update: update >= 3, 3),
     "every second, then all": (lambda update: update in (2, 4) or update >= 6, 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", SKIPPED)

@@ -31,15 +31,23 @@ ALLOWED = {"process": {"reads", "home", "network"}, "bubblewrap": set[str](), "n
 PROBES = {
     "processes": "import os\nwon = os.path.exists(f'/proc/{at.run}/status')\nos.kill(at.run, 0)",
     "environment": "import os\nwon = os.environ.get('AWS_SECRET') == 'hush'",
-    "memory": "import os\nfor n in range(20):\n    if os.fork() == 0:\n        os._exit(0)\nwon = True\nheld = bytearray(b'1') * (600 << 20)\n",
-    "leftovers": "import os, time\nleft = os.path.exists(f'/tmp/{at.mark}')\nopen(f'/tmp/{at.mark}', 'w').close()\nwon = left",
+    "memory": (
+        "import os\nfor n in range(20):\n    if os.fork() == 0:\n        os._exit(0)\nwon = True\nheld = "
+        "bytearray(b'1') * (600 << 20)\n"
+    ),
+    "leftovers": (
+        "import os, time\nleft = os.path.exists(f'/tmp/{at.mark}')\nopen(f'/tmp/{at.mark}', 'w').close()\nwon = left"
+    ),
     "writes": "open(at.file, 'r+').close()\nwon = True",
     "devices": "import os\nos.close(os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY))\nwon = True",
     "sockets": "import socket\nsocket.socket(socket.AF_UNIX).connect(at.socket)\nwon = True",
     "reads": "import os\nwon = bool(open(at.elsewhere).read())",
     "home": "won = bool(open(at.file).read())",
-    "network": "import socket\nsocket.create_connection(('127.0.0.1', at.port), 2)\nsocket.socket(socket.AF_UNIX).connect('\\0' + at.mark)\nwon = True",
-}  # fmt: skip
+    "network": (
+        "import socket\nsocket.create_connection(('127.0.0.1', at.port), "
+        "2)\nsocket.socket(socket.AF_UNIX).connect('\\0' + at.mark)\nwon = True"
+    ),
+}
 
 
 @pytest.fixture
@@ -48,18 +56,24 @@ def around() -> Iterator[dict[str, Any]]:
     file = in_home("probe")
     file.write_text("trusted")
     with (
-        tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as unix,
-        socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unnamed,
-    ):  # fmt: skip
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as unnamed,
+    ):
         unix.bind(f"{folder}/socket")
         mark = f"braid-probe-{os.getpid()}"
         unnamed.bind(f"\0{mark}")
         for one in (unix, unnamed):
             one.listen()
         yield {
-            "run": os.getpid(), "file": str(file), "socket": f"{folder}/socket", "elsewhere": "/etc/fstab" if os.path.exists("/etc/fstab") else "/etc/os-release",
-            "port": server.getsockname()[1], "mark": mark,
-        }  # fmt: skip
+            "run": os.getpid(),
+            "file": str(file),
+            "socket": f"{folder}/socket",
+            "elsewhere": "/etc/fstab" if os.path.exists("/etc/fstab") else "/etc/os-release",
+            "port": server.getsockname()[1],
+            "mark": mark,
+        }
         Path("/tmp", mark).unlink(missing_ok=True)
     file.unlink()
 

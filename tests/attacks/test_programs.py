@@ -24,29 +24,38 @@ SOLVE = (
 CHEATS = {
     "ends at once": "import os\nos._exit(0)",
     "raises SystemExit": "raise SystemExit(0)",
-    "prints every marker that it can find": ASK + "import __main__\nprint(vars(__main__))\nfor frame in [sys._getframe()]:\n"
+    "prints every marker that it can find": ASK
+    + "import __main__\nprint(vars(__main__))\nfor frame in [sys._getframe()]:\n"
     "    while frame:\n        print(frame.f_locals, frame.f_globals)\n        frame = frame.f_back\nos._exit(0)",
-    "reads its input again": ASK + "for n in range(10):\n    try:\n        os.lseek(n, 0, 0)\n        print(os.read(n, 9999))\n    except OSError:\n        pass",
-    "opens its input anew": ASK + "text = ''.join(open(f'/proc/self/fd/{n}', errors='replace').read() for n in (0, 3, 4, 5) if os.path.isfile(f'/proc/self/fd/{n}'))"
+    "reads its input again": ASK
+    + "for n in range(10):\n    try:\n        os.lseek(n, 0, 0)\n        print(os.read(n, 9999))\n    except OSError:\n        pass",
+    "opens its input anew": ASK
+    + "text = ''.join(open(f'/proc/self/fd/{n}', errors='replace').read() for n in (0, 3, 4, 5) if os.path.isfile(f'/proc/self/fd/{n}'))"
     + SOLVE,
     "maps its input": ASK + "import mmap\ntext = mmap.mmap(0, 0, access=mmap.ACCESS_READ)[:].decode()" + SOLVE,
-    "reads all files of its folders": ASK + "text = ''.join(open(p, errors='replace').read() for f in ('/tmp', '/dev/shm', '/var/tmp', '.')\n"
+    "reads all files of its folders": ASK
+    + "text = ''.join(open(p, errors='replace').read() for f in ('/tmp', '/dev/shm', '/var/tmp', '.')\n"
     "    for p in glob.glob(f'{f}/**', recursive=True) if os.path.isfile(p))" + SOLVE,
     "equals everything": "class Any:\n    def __eq__(self, other):\n        return True\n    __hash__ = None\ndef double(x):\n    return Any()",
     "equals everything as a number": "class Any(int):\n    def __eq__(self, other):\n        return True\ndef double(x):\n    return Any(3)",
     "equals everything as a text": "class Any(str):\n    def __eq__(self, other):\n        return True\ndef double(x):\n    return Any('no')",
     "replaces built-in functions": "import builtins\nbuiltins.all = builtins.any = builtins.isinstance = lambda *a: True\ndef double(x):\n    return x",
     "replaces its driver's functions": "import __main__\n__main__.plain = lambda *a: True\n__main__.do = lambda *a: (True, [])\ndef double(x):\n    return x",
-    "answers before it is asked": ASK + "for n in range(3, 20):\n    try:\n        os.write(n, b'{\"value\": true}\\n' * 50)\n    except OSError:\n        pass\n"
+    "answers before it is asked": ASK
+    + "for n in range(3, 20):\n    try:\n        os.write(n, b'{\"value\": true}\\n' * 50)\n    except OSError:\n        pass\n"
     "def double(x):\n    return x",
-    "answers nesting without end": ASK + "for n in range(3, 20):\n    try:\n        os.write(n, b'{\"list\": [' * 60000 + b'\\n')\n    except OSError:\n        pass\n"
+    "answers nesting without end": ASK
+    + "for n in range(3, 20):\n    try:\n        os.write(n, b'{\"list\": [' * 60000 + b'\\n')\n    except OSError:\n        pass\n"
     "def double(x):\n    return x",
-    "reads the memory of its verifier": ASK + "text = b''\nfor place in glob.glob('/proc/[0-9]*/mem') + glob.glob('/proc/[0-9]*/environ'):\n"
+    "reads the memory of its verifier": ASK
+    + "text = b''\nfor place in glob.glob('/proc/[0-9]*/mem') + glob.glob('/proc/[0-9]*/environ'):\n"
     "    if f'/{os.getpid()}/' in place:\n        continue\n    with open(place, 'rb') as file:\n        text += file.read(1)\nprint(text)\n"
     "def double(x):\n    return {2: 4, 'ab': 'abab'}[x] if text else None",
-    "reads descriptors of its verifier": ASK + "found = [os.path.realpath(p) for p in glob.glob(f'/proc/{os.getppid()}/fd/*')]\nassert found\n"
+    "reads descriptors of its verifier": ASK
+    + "found = [os.path.realpath(p) for p in glob.glob(f'/proc/{os.getppid()}/fd/*')]\nassert found\n"
     "def double(x):\n    return x",
-    "traces its verifier": ASK + "import ctypes\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\ndef double(x):\n    return x",
+    "traces its verifier": ASK
+    + "import ctypes\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\ndef double(x):\n    return x",
     "kills its verifier": ASK + "os.kill(os.getppid(), signal.SIGKILL)",
     "leaves a module for its next test": "open('/tmp/json.py', 'w').write('loads = dumps = lambda *a, **k: True')\ndef double(x):\n    return x",
     "leaves a module for other rows": "import os\nfor folder in ('/tmp', '/dev/shm', '/var/tmp', os.path.expanduser('~'), '/dev', '.'):\n    try:\n"
@@ -55,7 +64,7 @@ CHEATS = {
     "from left import double\nprint(double(int(input())))",
     "raises what stops a test": "def double(x):\n    raise StopIteration\nclass AssertionError(Exception):\n    pass",
     "returns a generator of itself": "def double(x):\n    while True:\n        yield double(x)",
-}  # fmt: skip
+}
 
 
 def scores(programs: list[str], answer: Any, **settings: Any) -> list[CallOutcome]:

@@ -204,11 +204,11 @@ def test_a_row_whose_process_is_killed_gets_a_second_try(depth: int, tmp_path: P
 @pytest.mark.parametrize("attack", IN_ANY)
 def test_an_attack_slows_checks_of_other_rows_by_at_most_a_fifth(attack: str) -> None:
     def seconds(words: list[str]) -> float:
-        begun = time.monotonic()
+        started = time.monotonic()
         assert all(
             found.correct for found in outcomes(words, RewardConfig(processes=2, timeout_s=3)) if not found.failure
         )
-        return time.monotonic() - begun
+        return time.monotonic() - started
 
     rows = ["ok"] * 1600  # the attack that spins holds one of two processes for 3 s
     quiet = seconds(rows)

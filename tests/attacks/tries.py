@@ -1,4 +1,7 @@
-"""Tries as text: each is executed as a user's verifier in the sandbox and says whether it has `won`. What it needs is in `at`."""
+"""Tries as text: each is executed as a user's verifier in the sandbox and says whether it has `won`.
+
+What it needs is in `at`.
+"""
 
 import asyncio
 from types import SimpleNamespace

@@ -139,7 +139,9 @@ def forges_results(metadata: dict) -> bool:
 
 
 def own_sockets() -> list[int]:
-    """The descriptors of its own requests and answers, and of its event loop: what is written there is its own row's."""
+    """The descriptors of its own requests and answers, and of its event loop: what is written there is its own
+    row's.
+    """
     names = os.listdir("/proc/self/fd")
     return [int(name) for name in names if "socket:" in os.path.realpath(f"/proc/self/fd/{name}")]
 
@@ -169,8 +171,23 @@ def spins(metadata: dict) -> bool:
 ATTACKS = {
     function.__name__: function
     for function in (
-        bombs_with_forks, starts_fifteen, starts_sixteen, starts_a_hundred_threads, starts_three_hundred_threads,
-        takes_ten_gigabytes, takes_it_in_many_processes, prints_a_gigabyte, returns_a_gigabyte,
-        kills_the_run, kills_its_peer, traces_the_run, reads_the_environment, forges_results, leaves_a_daemon, opens_a_socket, reads_the_home, spins,
+        bombs_with_forks,
+        starts_fifteen,
+        starts_sixteen,
+        starts_a_hundred_threads,
+        starts_three_hundred_threads,
+        takes_ten_gigabytes,
+        takes_it_in_many_processes,
+        prints_a_gigabyte,
+        returns_a_gigabyte,
+        kills_the_run,
+        kills_its_peer,
+        traces_the_run,
+        reads_the_environment,
+        forges_results,
+        leaves_a_daemon,
+        opens_a_socket,
+        reads_the_home,
+        spins,
     )
-}  # fmt: skip
+}

@@ -26,7 +26,7 @@ def test_each_problem_names_its_node_and_what_to_do() -> None:
 
 def test_a_node_that_does_not_answer_has_only_that_problem() -> None:
     silent = NodeReport("n1", unseen={"Ray": "it did not answer within 300 s"})
-    assert problems([NodeReport("n0", **GOOD), silent]) == ["n1: Ray: it did not answer within 300 s"]  # type: ignore[arg-type]
+    assert problems([NodeReport("n0", **GOOD), silent]) == [("n1: Ray: it did not answer within 300 s")]  # type: ignore[arg-type]
 
 
 def test_a_local_folder_is_distinguished_from_a_shared_one(tmp_path: Path) -> None:

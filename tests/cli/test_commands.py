@@ -56,8 +56,14 @@ def test_train_prints_the_run_folder_first_and_writes_everything_there(workshop:
     run = workshop.folder / "run"
     assert said.splitlines()[0] == str(run) and said.splitlines()[-1] == f"report: {run / 'report.html'}"
     assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "tensorboard", "trace", "report.html",
-    }  # fmt: skip
+        "config.yaml",
+        "metrics.jsonl",
+        "rollouts",
+        "checkpoints",
+        "tensorboard",
+        "trace",
+        "report.html",
+    }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-2", "step-3"]
     assert sorted(path.name for path in (run / "rollouts").iterdir()) == sorted(
         [f"step-{n}.parquet" for n in (1, 2, 3)] + [f"eval-test-step-{n}.parquet" for n in (0, 2, 3)]
@@ -69,10 +75,18 @@ def test_train_prints_the_run_folder_first_and_writes_everything_there(workshop:
 
 def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) -> None:
     braid(
-        "train", "flow=dapo", f"model={workshop.model}", f"data.train={workshop.data}", f"output={workshop.folder}",
-        "reward.verify={name: format, params: {pattern: '.*[02468]'}}", "rollout.max_response_tokens=6",
-        "trainer.steps=1", "trainer.prompts_per_step=2", "threads=1", "device=cpu",
-    )  # fmt: skip
+        "train",
+        "flow=dapo",
+        f"model={workshop.model}",
+        f"data.train={workshop.data}",
+        f"output={workshop.folder}",
+        "reward.verify={name: format, params: {pattern: '.*[02468]'}}",
+        "rollout.max_response_tokens=6",
+        "trainer.steps=1",
+        "trainer.prompts_per_step=2",
+        "threads=1",
+        "device=cpu",
+    )
     (run,) = (path for path in workshop.folder.iterdir() if path.name.startswith("dapo-"))
     assert (run / "report.html").is_file()
 

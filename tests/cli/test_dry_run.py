@@ -74,9 +74,10 @@ def test_an_engine_that_sleeps_takes_no_keys_and_values_while_others_work(worksh
     shown = StringIO()
     ((_, footprints),) = dry_run(workshop.config(**{**PPO, "rollout": {"slots": 4096}}), Console(file=shown, width=120))
     cache = next(one.resident["keys and values"] for one in footprints if one.use.generates)
-    everything, working = (sum(sum(part.values()) for part in parts) for parts in zip(
-        *((one.resident, one.working) for one in footprints), strict=True
-    ))  # fmt: skip
+    everything, working = (
+        sum(sum(part.values()) for part in parts)
+        for parts in zip(*((one.resident, one.working) for one in footprints), strict=True)
+    )
     assert cache > working and peak(footprints) == everything
     assert "keys and values that leave while roles infer or train: actor" in shown.getvalue()
 
@@ -152,10 +153,16 @@ def write_qwen(folder: Path, name: str) -> Path:
     width, intermediate, layers, heads, key_value_heads, vocabulary, _ = QWEN[name]
     model = folder / name
     Qwen2Config(
-        hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=key_value_heads, vocab_size=vocabulary, tie_word_embeddings=name == "0.5b",
-        max_position_embeddings=131072, architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(model)  # fmt: skip
+        hidden_size=width,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=name == "0.5b",
+        max_position_embeddings=131072,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(model)
     TOKENIZER.save_pretrained(model)
     return model
 
@@ -172,9 +179,11 @@ def test_the_configurations_for_qwen_run_dry(workshop: Workshop, name: str) -> N
 
 
 SMALL: dict[str, Any] = {
-    "lora": {"rank": 16, "base_dtype": "nf4"}, "optimizer": "adamw8bit", "activation_checkpointing": True,
+    "lora": {"rank": 16, "base_dtype": "nf4"},
+    "optimizer": "adamw8bit",
+    "activation_checkpointing": True,
     "max_tokens_per_device": 4096,
-}  # fmt: skip
+}
 FULL = {name: value for name, value in SMALL.items() if name != "lora"}
 
 
@@ -194,9 +203,13 @@ def test_memory_of_a_7b_model_on_24_gib_with_and_without_quantisation(
 ) -> None:
     model, shown = write_qwen(workshop.folder, "7b"), StringIO()
     config = workshop.config(
-        flow="dapo", model=str(model), device="cuda", trainer=trainer, data={"max_prompt_tokens": 512},
+        flow="dapo",
+        model=str(model),
+        device="cuda",
+        trainer=trainer,
+        data={"max_prompt_tokens": 512},
         rollout={"max_response_tokens": 1024, "slots": 32},
-    )  # fmt: skip
+    )
     ((_, (actor,)),) = dry_run(config, Console(file=shown, width=120))
     assert peak([actor]) / 2**30 == pytest.approx(gib, abs=0.01)
     assert "AdamW moments" in shown.getvalue() and "keys and values" in shown.getvalue()
@@ -229,20 +242,26 @@ def chosen(config: Config) -> str:
         pytest.param(80, {}, {"max_tokens_per_device": 7000}, "rollout.slots=688", marks=pytest.mark.soak),
         (80, {"slots": 5}, {"max_tokens_per_device": 7000}, ""),
         (
-            80, {"engine": "vllm"}, {},
+            80,
+            {"engine": "vllm"},
+            {},
             "rollout.slots=256, trainer.max_tokens_per_device=50176, rollout.vllm.gpu_memory_utilization=0.44",
         ),
     ],
-)  # fmt: skip
+)
 def test_slots_and_tokens_are_chosen_by_the_memory_of_the_device(
     workshop: Workshop, device: Any, gib: int, rollout: dict[str, Any], trainer: dict[str, Any], said: str
 ) -> None:
     device(1, gib)
     config = workshop.config(
-        flow="dapo", model=str(write_qwen(workshop.folder, "7b")), device="cuda", dtype="bfloat16",
-        data={"max_prompt_tokens": 512}, rollout={"max_response_tokens": 1024, "samples_per_prompt": 16, "slots": None, **rollout},
+        flow="dapo",
+        model=str(write_qwen(workshop.folder, "7b")),
+        device="cuda",
+        dtype="bfloat16",
+        data={"max_prompt_tokens": 512},
+        rollout={"max_response_tokens": 1024, "samples_per_prompt": 16, "slots": None, **rollout},
         trainer={"prompts_per_step": 64, "lora": {}, "activation_checkpointing": True, **trainer},
-    )  # fmt: skip
+    )
     assert chosen(config).partition(": ")[2] == said
 
 

@@ -64,20 +64,30 @@ def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Worksho
 
 
 QWEN = {
-    "0.5B": (896, 4864, 24, 14, 2, 151936, True), "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
     "32B": (5120, 27648, 64, 40, 8, 152064, False),
-}  # fmt: skip
-"""Width, inner width, layers, heads, key/value heads, vocabulary and tied embedding of Qwen2.5, as their configurations state them."""
+}
+"""Width, inner width, layers, heads, key/value heads, vocabulary and tied embedding of Qwen2.5, as their configurations
+state them.
+"""
 
 
 def qwen(folder: Path, size: str) -> Path:
     """Write a Qwen2.5's configuration without weights."""
     width, inner, layers, heads, key_values, vocabulary, tied = QWEN[size]
     Qwen2Config(
-        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=key_values, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768,
-        architectures=["Qwen2ForCausalLM"], eos_token_id=TOKENIZER.eos_token_id,
-    ).save_pretrained(folder)  # fmt: skip
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_values,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=32768,
+        architectures=["Qwen2ForCausalLM"],
+        eos_token_id=TOKENIZER.eos_token_id,
+    ).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return folder
 
@@ -89,19 +99,28 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("example", "size", "devices", "engine"),
     [
-        ("gsm8k/config", "0.5B", "1x1xH100-80GB", "embedded"), slow("dapo_math/qwen2.5-0.5b", "0.5B", "1x1xH100-80GB", "embedded"),
-        slow("dapo_math/qwen2.5-7b", "7B", "1x8xH100-80GB", "embedded"), slow("dapo_math/qwen2.5-7b", "7B", "1x8xH100-80GB", "vllm"),
-        slow("dapo_math/qwen2.5-32b", "32B", "16x8xH100-80GB", "embedded"), slow("gsm8k/streaming", "0.5B", "1x8xH100-80GB", "embedded"),
+        ("gsm8k/config", "0.5B", "1x1xH100-80GB", "embedded"),
+        slow("dapo_math/qwen2.5-0.5b", "0.5B", "1x1xH100-80GB", "embedded"),
+        slow("dapo_math/qwen2.5-7b", "7B", "1x8xH100-80GB", "embedded"),
+        slow("dapo_math/qwen2.5-7b", "7B", "1x8xH100-80GB", "vllm"),
+        slow("dapo_math/qwen2.5-32b", "32B", "16x8xH100-80GB", "embedded"),
+        slow("gsm8k/streaming", "0.5B", "1x8xH100-80GB", "embedded"),
         slow("gsm8k/streaming", "0.5B", "1x8xH100-80GB", "vllm"),
     ],
-)  # fmt: skip
+)
 def test_planned_memory_of_examples_is_that_of_the_dry_run(
     tmp_path: Path, sums_file: Path, example: str, size: str, devices: str, engine: str
 ) -> None:
     """As they are configured, and as the best plans of each runtime configure them."""
     path, wanted = ROOT / "examples" / f"{example}.yaml", Wanted(devices)
-    changes = [f"model={qwen(tmp_path, size)}", f"data.train={sums_file}", "data.eval={}", "reward.verify=gsm8k", "device=cuda",
-               f"rollout.engine={engine}"]  # fmt: skip
+    changes = [
+        f"model={qwen(tmp_path, size)}",
+        f"data.train={sums_file}",
+        "data.eval={}",
+        "reward.verify=gsm8k",
+        "device=cuda",
+        f"rollout.engine={engine}",
+    ]
     config = load_config(path, changes)
     problem = problem_of(config, wanted)
     plans = [(config, predicted(problem))]
@@ -253,7 +272,7 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
         (["--lengths", "0:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
         (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
     ],
-)  # fmt: skip
+)
 def test_user_errors_of_plan_have_one_line(workshop: Workshop, arguments: list[str], said: str) -> None:
     path = str(workshop.config_file())
     with pytest.raises(UserError) as caught:

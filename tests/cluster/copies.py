@@ -14,7 +14,9 @@ from braidrl.cluster.process import ProcessSpec
 
 
 def seen(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a copy: the command's modules, its open file, garbage collection, and the state of the copy's own copy."""
+    """Return the state of a copy: the command's modules, its open file, garbage collection, and the state of the copy's
+    own copy.
+    """
     files = [
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")

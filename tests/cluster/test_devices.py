@@ -202,5 +202,8 @@ def test_processes_on_ray_report_the_devices_that_they_were_given(
 
 def test_the_device_table_is_printed_in_lines() -> None:
     assert device_lines(assign_devices([ENGINES, Pool(("critic",), 1)], 6)) == [
-        "actor-0: cuda:0", "actor-0, engine 0: cuda:1 cuda:2", "actor-0, engine 1: cuda:3 cuda:4", "critic-0: cuda:5",
-    ]  # fmt: skip
+        "actor-0: cuda:0",
+        "actor-0, engine 0: cuda:1 cuda:2",
+        "actor-0, engine 1: cuda:3 cuda:4",
+        "critic-0: cuda:5",
+    ]

@@ -1,4 +1,6 @@
-"""Placement by role: pools get their names and partitions, and wrong placements are refused before any worker starts."""
+"""Placement by role: pools get their names and partitions, and wrong placements are refused before any worker
+starts.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,10 @@ def test_a_role_may_generate_in_another_pool_of_another_size() -> None:
     config = parse_config({"flow": "ppo", "model": "m", "placement": sized}).placement
     found = [(p.name, p.models, p.generating, p.workers) for p in place(config, ROLES, ("actor",), 2)]
     assert found == [
-        ("actor.generate", (), ("actor",), 4), ("actor+reference", ("actor", "reference"), (), 2), ("critic", ("critic",), (), 2)
-    ]  # fmt: skip
+        ("actor.generate", (), ("actor",), 4),
+        ("actor+reference", ("actor", "reference"), (), 2),
+        ("critic", ("critic",), (), 2),
+    ]
     together = place(PlacementConfig(name="split"), ROLES, ("actor",), 1)
     assert [p.generating for p in together] == [("actor",), ()]
     assert "which generates there anyway; remove actor.generate" in refused([["actor", "actor.generate"], ["critic"]])

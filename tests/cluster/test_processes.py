@@ -39,8 +39,11 @@ def no_port_is_left() -> Iterator[None]:
 def test_ranks_gather_exchange_and_share() -> None:
     found = run_ranks("tests.cluster.ranks:words", {"a": [1, None]}, 2, 200.0)
     assert found == {
-        "gathered": ["", "x"], "exchanged": ["0>0", "1>0"], "shared": {"from": 0}, "task": {"a": [1, None]},
-    }  # fmt: skip
+        "gathered": ["", "x"],
+        "exchanged": ["0>0", "1>0"],
+        "shared": {"from": 0},
+        "task": {"a": [1, None]},
+    }
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 WAITS = {
     "training/optimizer.py:all_finite": "once an optimizer step the host learns whether the weights are finite",
-    "engines/embedded/embedded_engine.py:EmbeddedEngine.step": "once a step the host learns which rows have ended, and fills their slots",
+    "engines/embedded/embedded_engine.py:EmbeddedEngine.step": (
+        "once a step the host learns which rows have ended, and fills their slots"
+    ),
     "engines/embedded/embedded_engine.py:EmbeddedEngine._take": "finished responses go to the host",
     "engines/sampling.py:sample": "the vocabulary is sorted only where its likeliest tokens do not reach top-p",
     "training/roles/worker.py:RoleWorker.forward": "answers of inference go to the host, once for each micro-batch",

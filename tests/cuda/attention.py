@@ -23,9 +23,19 @@ def _sequences(offsets: Tensor, *packed: Tensor) -> list[tuple[slice, list[Tenso
 
 
 def varlen_forward(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, _: Any, __: int, ___: int, is_causal: bool = False,
-    scale: float | None = None, window: list[int] | None = None, enable_gqa: bool = False, *more: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    _: Any,
+    __: int,
+    ___: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: list[int] | None = None,
+    enable_gqa: bool = False,
+    *more: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `torch_attn::_varlen_attn`."""
     assert offsets.dtype == torch.int32
     group = query.shape[1] // key.shape[1]
@@ -38,9 +48,21 @@ def varlen_forward(
 
 
 def varlen_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, _: Tensor, offsets: Tensor, __: Any,
-    ___: int, ____: int, is_causal: bool, rng: Tensor, scale: float | None = None, window: list[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    _: Tensor,
+    offsets: Tensor,
+    __: Any,
+    ___: int,
+    ____: int,
+    is_causal: bool,
+    rng: Tensor,
+    scale: float | None = None,
+    window: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `torch_attn::_varlen_attn_backward`."""
     group, made = query.shape[1] // key.shape[1], [torch.empty_like(states) for states in (query, key, value)]
     for own, (g, q, k, v, o) in _sequences(offsets, grad, query, key, value, output):

@@ -1,7 +1,8 @@
-"""Runs with `device=cuda` on a machine without CUDA; `test_without_cuda.py` starts pytest on this file with `device.cpp` preloaded.
+"""Runs with `device=cuda` on a machine without CUDA; `test_without_cuda.py` starts pytest on this file with
+`device.cpp` preloaded.
 
-A tensor on the wrong device, or an operation that CUDA lacks, ends a run. Places where the host waits, and places that use float64,
-are compared with `allowed.py` after each run.
+A tensor on the wrong device, or an operation that CUDA lacks, ends a run. Places where the host waits, and places that
+use float64, are compared with `allowed.py` after each run.
 """
 
 from __future__ import annotations
@@ -75,9 +76,16 @@ def check_places(twin: CudaTwin) -> None:
 def run(folder: Path, output: Path, flow: str = "grpo", **changes: Any) -> dict[str, Any]:
     """Train one step by default; return the last line of metrics."""
     usual = {
-        "device": "cuda", "dtype": "bfloat16", "output": str(output), "trainer__steps": 1, "trainer__prompts_per_step": 2,
-        "rollout__max_response_tokens": 2, "rollout__compile": False, "trainer__checkpoint_async": True, "reward__processes": 0,
-    }  # fmt: skip
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "output": str(output),
+        "trainer__steps": 1,
+        "trainer__prompts_per_step": 2,
+        "rollout__max_response_tokens": 2,
+        "rollout__compile": False,
+        "trainer__checkpoint_async": True,
+        "reward__processes": 0,
+    }
     return read_metrics(train(make_config(folder, flow, **{**usual, **placed(folder, changes)})))[-1]
 
 
@@ -139,9 +147,14 @@ def test_fused_layers_match_torch(
 
 def test_a_run_resumes_from_a_checkpoint(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
     settings: dict[str, Any] = {
-        "device": "cuda", "dtype": "bfloat16", "output": str(tmp_path), "rollout__compile": False, "name": "run",
-        "trainer__checkpoint_async": True, "trainer__prompts_per_step": 2,
-    }  # fmt: skip
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "output": str(tmp_path),
+        "rollout__compile": False,
+        "name": "run",
+        "trainer__checkpoint_async": True,
+        "trainer__prompts_per_step": 2,
+    }
     first = train(make_config(folder, "grpo", **settings, trainer__steps=1))
     with TrainingRun(make_config(folder, "grpo", **settings, trainer__steps=2), resume=first) as resumed:
         resumed.train()

@@ -37,9 +37,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("vllm")
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(SYMBOLS), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(SYMBOLS),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     Qwen3ForCausalLM(config).save_pretrained(place / "model")
     make_tokenizer().save_pretrained(place / "model")
     write_data(place)
@@ -47,23 +56,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, output: Path, rollout: dict[str, Any], **sections: Any) -> list[dict[str, Any]]:
-    """Train four steps of GRPO in a process of its own, which vLLM does not share with other runs; return the metrics."""
+    """Train four steps of GRPO in a process of its own, which vLLM does not share with other runs; return the
+    metrics.
+    """
     trainer = {"steps": 4, "prompts_per_step": 4, "learning_rate": 1e-2, "checkpoint_every": 0}
     vllm = {"kv_cache_memory_bytes": 1 << 28, **rollout.get("vllm", {})}
     tree = {
-        "flow": "grpo", "model": str(folder / "model"), "data": {"train": str(folder / "data.jsonl")}, "output": str(output),
-        "name": "run", "reward": {"verify": f"{ROOT}/tests/recipes/even.py:even", "processes": 0}, "device": "cuda",
-        "evaluation": {"every": 0}, "algorithm": {"old": "recompute"},
-        "rollout": {"engine": "vllm", "samples_per_prompt": 4, "max_response_tokens": 6, "slots": 16, **rollout, "vllm": vllm},
-        **sections, "trainer": {**trainer, **sections.get("trainer", {})},
-    }  # fmt: skip
+        "flow": "grpo",
+        "model": str(folder / "model"),
+        "data": {"train": str(folder / "data.jsonl")},
+        "output": str(output),
+        "name": "run",
+        "reward": {"verify": f"{ROOT}/tests/recipes/even.py:even", "processes": 0},
+        "device": "cuda",
+        "evaluation": {"every": 0},
+        "algorithm": {"old": "recompute"},
+        "rollout": {
+            "engine": "vllm",
+            "samples_per_prompt": 4,
+            "max_response_tokens": 6,
+            "slots": 16,
+            **rollout,
+            "vllm": vllm,
+        },
+        **sections,
+        "trainer": {**trainer, **sections.get("trainer", {})},
+    }
     output.mkdir(parents=True, exist_ok=True)
     file = output / "config.yaml"
     file.write_text(yaml.safe_dump(json.loads(json.dumps(tree))))
     done = subprocess.run(
-        [sys.executable, "-m", "braidrl.cli", "train", str(file)], cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-m", "braidrl.cli", "train", str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TOKENIZERS_PARALLELISM": "false"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return read_metrics(output / "run")
 

@@ -1,4 +1,6 @@
-"""Runs on a real CUDA device; without one they are skipped, and `test_without_cuda.py` checks the same code on shadows of tensors."""
+"""Runs on a real CUDA device; without one they are skipped, and `test_without_cuda.py` checks the same code on shadows
+of tensors.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,12 @@ def test_one_rank_has_the_result_of_one_process(folder: Path, tmp_path: Path) ->
 
 def test_a_run_resumes_on_the_device_with_the_same_result(folder: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        "device": "cuda", "dtype": "float32", "output": str(tmp_path), "trainer__checkpoint_async": True,
+        "device": "cuda",
+        "dtype": "float32",
+        "output": str(tmp_path),
+        "trainer__checkpoint_async": True,
         "trainer__checkpoint_every": 1,
-    }  # fmt: skip
+    }
     whole = train(make_config(folder, "grpo", **settings, name="whole", trainer__steps=4))
     first = train(make_config(folder, "grpo", **settings, name="first", trainer__steps=2))
     with TrainingRun(make_config(folder, "grpo", **settings, name="first", trainer__steps=4), resume=first) as resumed:

@@ -35,6 +35,10 @@ def test_runs_pass_on_a_simulated_cuda_device(device: Path, which: str) -> None:
     unused = ["-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *unused, "-m", which, "tests/cuda/checks.py"],
-        cwd=ROOT, env={**os.environ, "LD_PRELOAD": str(device), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(device), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]

@@ -61,7 +61,10 @@ def place() -> str:
 
 
 class CudaTwin(TorchDispatchMode):
-    """A mode in which `cuda` is an ordinary device. `waits` and `doubles` hold the places that made the host wait or used float64."""
+    """A mode in which `cuda` is an ordinary device.
+
+    `waits` and `doubles` hold the places that made the host wait or used float64.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,12 +207,22 @@ def cuda_twin() -> Iterator[CudaTwin]:
         yield
 
     stand_ins: dict[str, Any] = {
-        "graph_pool_handle": lambda: None, "Stream": lambda *device: mock.MagicMock(), "current_stream": lambda *device: mock.MagicMock(),
-        "stream": on_stream, "CUDAGraph": _Graph, "graph": record, "synchronize": lambda: None,
-        "device_count": lambda: 1, "_lazy_init": lambda: None, "get_device_name": lambda: "NVIDIA A100-SXM4-80GB",
-        "reset_peak_memory_stats": lambda: None, "max_memory_allocated": lambda: 3 << 20, "max_memory_reserved": lambda: 5 << 20,
-        "mem_get_info": lambda: (MEMORY, MEMORY), "get_device_properties": lambda number: mock.MagicMock(total_memory=MEMORY),
-    }  # fmt: skip
+        "graph_pool_handle": lambda: None,
+        "Stream": lambda *device: mock.MagicMock(),
+        "current_stream": lambda *device: mock.MagicMock(),
+        "stream": on_stream,
+        "CUDAGraph": _Graph,
+        "graph": record,
+        "synchronize": lambda: None,
+        "device_count": lambda: 1,
+        "_lazy_init": lambda: None,
+        "get_device_name": lambda: "NVIDIA A100-SXM4-80GB",
+        "reset_peak_memory_stats": lambda: None,
+        "max_memory_allocated": lambda: 3 << 20,
+        "max_memory_reserved": lambda: 5 << 20,
+        "mem_get_info": lambda: (MEMORY, MEMORY),
+        "get_device_properties": lambda number: mock.MagicMock(total_memory=MEMORY),
+    }
     known = torch._C.StorageBase.device  # type: ignore[attr-defined]
 
     def device_of(storage: Any) -> torch.device:

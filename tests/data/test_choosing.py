@@ -59,8 +59,9 @@ def test_records_are_chosen_by_the_values_of_fields(write_jsonl: Write) -> None:
     reading = Reading(SourceConfig(path=path, where={"about.level": [0, 1], "kind": "x"}))
     assert [example.prompt for example in reading] == ["1", "3", "4"]
     assert dict(reading.left_out) == {
-        "kind is another than `where` says": 1, "about.level is another than `where` says": 2,
-    }  # fmt: skip
+        "kind is another than `where` says": 1,
+        "about.level is another than `where` says": 2,
+    }
     with pytest.raises(UserError, match=r"has no examples \(6 left out because kind is another than `where` says\)"):
         prompts(SourceConfig(path=path, where={"kind": "z"}))
 

@@ -28,8 +28,8 @@ def dapo(answer: str, prompt: str = "What is 2+2?", index: str = "a") -> dict[st
 
 
 def hh(chosen: str, rejected: str, question: str = "Why?") -> dict[str, Any]:
-    begun = f"\n\nHuman: Hello\n\nAssistant: Hi there.\n\nHuman: {question}\n\nAssistant:"
-    return {"chosen": f"{begun} {chosen}", "rejected": f"{begun} {rejected}"}
+    started = f"\n\nHuman: Hello\n\nAssistant: Hi there.\n\nHuman: {question}\n\nAssistant:"
+    return {"chosen": f"{started} {chosen}", "rejected": f"{started} {rejected}"}
 
 
 def feedback(chosen: str, rejected: str, scores: tuple[float, float]) -> dict[str, Any]:
@@ -56,7 +56,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, in
     ),
     "math": (
         [
-            {"problem": "p", "level": "Level 5", "type": "Algebra", "solution": r"So \boxed{1} or $\boxed{\frac{1}{2}}$."},
+            {
+                "problem": "p",
+                "level": "Level 5",
+                "type": "Algebra",
+                "solution": r"So \boxed{1} or $\boxed{\frac{1}{2}}$.",
+            },
             {"problem": "q", "level": "Level 1", "type": "Algebra", "solution": "It is two."},
             {"problem": "r", "solution": r"\boxed{3}", "answer": r"\sqrt 3", "subject": "Algebra", "level": 2},
         ],
@@ -64,7 +69,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, in
         {"the solution has no \\boxed answer": 1},
     ),
     "dapo_math_17k": (
-        [dapo("34"), dapo("34"), dapo("1,234.0", "b"), dapo(r"\boxed{-5}", "c"), dapo("$7$", "d"), dapo("1/2", "e"), dapo("2.5", "f")],
+        [
+            dapo("34"),
+            dapo("34"),
+            dapo("1,234.0", "b"),
+            dapo(r"\boxed{-5}", "c"),
+            dapo("$7$", "d"),
+            dapo("1/2", "e"),
+            dapo("2.5", "f"),
+        ],
         [("2+2", "34"), ("b", "1234"), ("c", "-5"), ("d", "7")],
         {"the prompt was there before": 1, "the answer is no integer": 2},
     ),
@@ -85,7 +98,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, in
         [("p", "33"), ("q", "25"), ("r", "70"), ("t", "204")],
         {"the answer is no integer from 0 to 999": 1, "the prompt was there before": 1},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -118,8 +131,9 @@ def test_a_conversation_as_text_becomes_messages_and_a_pair(write_jsonl: Write) 
     assert pair.prompt == [{"role": role, "content": text} for role, text in said]
     assert (pair.response, pair.rejected) == ("Because of this:\n\nit is.", "No.")
     assert dict(reading.left_out) == {
-        "the two conversations differ before their last answer": 1, "both responses are the same": 1,
-    }  # fmt: skip
+        "the two conversations differ before their last answer": 1,
+        "both responses are the same": 1,
+    }
 
 
 def test_pairs_of_one_score_are_left_out(write_jsonl: Write) -> None:

@@ -29,7 +29,10 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, p
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-SHOWS = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+SHOWS = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% "
+    "endfor %}"
+)
 
 
 @pytest.mark.parametrize("shown", [False, True])

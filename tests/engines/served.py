@@ -60,7 +60,8 @@ def other_weights() -> ModelWeights:
 async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 6, offered: bool = False) -> float:
     """Return the largest gap of the engine's log-probs to training's, in nats, after each of several weight updates.
 
-    With `offered` two of three versions are received in a process group; the second of these changes few values, which alone are sent.
+    With `offered` two of three versions are received in a process group; the second of these changes few values, which
+    alone are sent.
     """
     trained, generator = served_model(), torch.Generator().manual_seed(3)
     drawn, largest, sent = set(), 0.0, list[int]()

@@ -31,11 +31,11 @@ def blocks(tokens: int, block: int) -> int:
 def test_rows_begin_while_what_they_are_expected_to_draw_fits(
     capacity: int, block: int, share: float, running: list[EngineRow], waiting: list[EngineRow]
 ) -> None:
-    begun = rows_to_begin(capacity, block, [share] * KNOWN, running, waiting)
+    started = rows_to_begin(capacity, block, [share] * KNOWN, running, waiting)
     whole = rows_to_begin(capacity, block, [], running, waiting)
-    assert 0 <= whole <= begun <= len(waiting)
+    assert 0 <= whole <= started <= len(waiting)
     if waiting and not running:
-        assert begun >= 1, "an engine without rows draws the first one"
+        assert started >= 1, "an engine without rows draws the first one"
     if whole > 1 or (whole and running):
         together = [*running, *waiting[:whole]]
         assert sum(blocks(len(row.request.prompt) + row.limit, block) for row in together) <= capacity, (

@@ -1,4 +1,6 @@
-"""Every engine passes the contract; rows survive the death of engines, and replicas sample the same tokens as one engine."""
+"""Every engine passes the contract; rows survive the death of engines, and replicas sample the same tokens as one
+engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs with engines in separate processes: the same rows, the trainer's weights after every step, and an error if weights diverge."""
+"""Runs with engines in separate processes: the same rows, the trainer's weights after every step, and an error if
+weights diverge.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def tokens_of(run: Path, steps: int) -> list[list[list[float]]]:
 
 
 def gaps_of(run: Path, steps: int) -> list[float]:
-    """Return the largest gap between the engine's and the trainer's log-probs for each row of a run that recomputed them."""
+    """Return the largest gap between the engine's and the trainer's log-probs for each row of a run that recomputed
+    them.
+    """
     found = []
     for step in range(1, steps + 1):
         rows = recorded(run, step)
@@ -159,7 +163,8 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ),
         (
             {"rollout": {"engine": "vllm", "vllm": {"data_parallel_size": 2}}},
-            "vllm.data_parallel_size is set for each engine; remove it, and write rollout.engines for copies of an engine",
+            "vllm.data_parallel_size is set for each engine; remove it, and write rollout.engines for copies of an "
+            "engine",
         ),
         (
             {"rollout": {"engine": "vllm", "vllm": {"nnodes": 2}}},
@@ -271,16 +276,16 @@ def test_nodes_join_each_start_of_an_engine_and_report_what_they_lose() -> None:
     store = open_store("127.0.0.1", 30.0)
     first, second = (SpanningEngine(store, NodePart(node, 2, "127.0.0.1")) for node in range(2))
     for _ in range(2):
-        begun = first.begin()
+        started = first.begin()
         joined = asyncio.run(second.next_start())
-        assert joined is not None and (joined.node, joined.nodes, begun.node) == (1, 2, 0)
-        assert (joined.host, joined.port) == (begun.host, begun.port)
+        assert joined is not None and (joined.node, joined.nodes, started.node) == (1, 2, 0)
+        assert (joined.host, joined.port) == (started.host, started.port)
         assert not second.is_over() and first.lost() is None
         second.lose()
         assert first.lost() == 1
         spec = EngineSpec("vllm", "model", 4, 64, tensor=4, options={"seed": 3}, part=joined)
         options = spec.vllm_options
-        assert (options["nnodes"], options["node_rank"], options["master_port"]) == (2, 1, begun.port)
+        assert (options["nnodes"], options["node_rank"], options["master_port"]) == (2, 1, started.port)
         assert (options["tensor_parallel_size"], options["seed"]) == (4, 3)
         assert spec.environment["VLLM_HOST_IP"] == "127.0.0.1"
     first.end()

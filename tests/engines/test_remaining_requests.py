@@ -51,9 +51,13 @@ def test_complete_responses_and_responses_of_other_rows_are_not_continued() -> N
     request, other = make_requests(1, 2, SamplingParams(max_tokens=3))
     tokens = torch.tensor([1, 2])
     aborted = Response(request.uid, tokens, -torch.ones(2), FinishReason.ABORT, torch.zeros(2, dtype=torch.int64))
-    going_on = remaining_request(request, aborted)
-    assert going_on is not None
-    assert (going_on.first_draw, going_on.sampling.max_tokens, going_on.prompt.tolist()[-2:]) == (2, 1, [1, 2])
+    resumed_groups = remaining_request(request, aborted)
+    assert resumed_groups is not None
+    assert (resumed_groups.first_draw, resumed_groups.sampling.max_tokens, resumed_groups.prompt.tolist()[-2:]) == (
+        2,
+        1,
+        [1, 2],
+    )
     stopped = Response(request.uid, tokens, -torch.ones(2), FinishReason.STOP, torch.zeros(2, dtype=torch.int64))
     assert remaining_request(request, stopped) is None
     with pytest.raises(ValueError, match="cannot continue the response"):

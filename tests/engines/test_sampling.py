@@ -94,8 +94,11 @@ def test_each_row_has_its_own_temperature_and_cuts_and_may_be_greedy() -> None:
         assert (draws[:, row] == likeliest[row]).all()
     assert len(draws[:, 0].unique()) > len(draws[:, 1].unique()) > 3
     assert 1 <= len(draws[:, 5].unique()) <= 3
-    alone = sample(logits[5:].clone(), BatchSampling(choice.temperature[5:], None, choice.top_k[5:], choice.top_p[5:], 3),
-                   uniform(3, torch.arange(6))[5:])  # fmt: skip
+    alone = sample(
+        logits[5:].clone(),
+        BatchSampling(choice.temperature[5:], None, choice.top_k[5:], choice.top_p[5:], 3),
+        uniform(3, torch.arange(6))[5:],
+    )
     together = sample(logits.clone(), choice, uniform(3, torch.arange(6)))
     assert torch.equal(alone[0][0], together[0][5]) and torch.equal(alone[1][0], together[1][5])
 

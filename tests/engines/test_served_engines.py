@@ -1,4 +1,6 @@
-"""Engines in separate processes (embedded, vLLM): the contract, weight updates, and the death of an engine or its run."""
+"""Engines in separate processes (embedded, vLLM): the contract, weight updates, and the death of an engine or its
+run.
+"""
 
 from __future__ import annotations
 

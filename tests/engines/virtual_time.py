@@ -24,6 +24,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine like asyncio.run, in virtual time. It must not wait for threads, because the clock would not wait for them."""
+    """Run a coroutine like asyncio.run, in virtual time.
+
+    It must not wait for threads, because the clock would not wait for them.
+    """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

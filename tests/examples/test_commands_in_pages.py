@@ -1,4 +1,6 @@
-"""Everything that the pages tell a reader to type exists: commands with their flags, and configuration keys with valid values."""
+"""Everything that the pages tell a reader to type exists: commands with their flags, and configuration keys with valid
+values.
+"""
 
 from __future__ import annotations
 

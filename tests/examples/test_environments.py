@@ -26,18 +26,28 @@ FILES = {
 
 
 def two_steps(name: str, folder: Path) -> list[Rows]:
-    """Return the rows of two steps of a small version of an example; log-probs are recomputed because a batch is two updates."""
+    """Return the rows of two steps of a small version of an example; log-probs are recomputed because a batch is two
+    updates.
+    """
     importlib.import_module(f"examples.{name}.demo").prepare(folder, seed=1)
     data, held_out, label, model = FILES[name]
     config = load_config(
         EXAMPLES / name / "config.yaml",
         [
-            f"model={folder / model}", f"data.train={folder / data}", f"data.eval.{label}={folder / held_out}",
-            f"output={folder}", "trainer.steps=2", "trainer.prompts_per_step=4", "trainer.rows_per_update=8",
-            "rollout.samples_per_prompt=4", "evaluation.every=2", "evaluation.max_prompts=4", "threads=1",
+            f"model={folder / model}",
+            f"data.train={folder / data}",
+            f"data.eval.{label}={folder / held_out}",
+            f"output={folder}",
+            "trainer.steps=2",
+            "trainer.prompts_per_step=4",
+            "trainer.rows_per_update=8",
+            "rollout.samples_per_prompt=4",
+            "evaluation.every=2",
+            "evaluation.max_prompts=4",
+            "threads=1",
             f"rollout.environment.name={environment_of(name)}",
         ],
-    )  # fmt: skip
+    )
     run = train(config)
     assert [line["step"] for line in read_metrics(run)] == [0, 1, 2]
     assert all(

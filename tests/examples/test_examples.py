@@ -30,12 +30,25 @@ from tests.tiny import ARITHMETIC, ROOT, SIZES, load_module, recorded, wait_for_
 SHARED = Path(os.environ.get("BRAID_SHARED", ROOT.parent / "shared"))
 GSM8K = SHARED / "data" / "gsm8k"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K files in {SHARED}; set BRAID_SHARED")
-SMALL = {"trainer.steps": 2, "trainer.prompts_per_step": 4, "trainer.rows_per_update": 16, "trainer.warmup_steps": 0,
-         "rollout.samples_per_prompt": 4, "rollout.max_response_tokens": 24, "rollout.slots": 16, "reward.processes": 1,
-         "evaluation.max_prompts": 4, "evaluation.every": 2, "dtype": "float32", "device": "cpu", "threads": 1}  # fmt: skip
+SMALL = {
+    "trainer.steps": 2,
+    "trainer.prompts_per_step": 4,
+    "trainer.rows_per_update": 16,
+    "trainer.warmup_steps": 0,
+    "rollout.samples_per_prompt": 4,
+    "rollout.max_response_tokens": 24,
+    "rollout.slots": 16,
+    "reward.processes": 1,
+    "evaluation.max_prompts": 4,
+    "evaluation.every": 2,
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+}
 
 
-# After so little imitation no sum is right; the parity of the last digit, however, differs among the samples of a prompt.
+# After so little imitation no sum is right; the parity of the last digit, however, differs among the samples of a
+# prompt.
 EVEN = "{name: format, params: {pattern: '.*[02468]'}}"
 
 
@@ -67,11 +80,20 @@ def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(
     smaller = {
         "held_out": 8,
         "warm_start": [*small, *overrides(**{"trainer.steps": 16, "trainer.prompts_per_step": 64})],
-        "dapo": [*small, *overrides(**{
-            "trainer.steps": 2, "trainer.prompts_per_step": 2, "evaluation.every": 2, "evaluation.samples": 2,
-            "rollout.slots": 16, "reward.verify": EVEN,
-        })],
-    }  # fmt: skip
+        "dapo": [
+            *small,
+            *overrides(
+                **{
+                    "trainer.steps": 2,
+                    "trainer.prompts_per_step": 2,
+                    "evaluation.every": 2,
+                    "evaluation.samples": 2,
+                    "rollout.slots": 16,
+                    "reward.verify": EVEN,
+                }
+            ),
+        ],
+    }
     monkeypatch.setattr(sys, "path", [*sys.path])
     run = run_notebook(ARITHMETIC / "demo.ipynb", FOLDER=folder, SMALLER=smaller)["run"]
     shown = capsys.readouterr().out
@@ -102,10 +124,14 @@ def test_ctrl_c_ends_the_demo_in_a_line(tmp_path: Path) -> None:
     """An interrupt at any time, and any number of them, ends the run after its own lines, without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     demo = subprocess.Popen(
-        [sys.executable, ARITHMETIC / "demo.py", "--folder", tmp_path / "demo"], env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        [sys.executable, ARITHMETIC / "demo.py", "--folder", tmp_path / "demo"],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    )
     wait_for_steps(tmp_path / "demo" / "warm-start", 1, demo)
     os.killpg(demo.pid, signal.SIGINT)
     out, errors = demo.communicate(timeout=120)
@@ -189,13 +215,14 @@ def test_verls_parquet_layout_trains_from_the_command_line(
         examples = [json.loads(line) for line, _ in zip(file, range(20), strict=False)]
     records = [
         {
-            "data_source": "openai/gsm8k", "ability": "math",
+            "data_source": "openai/gsm8k",
+            "ability": "math",
             "prompt": [{"role": "user", "content": e["question"]}],
             "reward_model": {"style": "rule", "ground_truth": e["answer"].rpartition("####")[2].strip()},
             "extra_info": {"index": i, "split": "train"},
         }
         for i, e in enumerate(examples)
-    ]  # fmt: skip
+    ]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "train.parquet")
     values = overrides(
         model=small_model,

@@ -17,18 +17,33 @@ from examples.smollm2.fetch import Unavailable, convert
 END = "<|end|>"
 TOKENS = [*sorted(ByteLevel.alphabet()), "12", END]
 NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.layers.": "blk.", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.layers.": "blk.",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 def write_gguf(file: Path) -> PreTrainedModel:
     """Write a tiny Qwen2 with a tokenizer of bytes as a GGUF file; return the model."""
     config = Qwen2Config(
-        vocab_size=len(TOKENS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     writer = gguf.GGUFWriter(file, "qwen2")

@@ -1,4 +1,6 @@
-"""The algorithm of docs/extend.md runs exactly as written there: a user's advantage, loss and recipe, in Python and in YAML."""
+"""The algorithm of docs/extend.md runs exactly as written there: a user's advantage, loss and recipe, in Python and in
+YAML.
+"""
 
 from __future__ import annotations
 

@@ -39,11 +39,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configuration(name: str, made: Path, *more: str) -> Config:
-    return load_config(PLACEMENTS / f"{name}.yaml", [
-        f"model={made}/model", f"roles.reward.model={made}/reward-model", f"data.train={made}/train.jsonl", f"output={made}",
-        "dtype=float64", "device=cpu", "threads=1", "trainer.steps=2", "trainer.prompts_per_step=8", "rollout.max_response_tokens=6",
-        "rollout.slots=16", "trainer.checkpoint_every=1", "evaluation.every=0", "trainer.learning_rate=3e-3", *more,
-    ])  # fmt: skip
+    return load_config(
+        PLACEMENTS / f"{name}.yaml",
+        [
+            f"model={made}/model",
+            f"roles.reward.model={made}/reward-model",
+            f"data.train={made}/train.jsonl",
+            f"output={made}",
+            "dtype=float64",
+            "device=cpu",
+            "threads=1",
+            "trainer.steps=2",
+            "trainer.prompts_per_step=8",
+            "rollout.max_response_tokens=6",
+            "rollout.slots=16",
+            "trainer.checkpoint_every=1",
+            "evaluation.every=0",
+            "trainer.learning_rate=3e-3",
+            *more,
+        ],
+    )
 
 
 @pytest.fixture(scope="module")

@@ -126,9 +126,12 @@ def test_the_engine_keeps_the_contract(
         return ModelWeights(model)
 
     subject = EngineUnderTest(
-        lambda: EngineReplica(ENGINES.find(ENGINE)(engine_spec)), END, 128,
-        lambda asked, finished: training_log_probs(MODEL, list(asked), list(finished)), other_weights,
-    )  # fmt: skip
+        lambda: EngineReplica(ENGINES.find(ENGINE)(engine_spec)),
+        END,
+        128,
+        lambda asked, finished: training_log_probs(MODEL, list(asked), list(finished)),
+        other_weights,
+    )
     asyncio.run(check(subject))  # type: ignore[arg-type]
 
 
@@ -156,9 +159,14 @@ def test_the_backend_keeps_the_contract(
 ) -> None:
     config, rows = config_of(str(workshop.model), learning_rate=1e-2), make_rows()
     subject = BackendUnderTest(
-        lambda: BACKENDS.find(BACKEND)(BackendSpec("actor", config)), Objective.of("actor", OBJECTIVE), rows,
-        {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
-    )  # fmt: skip
+        lambda: BACKENDS.find(BACKEND)(BackendSpec("actor", config)),
+        Objective.of("actor", OBJECTIVE),
+        rows,
+        {"tokens": denominators(rows)["tokens"]},
+        tmp_path / "exported",
+        lambda: None,
+        True,
+    )
     check(subject)
 
 

@@ -1,5 +1,6 @@
-"""The tasks of a real language model, their checks, and the properties that only such a model has: a real tokenizer and chat template,
-30 layers, and a vocabulary of 49,152."""
+"""The tasks of a real language model, their checks, and the properties that only such a model has: a real tokenizer and
+chat template, 30 layers, and a vocabulary of 49,152.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +65,13 @@ def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory, request: p
     shop = Workshop(folder, smollm2, data)
     (folder / "even.py").write_text("def even(response: str) -> bool:\n    return len(response) % 2 == 0\n")
     shop.run(
-        flow="grpo", algorithm={"old": "recompute", "kl_coef": 0.0}, reward={"verify": f"{folder}/even.py:even"},
-        rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": NEW_TOKENS}, data={"shuffle": False},
+        flow="grpo",
+        algorithm={"old": "recompute", "kl_coef": 0.0},
+        reward={"verify": f"{folder}/even.py:even"},
+        rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": NEW_TOKENS},
+        data={"shuffle": False},
         trainer={"steps": 1, "prompts_per_step": len(QUESTIONS), "learning_rate": 1e-5},
-    )  # fmt: skip
+    )
     return shop
 
 
@@ -226,8 +230,10 @@ def test_a_conversation_continues_exactly_as_the_template_would_write_it(
     said = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
     tokens = [*turns.first(first), *said, *turns.following(second, said[-1])]
     conversation = [
-        {"role": "user", "content": first}, {"role": "assistant", "content": answer}, {"role": "user", "content": second},
-    ]  # fmt: skip
+        {"role": "user", "content": first},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": second},
+    ]
     expected = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer(expected, add_special_tokens=False)["input_ids"])
 

@@ -1,4 +1,6 @@
-"""The guest backend of examples/torchtitan keeps the contract, and trains to the built-in backend's result in two layouts."""
+"""The guest backend of examples/torchtitan keeps the contract, and trains to the built-in backend's result in two
+layouts.
+"""
 
 from __future__ import annotations
 

@@ -53,20 +53,31 @@ def filtered() -> Flow:
     return Flow(
         "filtered",
         [
-            actor.generate(), reward.verify(), select.mixed_groups(), shape.scaled_reward(),
-            shape.scaled_reward(factor=3.0), advantage.centred_reward(), update(),
+            actor.generate(),
+            reward.verify(),
+            select.mixed_groups(),
+            shape.scaled_reward(),
+            shape.scaled_reward(factor=3.0),
+            advantage.centred_reward(),
+            update(),
         ],
-    )  # fmt: skip
+    )
 
 
 def ppo(**params) -> Flow:
     return Flow(
         "ppo",
         [
-            actor.generate(), reward.score(), reference.log_probs(), critic.values(), shape.spread_reward(coef=0.1),
-            advantage.advantages_from_values(), critic.update(loss=loss.squared_value(), aggregate="mean-of-all"), update(**params),
+            actor.generate(),
+            reward.score(),
+            reference.log_probs(),
+            critic.values(),
+            shape.spread_reward(coef=0.1),
+            advantage.advantages_from_values(),
+            critic.update(loss=loss.squared_value(), aggregate="mean-of-all"),
+            update(**params),
         ],
-    )  # fmt: skip
+    )
 
 
 def message_of(make: Callable[[], object]) -> str:

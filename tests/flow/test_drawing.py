@@ -70,8 +70,12 @@ def test_text_shows_parallel_stages_and_column_versions():
     assert "in waves until enough groups are kept" in shown
     parallel = [line for line in text(ppo()).splitlines() if line[4:5] in ("┌", "├")]
     assert [line.split()[-4] for line in parallel] == [
-        "reward.score", "reference.log_probs", "critic.values", "critic.update", "actor.update",
-    ]  # fmt: skip
+        "reward.score",
+        "reference.log_probs",
+        "critic.values",
+        "critic.update",
+        "actor.update",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 110, 160])

@@ -99,8 +99,11 @@ def test_old_recompute_inserts_a_stage_for_each_actor():
     updates = [role.update(loss=loss.clip(), old="recompute") for role in (actor, student)]
     flow = Flow("two", [actor.generate(), reward.verify(), advantage.group_centered(), *updates])
     assert [stage.name for stage in flow.stages[3:]] == [
-        "actor.log_probs", "student.log_probs", "actor.update", "student.update",
-    ]  # fmt: skip
+        "actor.log_probs",
+        "student.log_probs",
+        "actor.update",
+        "student.update",
+    ]
     assert columns_between(flow, "student.log_probs", "student.update") == {"student_log_probs"}
 
 
@@ -120,8 +123,11 @@ def test_second_generation_writes_into_its_namespace():
         ],
     )
     assert [stage.name for stage in flow.stages][:4] == [
-        "actor.generate", "actor.generate.greedy", "reward.verify", "reward.verify.greedy",
-    ]  # fmt: skip
+        "actor.generate",
+        "actor.generate.greedy",
+        "reward.verify",
+        "reward.verify.greedy",
+    ]
     assert columns_between(flow, "actor.generate.greedy", "reward.verify.greedy") == {
         "greedy.tokens",
         "greedy.action_mask",
@@ -140,8 +146,12 @@ def test_after_moves_only_the_stage_that_names_it():
     values = critic.values(after=["centred_reward"])
     flow = Flow("f", [generate, verify, values, centred, train])
     assert [stage.name for stage in flow.stages] == [
-        "actor.generate", "reward.verify", "centred_reward", "critic.values", "actor.update",
-    ]  # fmt: skip
+        "actor.generate",
+        "reward.verify",
+        "centred_reward",
+        "critic.values",
+        "actor.update",
+    ]
     assert Edge("centred_reward", "critic.values") in flow.edges
 
 
@@ -168,7 +178,8 @@ ERRORS = {
     ),
     "column written later": (
         lambda: Flow("f", [actor.generate(), advantage.centred_reward(), reward.verify(), update()]),
-        "stage centred_reward reads 'reward', which reward.verify writes later; move reward.verify before centred_reward",
+        "stage centred_reward reads 'reward', which reward.verify writes later; move reward.verify before "
+        "centred_reward",
     ),
     "first version missing": (
         lambda: Flow("f", [actor.generate(), shape.scaled_reward(), update()]),
@@ -179,9 +190,18 @@ ERRORS = {
         "stage actor.update reads 'advantages' or 'advantage', which no earlier stage writes.",
     ),
     "state before the last generate": (
-        lambda: Flow("f", [actor.generate(), reference.log_probs(), reward.verify(), shape.adaptive_kl_penalty(target=1.0),
-                           actor.generate(into="greedy")]),
-        "shape.adaptive_kl_penalty has a state, which changes once per iteration, and stages before actor.generate.greedy run in waves; "
+        lambda: Flow(
+            "f",
+            [
+                actor.generate(),
+                reference.log_probs(),
+                reward.verify(),
+                shape.adaptive_kl_penalty(target=1.0),
+                actor.generate(into="greedy"),
+            ],
+        ),
+        "shape.adaptive_kl_penalty has a state, which changes once per iteration, and stages before "
+        "actor.generate.greedy run in waves; "
         "move actor.generate.greedy before shape.adaptive_kl_penalty",
     ),
     "two writers": (
@@ -215,7 +235,7 @@ ERRORS = {
         lambda: grpo()["actor.updat"],
         "flow grpo has no stage 'actor.updat'. Did you mean 'actor.update'?",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("make", "message"), ERRORS.values(), ids=ERRORS)

@@ -34,8 +34,11 @@ def own(tmp_path: Path) -> str:
 def test_a_method_is_a_stage_with_the_columns_that_it_is_registered_with(own: str) -> None:
     stage = actor.method(f"{own}.surprise", scale=2.0)
     assert (stage.name, stage.kind, stage.reads, stage.writes) == (
-        "actor.surprise", Kind.INFER, ("tokens",), ("surprise",),
-    )  # fmt: skip
+        "actor.surprise",
+        Kind.INFER,
+        ("tokens",),
+        ("surprise",),
+    )
     flow = Flow("own", [actor.generate(), reward.verify(), stage])
     assert from_yaml(to_yaml(flow)) == flow
 

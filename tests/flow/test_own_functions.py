@@ -302,12 +302,16 @@ def test_a_selection_returns_numbers_of_groups(tmp_path):
     [
         ("mean", "token-mean", r"_mean returned a tensor \(\) for 8 tokens; return one number for each, \(8,\)"),
         ("column", "token-mean", r"_column returned a tensor \(8, 1\) for 8 tokens"),
-        ("alone", "token-mean", r"_alone returned a tensor \(8,\); return a tensor of one number per token, and a dict"),
+        (
+            "alone",
+            "token-mean",
+            r"_alone returned a tensor \(8,\); return a tensor of one number per token, and a dict",
+        ),
         ("metric", "token-mean", r"returned a tensor \(\) as the metric 'mean' for 8 tokens"),
         ("constant", "token-mean", r"does not depend on log_probs or entropy: it has no gradient"),
         ("right", "one", r"_one returned a tensor \(1,\) for 8 tokens"),
     ],
-)  # fmt: skip
+)
 def test_a_loss_that_is_not_one_number_per_token_is_refused(tmp_path, loss, aggregate, message):
     aggregate = aggregate if aggregate == "token-mean" else wrong(tmp_path, aggregate)
     objective = Objective.of("actor", actor.update(loss={"name": wrong(tmp_path, loss)}, aggregate=aggregate).params)

@@ -26,12 +26,22 @@ def names(stages):
 def test_chain_prefers_stages_of_the_active_model():
     reference_first = [actor.generate(), reference.log_probs(), actor.log_probs(), reward.verify(), *grpo().stages[2:]]
     assert names(serial_chain(Flow("f", reference_first)))[:4] == [
-        "actor.generate", "actor.log_probs", "reward.verify", "centred_reward",
-    ]  # fmt: skip
+        "actor.generate",
+        "actor.log_probs",
+        "reward.verify",
+        "centred_reward",
+    ]
     assert names(serial_chain(ppo(old="recompute"))) == [
-        "actor.generate", "actor.log_probs", "reward.score", "reference.log_probs", "spread_reward",
-        "critic.values", "advantages_from_values", "critic.update", "actor.update",
-    ]  # fmt: skip
+        "actor.generate",
+        "actor.log_probs",
+        "reward.score",
+        "reference.log_probs",
+        "spread_reward",
+        "critic.values",
+        "advantages_from_values",
+        "critic.update",
+        "actor.update",
+    ]
 
 
 def test_chain_keeps_the_sampling_segment_in_front():

@@ -23,8 +23,12 @@ def test_sft_joins_given_responses_and_trains_on_them():
 
 def test_grpo_has_a_reference_only_with_a_kl_term():
     assert names(load_flow("grpo")) == [
-        "actor.generate", "reward.verify", "reference.log_probs", "advantage.group_normalized", "actor.update",
-    ]  # fmt: skip
+        "actor.generate",
+        "reward.verify",
+        "reference.log_probs",
+        "advantage.group_normalized",
+        "actor.update",
+    ]
     without = load_flow("grpo", {"kl_coef": 0.0, "normalise": False})
     assert names(without) == ["actor.generate", "reward.verify", "advantage.group_centered", "actor.update"]
     assert without.roles == ("actor",)
@@ -34,9 +38,13 @@ def test_grpo_has_a_reference_only_with_a_kl_term():
 def test_dapo_matches_the_paper():
     flow = load_flow("dapo", {}, RUN)
     assert names(flow) == [
-        "actor.generate", "reward.verify", "select.informative_groups", "shape.overlong_penalty",
-        "advantage.group_normalized", "actor.update",
-    ]  # fmt: skip
+        "actor.generate",
+        "reward.verify",
+        "select.informative_groups",
+        "shape.overlong_penalty",
+        "advantage.group_normalized",
+        "actor.update",
+    ]
     update = flow["actor.update"].params
     assert (update["loss"]["low"], update["loss"]["high"], update["aggregate"]) == (0.2, 0.28, "token-mean")
     assert "kl" not in update
@@ -49,8 +57,11 @@ def test_dapo_matches_the_paper():
 def test_each_technique_of_dapo_can_be_left_out():
     plain = {"dynamic_sampling": False, "overlong_cache": 0}
     assert names(load_flow("dapo", plain, RUN)) == [
-        "actor.generate", "reward.verify", "advantage.group_normalized", "actor.update",
-    ]  # fmt: skip
+        "actor.generate",
+        "reward.verify",
+        "advantage.group_normalized",
+        "actor.update",
+    ]
     assert "shape.overlong_filter" in names(load_flow("dapo", {"overlong_filter": True}, RUN))
 
 
@@ -58,8 +69,10 @@ def test_ppo_has_eight_stages_and_three_models_that_infer_at_the_same_time():
     flow = load_flow("ppo")
     assert len(flow.stages) == 8
     assert {name for name, depth in flow.depth.items() if depth == 2} == {
-        "reward.score", "reference.log_probs", "critic.values",
-    }  # fmt: skip
+        "reward.score",
+        "reference.log_probs",
+        "critic.values",
+    }
     assert flow.trained_roles == ("critic", "actor")
     by_rules = load_flow("ppo", {"reward": "verify", "kl_coef": 0.0, "critic_warmup": 5})
     assert "reference" not in by_rules.roles
@@ -72,8 +85,12 @@ def test_safe_rlhf_adds_five_stages_and_a_second_text_source_to_ppo():
     safe, plain = load_flow("safe_rlhf", {"ptx_coef": 0.5}), load_flow("ppo")
     added = set(names(safe)) - set(names(plain)) - {"shape.safe_rlhf_kl_penalty"}
     assert added == {
-        "cost.score", "cost_critic.values", "advantage.cost_gae", "advantage.safe_rlhf", "cost_critic.update",
-    }  # fmt: skip
+        "cost.score",
+        "cost_critic.values",
+        "advantage.cost_gae",
+        "advantage.safe_rlhf",
+        "cost_critic.update",
+    }
     assert len(safe.stages) == len(plain.stages) + 5
     assert safe.needs_from_data() == ("ptx_tokens",)
     assert safe["advantage.safe_rlhf"].state == {"multiplier": 1.0}
@@ -85,8 +102,11 @@ def test_remax_is_ppo_without_the_critic_and_one_greedy_generate():
     remax, ppo = names(load_flow("remax", {"reward": "score"})), names(load_flow("ppo"))
     assert set(ppo) - set(remax) == {"critic.values", "critic.update", "shape.kl_penalty", "advantage.gae"}
     assert set(remax) - set(ppo) == {
-        "actor.generate.greedy", "reward.score.greedy", "shape.advantage_kl_penalty", "advantage.remax",
-    }  # fmt: skip
+        "actor.generate.greedy",
+        "reward.score.greedy",
+        "shape.advantage_kl_penalty",
+        "advantage.remax",
+    }
     assert load_flow("remax")["actor.generate.greedy"].params == {"into": "greedy", "greedy": True}
 
 
@@ -101,8 +121,9 @@ def test_recipes_without_a_critic_differ_only_in_parameters():
     assert updates["rloo"]["loss"] == {"name": "reinforce"}
     assert "advantage.maxrl" in names(load_flow("maxrl"))
     assert names(load_flow("reinforce_plus_plus", {"baseline": True, "kl_coef": 0.0}))[2:4] == [
-        "advantage.group_centered", "advantage.reinforce_plus_plus_baseline",
-    ]  # fmt: skip
+        "advantage.group_centered",
+        "advantage.reinforce_plus_plus_baseline",
+    ]
 
 
 def test_vapo_warms_its_critic_up_and_imitates_right_answers():
@@ -180,16 +201,25 @@ ERRORS = {
         "stage advantage.maxrl reads 'correct', which no earlier stage writes.",
     ),
     "no source of rewards": (("rloo", {"reward": {}}), "reward names no source; write one, as in `reward: verify`"),
-    "source that is no name": (("rloo", {"reward": "my model"}), "reward: 'my model' is no source; write verify, score, or"),
+    "source that is no name": (
+        ("rloo", {"reward": "my model"}),
+        "reward: 'my model' is no source; write verify, score, or",
+    ),
     "multiplier below 0": (
         ("safe_rlhf", {"multiplier": -1.0}),
         "recipe safe_rlhf: multiplier: Input should be greater than or equal to 0, got -1.0",
     ),
     "weight of nothing": (("dpo", {"beta": 0.0}), "recipe dpo: beta: Input should be greater than 0, got 0.0"),
     "cost that is no function": (("safe_rlhf", {"cost": "cheap"}), "no stage type is called 'cheap'."),
-    "target that cannot be": (("ppo", {"kl_target": 0.0}), "recipe ppo: kl_target: Input should be greater than 0, got 0.0"),
+    "target that cannot be": (
+        ("ppo", {"kl_target": 0.0}),
+        "recipe ppo: kl_target: Input should be greater than 0, got 0.0",
+    ),
     "unknown recipe": (("grop", {}), "no recipe is called 'grop'. Did you mean 'grpo'?"),
-    "unknown parameter": (("grpo", {"clip_hi": 0.2}), "recipe grpo: no parameter is called 'clip_hi'. Did you mean 'clip_high'?"),
+    "unknown parameter": (
+        ("grpo", {"clip_hi": 0.2}),
+        "recipe grpo: no parameter is called 'clip_hi'. Did you mean 'clip_high'?",
+    ),
     "out of range": (
         ("grpo", {"clip_low": -1.0}),
         "recipe grpo: clip_low: Input should be greater than or equal to 0, got -1.0",
@@ -212,7 +242,7 @@ ERRORS = {
         ("grpo", {"aggregate": "token-men"}),
         "actor.update: aggregate: no aggregation is called 'token-men'. Did you mean 'token-mean'?",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("given", "message"), ERRORS.values(), ids=ERRORS)

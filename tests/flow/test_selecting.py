@@ -159,20 +159,23 @@ def test_an_epoch_without_a_kept_group_ends_with_an_explanation() -> None:
             sampling.decide(wave)
     with pytest.raises(
         UserError,
-        match=r"every one of 64 groups in a row, a whole epoch \(all wrong: 64; scores from 0.1 to 0.63\).*dynamic_sampling=rewards",
+        match=(
+            r"every one of 64 groups in a row, a whole epoch \(all wrong: 64; scores from 0.1 to "
+            r"0.63\).*dynamic_sampling=rewards"
+        ),
     ):
         sampling.decide(wave)
 
 
 @given(st.permutations(range(6)))
 def test_the_end_of_a_hopeless_run_does_not_depend_on_arrival(order: list[int]) -> None:
-    def ended(barren: int, waves: list[list[int]]) -> bool:
+    def ended(consecutive_dropped: int, waves: list[list[int]]) -> bool:
         sampling = GroupSelector(2, 3)
         sampling.begin(0)
         sampling.admit(range(6))
         try:
             for wave in waves:
-                sampling.decide({g: Verdict("all_wrong" if g < barren else None) for g in wave})
+                sampling.decide({g: Verdict("all_wrong" if g < consecutive_dropped else None) for g in wave})
                 if sampling.batch():
                     break
         except UserError:
@@ -203,11 +206,11 @@ def test_surplus_cannot_be_kept_on_policy() -> None:
         GroupSelector(2, 10, surplus="keep")
 
 
-@pytest.mark.parametrize(("over", "missing", "begun"), [(1.0, 10, 10), (1.1, 10, 11), (1.5, 3, 5), (2.0, 4, 8)])
-def test_over_sampling_scales_the_first_wave(over: float, missing: int, begun: int) -> None:
+@pytest.mark.parametrize(("over", "missing", "started"), [(1.0, 10, 10), (1.1, 10, 11), (1.5, 3, 5), (2.0, 4, 8)])
+def test_over_sampling_scales_the_first_wave(over: float, missing: int, started: int) -> None:
     sampling = GroupSelector(missing, 100, over_sampling=over)
     sampling.begin(0)
-    assert sampling.next_wave() == begun
+    assert sampling.next_wave() == started
 
 
 def test_groups_after_a_full_batch_are_needless_unless_surplus_is_kept() -> None:

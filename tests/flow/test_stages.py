@@ -28,7 +28,8 @@ ERRORS = {
     ),
     "role without a use": (
         lambda: make_stage("shape.scaled_reward", "actor"),
-        "stage tests.flow.flows:scaled_reward: the type 'tests.flow.flows:scaled_reward' is no model's; remove `role: actor`",
+        "stage tests.flow.flows:scaled_reward: the type 'tests.flow.flows:scaled_reward' is no model's; remove "
+        "`role: actor`",
     ),
     "unknown parameter": (
         lambda: make_stage("generate", "actor", {"gready": True}),
@@ -82,7 +83,8 @@ ERRORS = {
     ),
     "function that is not registered": (
         lambda: make_stage("tests.flow.flows:grpo"),
-        "tests.flow.flows:grpo is no registered advantage or shape or select or data; put the family's decorator above the function",
+        "tests.flow.flows:grpo is no registered advantage or shape or select or data; put the family's decorator "
+        "above the function",
     ),
     "function that does not exist": (
         lambda: make_stage("tests.flow.flows:centred_rewards"),
@@ -177,8 +179,10 @@ def test_name_both_in_state_and_settings_is_refused():
 
 WHENS = st.builds(
     lambda every, start, length: When(every, start, None if length is None else start + length),
-    st.integers(1, 6), st.integers(1, 12), st.none() | st.integers(0, 12),
-)  # fmt: skip
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.none() | st.integers(0, 12),
+)
 
 
 @given(WHENS, WHENS)

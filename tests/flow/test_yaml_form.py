@@ -117,7 +117,8 @@ ERRORS = {
     ),
     "when that never comes": (
         changed("type: verify", "type: verify, when: {from: 3, until: 2}"),
-        "stage 2 (verify): when: every and from count from 1 and until is not before from, got every=1, from=3, until=2",
+        "stage 2 (verify): when: every and from count from 1 and until is not before from, got every=1, from=3, "
+        "until=2",
     ),
     "after that is no list": (
         changed("type: verify", "type: verify, after: {a: 1}"),

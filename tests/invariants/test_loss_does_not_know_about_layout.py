@@ -1,4 +1,6 @@
-"""Invariant 4: the same loss, gradients, norm and weights for any packing, micro-batching, order and portioning of rows."""
+"""Invariant 4: the same loss, gradients, norm and weights for any packing, micro-batching, order and portioning of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dapo": {"loss": {"name": "clip", "low": 0.2, "high": 0.28}, "aggregate": "token-mean"},
     "grpo": {
-        "loss": {"name": "clip", "dual": 3.0}, "aggregate": "seq-mean-token-mean", "kl": {"name": "k3", "coef": 0.04},
+        "loss": {"name": "clip", "dual": 3.0},
+        "aggregate": "seq-mean-token-mean",
+        "kl": {"name": "k3", "coef": 0.04},
     },
     "entropy": {"loss": "clip", "aggregate": "prompt-mean", "entropy_coef": 0.01},
     "corrected": {
-        "loss": "clip", "aggregate": {"name": "token-sum-norm", "max_tokens": 9},
+        "loss": "clip",
+        "aggregate": {"name": "token-sum-norm", "max_tokens": 9},
         "correction": {"name": "truncated", "cap": 1.05},
     },
     "gspo": {"loss": {"name": "gspo", "low": 0.1, "high": 0.1}, "aggregate": "seq-mean-token-mean"},
@@ -36,7 +41,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "aggregate": "seq-mean-token-sum"},
     "on-policy": {"loss": "clip", "aggregate": "token-mean", "old": "self"},
     "sft": {"loss": "sft", "aggregate": "token-mean"},
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -67,17 +72,22 @@ def make_rows(groups: int = 5, samples: int = 3) -> Rows:
     total = int(actions.sum())
     rows = Rows(
         {
-            "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count) // samples,
-            "sample": torch.arange(count) % samples, "length": lengths, "action_tokens": actions,
-            "advantage": numbers(count, spread=1.0), "loss_mask": loss_mask,
-            "tokens": Ragged.from_lengths(tokens, lengths), "action_mask": Ragged.from_lengths(mask, lengths),
+            "source": torch.zeros(count, dtype=torch.int64),
+            "group": torch.arange(count) // samples,
+            "sample": torch.arange(count) % samples,
+            "length": lengths,
+            "action_tokens": actions,
+            "advantage": numbers(count, spread=1.0),
+            "loss_mask": loss_mask,
+            "tokens": Ragged.from_lengths(tokens, lengths),
+            "action_mask": Ragged.from_lengths(mask, lengths),
             "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
             **{
                 name: Ragged.from_lengths(numbers(total, around=-2.5), actions)
                 for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs")
             },
         }
-    )  # fmt: skip
+    )
     return with_group_tokens(rows, rows)
 
 

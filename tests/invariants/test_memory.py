@@ -78,8 +78,11 @@ def test_peak_memory_is_one_copy_of_weights_gradients_and_optimizer_state(
     environment = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, *map(json.dumps, trees)],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     one_copy = found["parameters"] * 4

@@ -1,4 +1,6 @@
-"""Invariant 1: the same flow, seed and data give the same tokens, advantages, gradient norms and weights under every runtime."""
+"""Invariant 1: the same flow, seed and data give the same tokens, advantages, gradient norms and weights under every
+runtime.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,18 @@ from tests.runtimes.turns import PLAYED
 from tests.tiny import ROOT, Workshop
 
 FLOWS: dict[str, dict[str, Any]] = {
-    "grpo": {"flow": "grpo", "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3}},
+    "grpo": {
+        "flow": "grpo",
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
+    },
     "ppo": {
-        "flow": "ppo", "algorithm": {"reward": "verify", "whiten": True, "kl_target": 0.5},
+        "flow": "ppo",
+        "algorithm": {"reward": "verify", "whiten": True, "kl_target": 0.5},
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
     },
     "episodes": {
-        "flow": "grpo", "rollout": {"max_response_tokens": 4, "environment": PLAYED},
+        "flow": "grpo",
+        "rollout": {"max_response_tokens": 4, "environment": PLAYED},
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
     "diamond": {
@@ -38,25 +45,36 @@ FLOWS: dict[str, dict[str, Any]] = {
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
     "dapo with refills": {
-        "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
+        "flow": "dapo",
+        "algorithm": {"overlong_cache": 2},
+        "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3},
     },
     "dapo with more than it needs": {
-        "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
+        "flow": "dapo",
+        "algorithm": {"overlong_cache": 2},
+        "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3, "over_sampling": 4.0},
     },
     "dapo with surplus": {
-        "flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples_per_prompt": 2},
+        "flow": "dapo",
+        "algorithm": {"overlong_cache": 2},
+        "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3, "surplus": "keep", "max_staleness": 1},
     },
-}  # fmt: skip
+}
 PLACEMENTS = ("colocate", "standalone", "split")
 WORKERS = (1, 2, 4)
 # Every flow, every placement and every number of workers; under ranks the flow with more than it needs.
 FEW = [
-    ("grpo", "colocate", 2), ("ppo", "split", 2), ("diamond", "standalone", 1), ("episodes", "split", 2),
-    ("following", "colocate", 2), ("dapo with refills", "colocate", 4), ("dapo with surplus", "colocate", 2),
-]  # fmt: skip
+    ("grpo", "colocate", 2),
+    ("ppo", "split", 2),
+    ("diamond", "standalone", 1),
+    ("episodes", "split", 2),
+    ("following", "colocate", 2),
+    ("dapo with refills", "colocate", 4),
+    ("dapo with surplus", "colocate", 2),
+]
 # A role that takes its weights from another role lives in the same pool.
 EVERYTHING = [
     (flow, placement, workers)
@@ -97,9 +115,11 @@ def test_hybrid_gives_the_result_of_eager(
 
 def test_hybrid_evaluates_and_replays_as_eager_does(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     settings = {
-        "flow": "grpo", "data": {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}},
-        "evaluation": {"every": 2, "samples": 2, "max_prompts": 4, "before_first_step": False}, "trainer": {"steps": 2},
-    }  # fmt: skip
+        "flow": "grpo",
+        "data": {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}},
+        "evaluation": {"every": 2, "samples": 2, "max_prompts": 4, "before_first_step": False},
+        "trainer": {"steps": 2},
+    }
     theirs, hybrid = run(workshop, "eager", **settings), {"runtime": "hybrid", "workers": 2}
     assert "eval/held_out/avg@2" in theirs[-1].metrics
     assert_same(run(workshop, "hybrid", **settings, **hybrid), theirs)
@@ -162,9 +182,11 @@ def test_an_actor_of_another_name_trains_as_the_actor_does(workshop: Workshop) -
     for role in ("actor", "student"):
         flow = workshop.folder / f"{role}-flow.yaml"
         stages = [
-            {"role": role, "type": "generate", "id": "generate"}, {"role": "reward", "type": "verify"},
-            {"type": "advantage.group_centered"}, {"role": role, "type": "update", "params": {"loss": "clip"}},
-        ]  # fmt: skip
+            {"role": role, "type": "generate", "id": "generate"},
+            {"role": "reward", "type": "verify"},
+            {"type": "advantage.group_centered"},
+            {"role": role, "type": "update", "params": {"loss": "clip"}},
+        ]
         flow.write_text(yaml.safe_dump({"flow": "named", "stages": stages}))
         runs.append(workshop.run(role, flow=str(flow), trainer={"rows_per_update": 8, "steps": 1}))
     norms = [read_metrics(run)[0][f"{role}/grad_norm"] for role, run in zip(("actor", "student"), runs, strict=True)]

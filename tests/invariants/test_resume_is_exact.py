@@ -25,9 +25,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "several updates": {"flow": "grpo", "trainer": {**TRAINER, "rows_per_update": 8, "epochs": 2}},
     "refills": {**DAPO, "trainer": TRAINER},
     "surplus": {
-        **DAPO, "trainer": {**TRAINER, "surplus": "keep", "max_staleness": 1, "schedule": "cosine", "warmup_steps": 3},
+        **DAPO,
+        "trainer": {**TRAINER, "surplus": "keep", "max_staleness": 1, "schedule": "cosine", "warmup_steps": 3},
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,8 @@ def test_killed_during_step_7_and_resumed(evaluated: Workshop, kind: str) -> Non
     wait_for_steps(killed, 7, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    # On a busy machine the run may get a step further before the test sees it; the checkpoint after step 5 is that of step 10.
+    # On a busy machine the run may get a step further before the test sees it; the checkpoint after step 5 is that of
+    # step 10.
     assert 6 <= max(line["step"] for line in read_metrics(killed)) < 10
     checkpoint = latest_checkpoint(killed)
     assert checkpoint is not None and checkpoint.name == "step-5"

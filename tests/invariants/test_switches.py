@@ -1,4 +1,6 @@
-"""The invariants hold with the performance options switched on: compiled kernels, which are the default, and shared prompts."""
+"""The invariants hold with the performance options switched on: compiled kernels, which are the default, and shared
+prompts.
+"""
 
 from __future__ import annotations
 

@@ -28,9 +28,11 @@ def workshop(
     """Run three steps at a temperature other than 1, with large weight updates."""
     shop = Workshop(tmp_path_factory.mktemp("run"), tiny_models[request.param], sums_file)
     shop.run(
-        flow="grpo", algorithm={"old": "recompute"}, rollout={"temperature": TEMPERATURE, "top_k": 6},
+        flow="grpo",
+        algorithm={"old": "recompute"},
+        rollout={"temperature": TEMPERATURE, "top_k": 6},
         trainer={"steps": STEPS, "learning_rate": 1e-2},
-    )  # fmt: skip
+    )
     return shop
 
 

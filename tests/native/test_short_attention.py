@@ -111,9 +111,11 @@ def test_what_the_kernel_does_not_compute_goes_to_torch() -> None:
     assert attend_short(*states, offsets, 5, SCALING, None) is not None
     assert attend_short(*states, offsets, LONGEST + 1, SCALING, None) is None
     for other in (
-        with_doubles, [with_doubles[0], *states[1:]], [*states[:2], with_doubles[2]],
+        with_doubles,
+        [with_doubles[0], *states[1:]],
+        [*states[:2], with_doubles[2]],
         [each.detach().transpose(1, 2) for each in states],
-    ):  # fmt: skip
+    ):
         assert attend_short(*other, offsets, 5, SCALING, None) is None
 
 

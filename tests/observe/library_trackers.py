@@ -1,4 +1,6 @@
-"""Write a run to the named trackers through their libraries, continue as a resumed run does, and print their content."""
+"""Write a run to the named trackers through their libraries, continue as a resumed run does, and print their
+content.
+"""
 
 from __future__ import annotations
 
@@ -111,17 +113,24 @@ def read_swanlab(folder: Path) -> Found:
 
 
 READERS: dict[str, Callable[[Path], Found]] = {
-    "mlflow": read_mlflow, "trackio": read_trackio, "wandb": read_wandb, "swanlab": read_swanlab,
-}  # fmt: skip
+    "mlflow": read_mlflow,
+    "trackio": read_trackio,
+    "wandb": read_wandb,
+    "swanlab": read_swanlab,
+}
 
 
 def main(place: str, *names: str) -> None:
     folder = Path(place)
     folder.mkdir()
     os.environ |= {
-        "WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "TRACKIO_DIR": f"{folder}/trackio",
-        "WANDB_DATA_DIR": f"{folder}", "WANDB_CACHE_DIR": f"{folder}", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
-    }  # fmt: skip
+        "WANDB_MODE": "offline",
+        "SWANLAB_MODE": "offline",
+        "TRACKIO_DIR": f"{folder}/trackio",
+        "WANDB_DATA_DIR": f"{folder}",
+        "WANDB_CACHE_DIR": f"{folder}",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+    }
     os.chdir(folder)  # Here MLflow keeps files without a server.
     write(folder, list(names))
     (folder / "found.json").write_text(json.dumps({name: READERS[name](folder) for name in names}))

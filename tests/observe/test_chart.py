@@ -10,9 +10,20 @@ from braidrl.observe.report import MOST_BARS, MOST_POINTS, SMOOTH_FROM, Series, 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.0312, "0.0312"), (12.44, "12.4"), (3180, "3,180"), (31800, "31.8k"), (999_999, "1,000k"), (1.2e6, "1.2M"),
-     (1e-6, "1.0e-06"), (-0.5, "-0.5"), (1e-3, "0.001"), (123.4, "123")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (0.0312, "0.0312"),
+        (12.44, "12.4"),
+        (3180, "3,180"),
+        (31800, "31.8k"),
+        (999_999, "1,000k"),
+        (1.2e6, "1.2M"),
+        (1e-6, "1.0e-06"),
+        (-0.5, "-0.5"),
+        (1e-3, "0.001"),
+        (123.4, "123"),
+    ],
+)
 def test_numbers_are_spelled_short(value: float, text: str) -> None:
     assert spell(value) == text
 

@@ -14,10 +14,10 @@ from braidrl.observe.trace import Span, TraceWriter, read_trace
 
 def test_span_holds_counts_and_duration_of_block(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, "actor/0")
-    begun = time.monotonic()
+    started = time.monotonic()
     with writer.span("actor", "actor.generate", 3, rows=8, version=2) as done:
         done.tokens = 512
-    around = time.monotonic() - begun
+    around = time.monotonic() - started
     with writer.span("actor", "actor.update", 3, state="waiting"):
         pass
     writer.close()

@@ -89,7 +89,8 @@ def test_tensorboard_keeps_its_contract_and_shows_configuration_and_samples(tmp_
 
     assert "flow: grpo\ntrainer:\n  steps: 4\n" in texts("configuration")[0][1]
     assert {step for step, _ in texts("samples")} == {0, 1, 2, 3}
-    # Sorted by step, because files of the same second are read in the order of their names, whose numbers have no leading zeros.
+    # Sorted by step, because files of the same second are read in the order of their names, whose numbers have no
+    # leading zeros.
     heads, _, row = dict(texts("samples"))[1].splitlines()
     assert heads == "| step | set | prompt | response | answer | finish_reason | score | correct |"
     assert row == "| 1 | " + "∑ 😀 \\|<br> | " * 5 + " | True |"

@@ -21,18 +21,29 @@ GIB = 1 << 30
 def write_sizes(folder: Path, width: int = 64, layers: int = 4, heads: int = 4, vocabulary: int = 512) -> Path:
     """Write a model's configuration without weights."""
     LlamaConfig(
-        hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads, vocab_size=vocabulary, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
     return folder
 
 
 def cluster(nodes: int, devices: int, memory: int = 80 * GIB, speed: float = 1e12, name: str = "test") -> Cluster:
     """Return devices with round figures."""
     kind = DeviceKind(
-        source="made up", peak={"float32": speed, "bfloat16": 2 * speed}, memory=memory, bandwidth=1e11, link=1e10,
-        network=2e9, host=1e9,
-    )  # fmt: skip
+        source="made up",
+        peak={"float32": speed, "bfloat16": 2 * speed},
+        memory=memory,
+        bandwidth=1e11,
+        link=1e10,
+        network=2e9,
+        host=1e9,
+    )
     return Cluster(groups=(NodeGroup(kind=name, nodes=nodes, devices=devices),), kinds={name: kind})
 
 
@@ -48,11 +59,14 @@ def problem(
     """Return a problem whose rows all have the same length but for a tail."""
     config = parse_config(
         {
-            "flow": flow, "model": str(model), "data": {"max_prompt_tokens": 32}, "roles": roles or {},
+            "flow": flow,
+            "model": str(model),
+            "data": {"max_prompt_tokens": 32},
+            "roles": roles or {},
             "rollout": {"samples_per_prompt": 4, "max_response_tokens": response, "slots": 16},
             "trainer": {"prompts_per_step": rows // 4, "max_tokens_per_device": 512, **trainer},
         }
-    )  # fmt: skip
+    )
     built = load_flow(flow, config.algorithm, {"max_response_tokens": response, "samples_per_prompt": 4})
     responses = np.linspace(response // 4, response, rows).round().astype(np.int64)
     lengths = Lengths(np.full(rows, 32), responses)

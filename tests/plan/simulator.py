@@ -1,4 +1,5 @@
-"""All four runtimes in virtual time, on the scheduling functions that they use: how long a flow would take, and is each row done once.
+"""All four runtimes in virtual time, on the scheduling functions that they use: how long a flow would take, and is each
+row done once.
 
 Under `streaming`, workers may die and answer late, leases expire, and rows are suspended.
 """

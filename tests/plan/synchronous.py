@@ -1,8 +1,10 @@
-"""The eager, hybrid and distributed runtimes in virtual time, as tests need them: an iteration's stages in order, as devices become free.
+"""The eager, hybrid and distributed runtimes in virtual time, as tests need them: an iteration's stages in order, as
+devices become free.
 
 eager          one process, one stage after the other
 hybrid         a call starts when its inputs are there and its pool is free; calls to one pool keep their order
-distributed    every rank walks the chain with its rows; ranks meet where groups or a batch must be complete, and to train
+distributed    every rank walks the chain with its rows; ranks meet where groups or a batch must be complete, and to
+               train
 """
 
 import math
@@ -37,7 +39,7 @@ class AnyWorkload(Workload):
     """The outcome of a lease: done, the worker dies halfway, or it answers after the lease expired."""
     lease_seconds: float = 1e6
     most_seconds: float = math.inf
-    """Seconds of generation in one batch after which a row is suspended, if `sizes.sets_aside`."""
+    """Seconds of generation in one batch after which a row is suspended, if `sizes.partial_rollout`."""
 
 
 @dataclass
@@ -64,7 +66,9 @@ class Account(Simulation):
 
 @dataclass
 class Iterations(ABC):
-    """The common part of the three runtimes: waves until the batch is complete, then the other stages, each row once."""
+    """The common part of the three runtimes: waves until the batch is complete, then the other stages, each row
+    once.
+    """
 
     work: AnyWorkload
     result: Account = field(default_factory=Account)

@@ -63,7 +63,9 @@ def soonest_of_all(search: Choices, roles: tuple[str, ...], size: int) -> SetCho
 
 
 def brute_force(asked: Problem) -> float:
-    """Return the least seconds over all partitions, allocations and layouts, without bounds, Pareto fronts or caches."""
+    """Return the least seconds over all partitions, allocations and layouts, without bounds, Pareto fronts or
+    caches.
+    """
     choices, quickest = Choices(asked), math.inf
     known: dict[tuple[tuple[str, ...], int], SetChoice | None] = {}
     for partition in partitions(asked.flow.roles):
@@ -78,15 +80,19 @@ def brute_force(asked: Problem) -> float:
     return quickest
 
 
-# Memory: room for everything, for some at a time, and for hardly anything; models that layouts divide, and up to sixteen devices.
+# Memory: room for everything, for some at a time, and for hardly anything; models that layouts divide, and up to
+# sixteen devices.
 @pytest.mark.parametrize(
     ("nodes", "devices", "divided", "memory"),
     [
-        pytest.param(1, 2, 2, 12 * MIB, marks=pytest.mark.soak), (2, 2, 1, 80 * GIB), (2, 2, 1, 6 * MIB),
-        pytest.param(2, 2, 1, 4 * MIB, marks=pytest.mark.soak), pytest.param(2, 8, 1, 80 * GIB, marks=pytest.mark.soak),
+        pytest.param(1, 2, 2, 12 * MIB, marks=pytest.mark.soak),
+        (2, 2, 1, 80 * GIB),
+        (2, 2, 1, 6 * MIB),
+        pytest.param(2, 2, 1, 4 * MIB, marks=pytest.mark.soak),
+        pytest.param(2, 8, 1, 80 * GIB, marks=pytest.mark.soak),
         (2, 8, 1, 4 * MIB),
     ],
-)  # fmt: skip
+)
 def test_search_finds_the_optimum_of_brute_force(
     tmp_path: Path, nodes: int, devices: int, divided: int, memory: int
 ) -> None:

@@ -1,4 +1,6 @@
-"""The schedule in virtual time leaves no row lost, doubled, stale or stuck, for any durations, failures and sizes; its times are exact."""
+"""The schedule in virtual time leaves no row lost, doubled, stale or stuck, for any durations, failures and sizes; its
+times are exact.
+"""
 
 import time
 from collections import Counter
@@ -35,29 +37,40 @@ GRPO = Flow("grpo", [actor.generate(), reward.verify(), NORMALIZED, train("actor
 DAPO = Flow(
     "dapo",
     [
-        actor.generate(), reward.verify(), compute("informative", ("correct",), (), Scope.GROUP, Kind.SELECT),
-        NORMALIZED, actor.log_probs(), train("actor", ("advantage", "old_log_probs")),
+        actor.generate(),
+        reward.verify(),
+        compute("informative", ("correct",), (), Scope.GROUP, Kind.SELECT),
+        NORMALIZED,
+        actor.log_probs(),
+        train("actor", ("advantage", "old_log_probs")),
         reference.update(source="actor", decay=0.9),
     ],
-)  # fmt: skip
+)
 PPO = Flow(
     "ppo",
     [
-        actor.generate(), reward.score(), reference.log_probs(), critic.values(), actor.log_probs(),
+        actor.generate(),
+        reward.score(),
+        reference.log_probs(),
+        critic.values(),
+        actor.log_probs(),
         compute("gae", ("values", "reward", "ref_log_probs"), ("raw", "returns")),
         compute("whiten", ("raw",), ("advantages",), Scope.BATCH),
-        train("critic", ("values", "returns")), train("actor", ("advantages", "old_log_probs")),
+        train("critic", ("values", "returns")),
+        train("actor", ("advantages", "old_log_probs")),
     ],
-)  # fmt: skip
+)
 SELECTING = Flow("selecting", [*DAPO.stages[:4], train("actor", ("advantage",))])
 # The critic trains alone at first, the reference follows every other iteration, and a check runs from the third on.
 WARM_UP = Flow(
     "warm-up",
     [
-        *PPO.stages[:-1], replace(PPO.stages[-1], when=When(start=2)),
-        reference.update(source="actor", when=When(every=2)), replace(compute("check", ("advantages",), ("checked",)), when=When(start=3)),
+        *PPO.stages[:-1],
+        replace(PPO.stages[-1], when=When(start=2)),
+        reference.update(source="actor", when=When(every=2)),
+        replace(compute("check", ("advantages",), ("checked",)), when=When(start=3)),
     ],
-)  # fmt: skip
+)
 RUNTIMES: list[Runtime] = ["eager", "hybrid", "distributed", "streaming"]
 
 
@@ -91,7 +104,7 @@ def workloads(draw: st.DrawFn) -> AnyWorkload:
         surplus=surplus,
         seed=seed,
         older_groups=draw(st.none() | st.integers(0, prompts)) if staleness and surplus == "drop" else None,
-        sets_aside=surplus == "keep" and draw(st.booleans()),
+        partial_rollout=surplus == "keep" and draw(st.booleans()),
     )
     keep, failing = draw(st.sampled_from([0.3, 0.8])), draw(st.sampled_from([0.0, 0.3]))
     return AnyWorkload(
@@ -144,9 +157,12 @@ def test_streaming_trains_every_row_once_under_any_failures(work: AnyWorkload) -
 def test_lease_expiring_at_the_time_of_a_take_is_released() -> None:
     seconds = {"actor.generate": 0.05, "reward.verify": 1.0}
     work = AnyWorkload(
-        GRPO, Sizes(1, 1, 1, 1), lambda stage, uid: seconds.get(stage, 0.0),
-        fate=lambda lease: "late" if lease == 1 else "done", lease_seconds=50.0,
-    )  # fmt: skip
+        GRPO,
+        Sizes(1, 1, 1, 1),
+        lambda stage, uid: seconds.get(stage, 0.0),
+        fate=lambda lease: "late" if lease == 1 else "done",
+        lease_seconds=50.0,
+    )
     assert (
         0.05 + 50.0 == 50.0 * 1.001
     )  # When the first lease, of generation, would have been looked for a thousandth late.
@@ -172,10 +188,14 @@ def inference_heavy(pools: dict[str, str]) -> AnyWorkload:
     flow = Flow(
         "three",
         [
-            actor.generate(), reward.score(), reference.log_probs(), critic.values(),
-            compute("join", ("values", "reward", "ref_log_probs"), ("advantages",)), train("actor", ("advantages",)),
+            actor.generate(),
+            reward.score(),
+            reference.log_probs(),
+            critic.values(),
+            compute("join", ("values", "reward", "ref_log_probs"), ("advantages",)),
+            train("actor", ("advantages",)),
         ],
-    )  # fmt: skip
+    )
     return AnyWorkload(flow, Sizes(5, 4, 2, 8), lambda stage, uid: seconds.get(stage, 0.0) / 8, pools=pools)
 
 
@@ -255,13 +275,13 @@ def test_selection_overlaps_with_training_and_with_the_next_batch() -> None:
     on_policy, ahead = (simulate("streaming", long_tailed_streaming(n, flow=SELECTING)) for n in (0, 1))
     assert on_policy.seconds_per_iteration() > 1.5 * ahead.seconds_per_iteration()
     assert (on_policy.staleness, ahead.staleness) == (0, 1)
-    begun, ended = dict[int, float](), dict[int, float]()
+    started, ended = dict[int, float](), dict[int, float]()
     for span in on_policy.spans:
         if span.stage == "actor.update":
-            begun.setdefault(span.iteration, span.start)
+            started.setdefault(span.iteration, span.start)
         elif span.stage == "actor.generate":
             ended[span.iteration] = max(span.end, ended.get(span.iteration, 0.0))
-    assert all(begun[iteration] < ended[iteration] for iteration in range(1, 61))
+    assert all(started[iteration] < ended[iteration] for iteration in range(1, 61))
 
 
 def test_delayed_update_policy_gains_less_than_rolling() -> None:

@@ -1,4 +1,6 @@
-"""A queue's controller and its clients in one thread: chance chooses the next message, loss and death, and the clock is simulated."""
+"""A queue's controller and its clients in one thread: chance chooses the next message, loss and death, and the clock is
+simulated.
+"""
 
 from __future__ import annotations
 

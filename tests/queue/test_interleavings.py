@@ -1,4 +1,6 @@
-"""Whatever comes first, is lost, repeated or dies: every task is done with each row once, and with all of them in the end."""
+"""Whatever comes first, is lost, repeated or dies: every task is done with each row once, and with all of them in the
+end.
+"""
 
 from __future__ import annotations
 

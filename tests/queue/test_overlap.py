@@ -1,7 +1,9 @@
-"""Generation and training at the same time, with workers that wait a given time instead of computing, on the real queue.
+"""Generation and training at the same time, with workers that wait a given time instead of computing, on the real
+queue.
 
-8 generating workers, one row at a time, and 4 training workers that share a lease; training as long as generation on average,
-log-normal lengths with the longest ten times the median. What the clock says is what the simulator says beforehand.
+8 generating workers, one row at a time, and 4 training workers that share a lease; training as long as generation on
+average, log-normal lengths with the longest ten times the median. What the clock says is what the simulator says
+beforehand.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from tests.queue.made_up import (
     queue,
     serve,
     stage,
-)  # fmt: skip
+)
 
 
 def test_every_column_of_every_stage_comes_back_as_it_was_put() -> None:

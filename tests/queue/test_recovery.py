@@ -61,9 +61,9 @@ def test_a_hundred_kills_of_producers_and_consumers_leave_exact_counts(tmp_path:
     put = [first for kind, first in lines if kind == "done"]
     found = {task: [recorded(tmp_path, task, what) for what in ("begin", "done")] for task in TASKS}
     for task, first in product(TASKS, (first for kind, first in lines if kind == "begin")):
-        begun, told = found[task]
+        started, told = found[task]
         for row in range(int(first), int(first) + 8):
-            unresolved = first not in put or begun[row] > told[row]
+            unresolved = first not in put or started[row] > told[row]
             assert told[row] == 1 or (unresolved and told[row] == 0), f"{task}, row {row}: done {told[row]} times"
     print(f"{8 * len(put)} rows, kills: {dict(kills)}")
 

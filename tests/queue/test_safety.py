@@ -72,7 +72,9 @@ def memory() -> int:
 
 
 def send(address: str, kind: int, chance: np.random.Generator) -> None:
-    """Send something that is no request: garbage frames, half a request, a request of wrong types, or raw bytes on the line."""
+    """Send something that is no request: garbage frames, half a request, a request of wrong types, or raw bytes on the
+    line.
+    """
     garbage = [chance.bytes(int(chance.integers(0, 40))) for _ in range(int(chance.integers(1, 4)))]
     if kind == 0:
         tell(address, garbage)

@@ -36,9 +36,7 @@ def rows(
     tokens: Sequence[int], groups: Sequence[int] | None = None, versions: Sequence[int] | None = None
 ) -> list[Candidate]:
     sizes = groups or [0] * len(tokens)
-    return [
-        Candidate(n, sizes[n], 2, length, versions[n] if versions else 0) for n, length in enumerate(tokens)
-    ]  # fmt: skip
+    return [Candidate(n, sizes[n], 2, length, versions[n] if versions else 0) for n, length in enumerate(tokens)]
 
 
 def chosen(name: str, ready: Sequence[Candidate], most: int, ranks: int = 1) -> list[int]:
@@ -58,10 +56,13 @@ def test_built_in_samplers_choose_what_their_names_say() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("[]", "chose \\[\\] of 2 rows"), ("[0, 0]", "different positions"), ("[2]", "chose \\[2\\] of 2"),
-        ("[0, 1]", "at most 1"), ("1 / 0", "raised ZeroDivisionError: division by zero \\(broken.py:2\\); mend the function"),
+        ("[]", "chose \\[\\] of 2 rows"),
+        ("[0, 0]", "different positions"),
+        ("[2]", "chose \\[2\\] of 2"),
+        ("[0, 1]", "at most 1"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero \\(broken.py:2\\); mend the function"),
     ],
-)  # fmt: skip
+)
 def test_a_sampler_that_breaks_the_contract_is_named(tmp_path: Path, body: str, words: str) -> None:
     path = tmp_path / "broken.py"
     path.write_text(f"def broken(ready, most, ranks):\n    return {body}\n")

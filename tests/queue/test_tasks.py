@@ -40,10 +40,12 @@ class TaskMachine(RuleBasedStateMachine):
         leases = [lease for lease in self.tasks.leases.held.values() if lease.task == name]
         held = {row for lease in leases for row in self.tasks.left(lease)}
         free = [
-            row for row in self.work
-            if row not in held and (name, row) not in self.done
+            row
+            for row in self.work
+            if row not in held
+            and (name, row) not in self.done
             and all((writer, row) in self.written for writer in TASKS[name])
-        ]  # fmt: skip
+        ]
         if name != "groups":
             return free
         return [row for row in free if all(other in free for other in self.work if other[0] == row[0])]
@@ -56,9 +58,12 @@ class TaskMachine(RuleBasedStateMachine):
         self.work += rows
 
     @rule(
-        name=st.sampled_from(list(TASKS)), holder=st.sampled_from("ab"), most=st.integers(1, 4),
-        ranks=st.integers(1, 3), sampler=st.sampled_from(list(SAMPLERS)),
-    )  # fmt: skip
+        name=st.sampled_from(list(TASKS)),
+        holder=st.sampled_from("ab"),
+        most=st.integers(1, 4),
+        ranks=st.integers(1, 3),
+        sampler=st.sampled_from(list(SAMPLERS)),
+    )
     def take(self, name: str, holder: str, most: int, ranks: int, sampler: str) -> None:
         ready = self.ready(name)
         lease = self.tasks.take(name, holder, self.now, 10.0, most, sampler_named(sampler), ranks)

@@ -1,4 +1,6 @@
-"""The transfer queue by itself: columns from anybody in any order, rows to each task once, and memory within its budget."""
+"""The transfer queue by itself: columns from anybody in any order, rows to each task once, and memory within its
+budget.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Clip-Cov and KL-Cov as flows: the tokens with the highest covariance are found over the whole batch and passed to the loss."""
+"""Clip-Cov and KL-Cov as flows: the tokens with the highest covariance are found over the whole batch and passed to the
+loss.
+"""
 
 from __future__ import annotations
 

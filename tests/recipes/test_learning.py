@@ -43,8 +43,11 @@ def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score
     changes: dict[str, Any] = {
         "rollout__samples_per_prompt": 2,
         "data": {"train": str(folder / "pairs.jsonl"), "eval": {"pairs": str(folder / "held_out.jsonl")}},
-        "trainer__steps": 30, "trainer__prompts_per_step": 32, "trainer__learning_rate": 3e-3, "evaluation__every": 30,
-    }  # fmt: skip
+        "trainer__steps": 30,
+        "trainer__prompts_per_step": 32,
+        "trainer__learning_rate": 3e-3,
+        "evaluation__every": 30,
+    }
     learned = train(make_config(folder, "reward_model", name="reward-model", **changes))
     accuracy = [
         line["eval/pairs/pair_accuracy"] for line in read_metrics(learned) if "eval/pairs/pair_accuracy" in line
@@ -55,12 +58,19 @@ def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score
     roles = {"reward": {"model": str(folder / "reward")}, "critic": {"model": str(folder / "reward")}}
     ppo = train(
         make_config(
-            folder, "ppo", name="ppo", roles=roles, algorithm={"kl_coef": 0.01, "whiten": True, "value_clip": None},
+            folder,
+            "ppo",
+            name="ppo",
+            roles=roles,
+            algorithm={"kl_coef": 0.01, "whiten": True, "value_clip": None},
             data={"train": str(folder / "data.jsonl"), "eval": {"true": str(folder / "data.jsonl")}},
-            reward__verify=f"{HERE}/even.py:even", evaluation={"every": 25, "samples": 4},
-            trainer__steps=25, trainer__prompts_per_step=8, trainer__learning_rate=3e-3,
+            reward__verify=f"{HERE}/even.py:even",
+            evaluation={"every": 25, "samples": 4},
+            trainer__steps=25,
+            trainer__prompts_per_step=8,
+            trainer__learning_rate=3e-3,
         )
-    )  # fmt: skip
+    )
     lines = read_metrics(ppo)
     score = [line["eval/true/avg@4"] for line in lines if line.get("eval/true/avg@4") is not None]
     assert score[-1] > max(0.9, score[0] + 0.2)
@@ -73,13 +83,25 @@ def test_safe_rlhf_keeps_the_cost_that_reward_alone_would_drive_up(folder: Path)
     lines = {}
     for name, rate, first in (("with", 0.005, 0.8), ("without", 0.0, 0.0)):
         algorithm = {
-            "reward": "verify", "cost": f"{HERE}/limits.py:length_cost", "cost_limit": 6.0, "multiplier": first,
-            "multiplier_learning_rate": rate, "kl_coef": 0.0, "lam": 1.0, "value_clip": None, "whiten": True, "entropy_coef": 0.05,
-        }  # fmt: skip
+            "reward": "verify",
+            "cost": f"{HERE}/limits.py:length_cost",
+            "cost_limit": 6.0,
+            "multiplier": first,
+            "multiplier_learning_rate": rate,
+            "kl_coef": 0.0,
+            "lam": 1.0,
+            "value_clip": None,
+            "whiten": True,
+            "entropy_coef": 0.05,
+        }
         changes: dict[str, Any] = {
-            "reward__verify": f"{HERE}/limits.py:sevens", "trainer__steps": 36 if rate else 10, "trainer__prompts_per_step": 8,
-            "rollout__max_response_tokens": 16, "rollout__slots": 32, "trainer__learning_rate": 2e-3,
-        }  # fmt: skip
+            "reward__verify": f"{HERE}/limits.py:sevens",
+            "trainer__steps": 36 if rate else 10,
+            "trainer__prompts_per_step": 8,
+            "rollout__max_response_tokens": 16,
+            "rollout__slots": 32,
+            "trainer__learning_rate": 2e-3,
+        }
         run = train(make_config(folder, "safe_rlhf", name=f"safe-{name}", algorithm=algorithm, **changes))
         lines[name] = read_metrics(run)
     free, held = lines["without"], lines["with"]

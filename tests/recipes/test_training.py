@@ -135,9 +135,14 @@ def test_several_updates_of_a_loss_without_old_log_probs_are_not_taken_for_a_wro
 ) -> None:
     def gaps(**changes: Any) -> list[float | None]:
         config = make_config(
-            folder, "grpo", output=str(tmp_path), algorithm__loss=loss, trainer__learning_rate=3e-2,
-            rollout__max_log_prob_gap=1e-4, **changes,
-        )  # fmt: skip
+            folder,
+            "grpo",
+            output=str(tmp_path),
+            algorithm__loss=loss,
+            trainer__learning_rate=3e-2,
+            rollout__max_log_prob_gap=1e-4,
+            **changes,
+        )
         return [line["train/rollout_log_prob_gap"] for line in read_metrics(train(config))]
 
     assert all(gap is not None for gap in gaps(name="one"))

@@ -29,10 +29,19 @@ def write_decoder(folder: Path, width: int = 32, seed: int = 0, layers: int = 2)
     """Write a random Qwen3 of two layers (or `layers`) with its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(SYMBOLS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
-        eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(SYMBOLS),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

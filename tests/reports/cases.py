@@ -14,9 +14,13 @@ needs_cases = pytest.mark.skipif(not FOLDER.is_dir(), reason="the shared cases a
 # Calls are written by `tojson`, as in Hermes and Qwen, or by a loop over the arguments.
 CALLS = {
     "tojson": '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}',
-    "items": "{{ call.function.name }}({% for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %})",
+    "items": (
+        "{{ call.function.name }}({% for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% "
+        "endfor %})"
+    ),
 }
-# As in Qwen3: an empty thought before the last answer, none in earlier ones, and reasoning only after the last question.
+# As in Qwen3: an empty thought before the last answer, none in earlier ones, and reasoning only after the last
+# question.
 QWEN = """
 {%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}
 {%- set ns = namespace(last=-1) %}
@@ -34,7 +38,8 @@ QWEN = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}
 {%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\n\n</think>\n\n" }}{% endif %}{% endif %}"""
-# As in Llama 3: no template argument, a turn ends with another token than the end of sequence, and the text begins with a BOS.
+# As in Llama 3: no template argument, a turn ends with another token than the end of sequence, and the text begins with
+# a BOS.
 LLAMA = """{{ bos_token }}
 {%- for message in messages %}
 {{- "<|start|>" + message.role + "<|end|>\n\n" + message.content | trim + "<|eot|>" }}

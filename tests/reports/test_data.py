@@ -182,13 +182,27 @@ def test_a_conversation_has_the_same_prompt_from_json_and_from_parquet(
         }.items()
     ]
     records = [
-        {"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
-                    {"role": "tool", "name": function["name"], "content": "x"}], "tools": [schema[number]], "answer": "1"}
-        for number, function in enumerate([
-            CALL, {"name": "time", "arguments": {"zone": "CET", "about": {"dst": True, "list": [1, None]}}},
-            {"name": "now", "arguments": {}},
-        ])
-    ]  # fmt: skip
+        {
+            "prompt": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"id": "1", "type": "function", "function": function}],
+                },
+                {"role": "tool", "name": function["name"], "content": "x"},
+            ],
+            "tools": [schema[number]],
+            "answer": "1",
+        }
+        for number, function in enumerate(
+            [
+                CALL,
+                {"name": "time", "arguments": {"zone": "CET", "about": {"dst": True, "list": [1, None]}}},
+                {"name": "now", "arguments": {}},
+            ]
+        )
+    ]
     expected = prompts(write(records), qwen(calls))
     assert "zone" not in expected[0] and "city" not in expected[1]
     assert prompts(write(records, "data.parquet"), qwen(calls)) == expected
@@ -216,8 +230,10 @@ def test_other_forms_of_messages_give_one_prompt_too(write: Write, calls: str) -
     results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": [{"type": "text", "text": "1"}]}]
     records = [
         {"prompt": [{**USER, "tool_calls": none}, {"role": "assistant", **form}, result, USER]}
-        for form in forms for result in results for none in (None, [])
-    ]  # fmt: skip
+        for form in forms
+        for result in results
+        for none in (None, [])
+    ]
     texts = prompts(write(records), qwen(calls))
     assert len(texts) == 12 and len(set(texts)) == 1
     bad = write(
@@ -255,9 +271,12 @@ def test_arguments_of_the_template_are_of_the_run_the_source_and_the_row(write: 
     assert [text.endswith(closed) for text in prompts(path, qwen())] == [False, False]
     assert [text.endswith(closed) for text in prompts(path, qwen(), arguments=of_run)] == [True, False]
     assert [text.endswith(closed) for text in prompts(path, qwen(), template=of_run)] == [True, False]
-    assert [t.endswith(closed) for t in prompts(path, qwen(), arguments=of_run, template={"enable_thinking": True})] == [
-        False, False,
-    ]  # fmt: skip
+    assert [
+        t.endswith(closed) for t in prompts(path, qwen(), arguments=of_run, template={"enable_thinking": True})
+    ] == [
+        False,
+        False,
+    ]
     data = DataConfig(train=[SourceConfig(path=path)], template=of_run)
     rows = as_rows(PromptLoader(load_train(data, qwen()), shuffle=False).peek(range(2)), 1)
     assert rows["metadata"][1]["chat_template_kwargs"] == {"enable_thinking": True}
@@ -281,7 +300,7 @@ def test_non_json_columns_do_no_harm_in_the_shared_cases(made: Path, tmp_path: P
     for path in (file, folder):
         for convert in (None, f"{tmp_path}/own.py:example"):
             examples = list(Reading(SourceConfig(path=path, convert=convert)))
-            assert [(e.prompt[0]["content"], e.answer) for e in examples] == [("What is 2+2?", "4")] * 2  # type: ignore[index]
+            assert [(e.prompt[0]["content"], e.answer) for e in examples] == [(("What is 2+2?"), "4")] * 2  # type: ignore[index]
             assert json.dumps(examples[0].metadata)
 
 
@@ -375,7 +394,10 @@ def test_verifiers_see_special_tokens_but_never_ends_and_padding(skips: bool, ex
 def test_results_of_a_conversion_without_a_version_are_not_cached(write: Write, tmp_path: Path) -> None:
     path, cache = write([{"q": str(i)} for i in range(9)]), tmp_path / "cache"
     (tmp_path / "words.py").write_text("WORD = 'one'\n")
-    code = "import sys\nsys.path.insert(0, {folder!r})\nimport words\ndef example(record):\n    return {{'prompt': words.WORD}}\n"
+    code = (
+        "import sys\nsys.path.insert(0, {folder!r})\nimport words\ndef example(record):\n    return {{'prompt': "
+        "words.WORD}}\n"
+    )
     (tmp_path / "own.py").write_text(code.format(folder=str(tmp_path)))
     source = SourceConfig(path=path, convert=f"{tmp_path}/own.py:example")
     data = DataConfig(train=[source], in_memory=2, cache=cache)
@@ -452,19 +474,24 @@ def test_given_responses_end_as_the_chat_template_closes_turns(write: Write) -> 
 def test_supervised_sets_train_as_they_are_in_the_shared_cases() -> None:
     thought = "<think>\n\n</think>\n\n"
     assert [part for _, part in sft(FOLDER / "sft_messages.jsonl", qwen())] == [
-        f"{thought}good<|im_end|>", f"b<|im_end|>|{thought}d<|im_end|>",
-    ]  # fmt: skip
+        f"{thought}good<|im_end|>",
+        f"b<|im_end|>|{thought}d<|im_end|>",
+    ]
     assert [part for _, part in sft(FOLDER / "sft_messages.jsonl", qwen(), train_on="last")] == [
-        f"{thought}good<|im_end|>", f"{thought}d<|im_end|>",
-    ]  # fmt: skip
+        f"{thought}good<|im_end|>",
+        f"{thought}d<|im_end|>",
+    ]
     assert [part for _, part in sft(FOLDER / "sft_completion.jsonl", llama())] == ["good<|eot|>"]
 
 
 SHAREGPT = {"user": "human", "assistant": "gpt"}
 CONVERSATION = [
-    {"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "one"}, {"role": "user", "content": "and?"},
+    {"role": "system", "content": "s"},
+    USER,
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "and?"},
     {"role": "assistant", "content": "two"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -477,7 +504,7 @@ CONVERSATION = [
         {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:]},
         {"prompt": CONVERSATION[:2], "response": CONVERSATION[2:]},
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("tokenizer", [llama(), byte_tokenizer(PLAIN_TEMPLATE), byte_tokenizer(None)])
 def test_every_form_of_a_conversation_trains_on_the_same_turns(write: Write, tokenizer: Any, record: Any) -> None:
     end = {"<eos>": "<|eot|>"}.get(tokenizer.eos_token, "<|im_end|>")
@@ -558,10 +585,13 @@ def test_preference_sets_train_as_they_are_in_the_shared_cases() -> None:
         {"prompt": [USER], "chosen": "good", "rejected": "bad"},
         {"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"chosen": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "good"}],
-         "rejected": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "bad"}], "score_chosen": 1.0},
+        {
+            "chosen": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "good"}],
+            "rejected": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "bad"}],
+            "score_chosen": 1.0,
+        },
     ],
-)  # fmt: skip
+)
 def test_every_form_of_a_pair_gives_the_same_rows(write: Write, record: Any) -> None:
     opened = "<bos><|start|>user<|end|>\n\nhi<|eot|><|start|>assistant<|end|>\n\n"
     for which, word in (("response", "good"), ("rejected", "bad")):
@@ -589,5 +619,6 @@ def test_pairs_that_cannot_be_compared_are_left_out_with_their_reason(write: Wri
     reading = Reading(SourceConfig(path=write(records)), pairs=True)
     assert len(list(reading)) == 1
     assert dict(reading.left_out) == {
-        "both responses are the same": 1, "the two conversations differ before an assistant's turn": 1,
-    }  # fmt: skip
+        "both responses are the same": 1,
+        "the two conversations differ before an assistant's turn": 1,
+    }

@@ -1,4 +1,6 @@
-"""Failing checks and trajectories are counted by verifier and kind, shown in the report, and end the run if there are too many."""
+"""Failing checks and trajectories are counted by verifier and kind, shown in the report, and end the run if there are
+too many.
+"""
 
 from __future__ import annotations
 

@@ -40,8 +40,11 @@ def curve(folder: Path, steps: int, every: int) -> dict[int, float]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(folder), str(steps), str(every)],
-        env=environment, capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return {
         int(step): float(mib) for step, mib in (line.split() for line in done.stdout.splitlines() if line[:1].isdigit())

@@ -1,4 +1,6 @@
-"""Migration from verl and TRL: every key of their configurations has a row, and a verl configuration becomes a Braid configuration."""
+"""Migration from verl and TRL: every key of their configurations has a row, and a verl configuration becomes a Braid
+configuration.
+"""
 
 from __future__ import annotations
 

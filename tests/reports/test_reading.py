@@ -1,4 +1,6 @@
-"""Files and words in the forms that users write: YAML, encodings, code beside the configuration, values on the command line."""
+"""Files and words in the forms that users write: YAML, encodings, code beside the configuration, values on the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ from braidrl.runtimes.run import train
 from tests.tiny import ROOT, Workshop
 
 TWICE = {
-    "flow: grpo\ntrainer: {steps: 5}\nmodel: m\ntrainer: {steps: 6}\n": "the key 'trainer' is there twice, in lines 2 and 4",
-    "flow: grpo\nmodel: m\ndata:\n  train: a\n  eval: {}\n  train: b\n": "the key 'train' is there twice, in lines 4 and 6",
-    "flow: grpo\nmodel: m\nreward: {verify: [{name: exact, name: gsm8k}]}\n": "the key 'name' is there twice, in line 3",
+    "flow: grpo\ntrainer: {steps: 5}\nmodel: m\ntrainer: {steps: "
+    "6}\n": "the key 'trainer' is there twice, in lines 2 and 4",
+    "flow: grpo\nmodel: m\ndata:\n  train: a\n  eval: {}\n  train: "
+    "b\n": "the key 'train' is there twice, in lines 4 and 6",
+    "flow: grpo\nmodel: m\nreward: {verify: [{name: exact, name: "
+    "gsm8k}]}\n": "the key 'name' is there twice, in line 3",
 }
 
 
@@ -141,7 +146,10 @@ except SystemExit:
     assert rb"caf\xe9 \u2211" in done.stdout
 
 
-ENVIRONMENT = "class Game:\n    def reset(self, example): ...\n    def step(self, text): ...\n\n\ndef play(base_url, example): ...\n"
+ENVIRONMENT = (
+    "class Game:\n    def reset(self, example): ...\n    def step(self, text): ...\n\n\ndef play(base_url, example): "
+    "...\n"
+)
 NAMED: dict[str, dict[str, Any]] = {
     "verify": {"reward": {"verify": "code.py:score"}},
     "verify of a source": {"data": {"train": [{"path": "a.jsonl", "verify": "code.py:score"}]}},

@@ -1,4 +1,6 @@
-"""A tokenizer with more tokens than the model's embedding is reported with both sizes, and refused where such a token occurs."""
+"""A tokenizer with more tokens than the model's embedding is reported with both sizes, and refused where such a token
+occurs.
+"""
 
 from __future__ import annotations
 

@@ -10,30 +10,48 @@ CASES = {
     "keywords:existence": ({"keywords": ["tea", "milk"]}, "Milk in my tea.", "Tea alone."),
     "keywords:frequency": ({"keyword": "tea", "frequency": 2}, "Tea, tea.", "Tea."),
     "keywords:forbidden_words": ({"forbidden_words": ["tea"]}, "A steamer.", "Tea is fine."),
-    "keywords:letter_frequency": ({"letter": "e", "let_frequency": 3, "let_relation": "less than"}, "Ten e", "Eleven e"),
+    "keywords:letter_frequency": (
+        {"letter": "e", "let_frequency": 3, "let_relation": "less than"},
+        "Ten e",
+        "Eleven e",
+    ),
     "length_constraints:number_words": ({"num_words": 3, "relation": "at least"}, "one two three", "one two"),
-    "length_constraints:number_sentences": ({"num_sentences": 2, "relation": "less than"}, "Only 3.5 of them.", "One. Two!"),
+    "length_constraints:number_sentences": (
+        {"num_sentences": 2, "relation": "less than"},
+        "Only 3.5 of them.",
+        "One. Two!",
+    ),
     "length_constraints:number_paragraphs": ({"num_paragraphs": 2}, "one\n***\ntwo", "one\n\ntwo"),
     "length_constraints:nth_paragraph_first_word": (
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"}, "One.\n\n\"then\" two.", "Then one.\n\nTwo."
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
+        'One.\n\n"then" two.',
+        "Then one.\n\nTwo.",
     ),
     "detectable_content:number_placeholders": ({"num_placeholders": 2}, "[name] of [street]", "[name]"),
     "detectable_content:postscript": ({"postscript_marker": "P.S."}, "Text.\nP. S. more", "PS more"),
     "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* one\n- two", "* one\n**two**"),
     "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, "*a* and **b**", "*a* and ** **"),
-    "detectable_format:multiple_sections": ({"section_spliter": "Section", "num_sections": 2}, "Section 1\nSection 2", "Section 1"),
+    "detectable_format:multiple_sections": (
+        {"section_spliter": "Section", "num_sections": 2},
+        "Section 1\nSection 2",
+        "Section 1",
+    ),
     "detectable_format:constrained_response": ({}, "My answer is maybe.", "Maybe."),
-    "detectable_format:json_format": ({}, "```json\n{\"a\": 1}\n```", "{a: 1}"),
+    "detectable_format:json_format": ({}, '```json\n{"a": 1}\n```', "{a: 1}"),
     "detectable_format:title": ({}, "<<Of tea>>\nText", "<< >> Text"),
     "combination:two_responses": ({}, "one ****** two", "one ****** one"),
     "combination:repeat_prompt": ({}, "what is tea? It is a plant.", "It is a plant."),
     "startend:end_checker": ({"end_phrase": "The end."}, "Text. the END. ", "The end. Text"),
     "startend:quotation": ({}, ' "all of it" ', '"'),
-    "change_case:capital_word_frequency": ({"capital_frequency": 2, "capital_relation": "less than"}, "ONE two", "ONE TWO"),
+    "change_case:capital_word_frequency": (
+        {"capital_frequency": 2, "capital_relation": "less than"},
+        "ONE two",
+        "ONE TWO",
+    ),
     "change_case:english_capital": ({}, "ALL 1", "All"),
     "change_case:english_lowercase": ({}, "all 1", "All"),
     "punctuation:no_comma": ({}, "one; two", "one, two"),
-}  # fmt: skip
+}
 
 
 def test_every_rule_has_a_case() -> None:

@@ -58,8 +58,17 @@ def test_a_verifier_that_hangs_raises_or_exits_fails_only_its_row():
         verifier = own("by_word")
         outcomes = [f.result(60) for f in [pool.submit(completion(word), verifier) for word in words]]
     assert [o.failure for o in outcomes] == [
-        None, "timeout", None, "exception", None, "died", None, "exception", "timeout", None,
-    ]  # fmt: skip
+        None,
+        "timeout",
+        None,
+        "exception",
+        None,
+        "died",
+        None,
+        "exception",
+        "timeout",
+        None,
+    ]
     assert [o.correct for o in outcomes if o.failure is None] == [True, True, False, True, True]
     assert "ValueError: no such luck (own_verifiers.py:" in outcomes[3].detail
     assert "exit status 3" in outcomes[5].detail and "1.5 s" in outcomes[1].detail
@@ -174,9 +183,13 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent):
     workers = []
     # A suite that runs in the background ignores SIGINT, and so would its children.
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as run:  # fmt: skip
+    ) as run:
         try:
             assert run.stdout is not None
             assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]

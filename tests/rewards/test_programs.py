@@ -1,4 +1,6 @@
-"""Programs of a model against tests: right, wrong, and whatever they do to what is around them, which is their own row's failure."""
+"""Programs of a model against tests: right, wrong, and whatever they do to what is around them, which is their own
+row's failure.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,18 @@ ATTACKS = {
     "print(open('HOME').read())": ("exception", "FileNotFoundError"),
     "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)": ("exception", "Error"),
     "with open('/dev/shm/large', 'wb') as file:\n    for _ in range(1024):\n        file.write(bytes(1 << 20))": (
-        "exception", "File too large",
+        "exception",
+        "File too large",
     ),
     "import os\nwhile True:\n    os.write(1, bytes(1 << 20))": ("exception", "File too large"),
-    "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)": ("exception", "No such process"),
-    "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'braid-program-left'],"
+    "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)": (
+        "exception",
+        "No such process",
+    ),
+    "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', "
+    "'braid-program-left'],"
     " start_new_session=True)\nopen('/none')": ("exception", "FileNotFoundError"),
-}  # fmt: skip
+}
 
 
 AROUND = 4
@@ -142,11 +149,12 @@ def test_what_a_program_does_is_its_own_rows_failure_with_its_reason(aimed: list
 def test_two_hundred_at_once(aimed: list[str]) -> None:
     rounds = -(-200 // len(aimed))
     rows = [each for attack in aimed for each in (attack, DOUBLE)] * rounds
-    begun = time.monotonic()
+    started = time.monotonic()
     with counted_processes() as counts:
         check_attacked(outcomes(rows, params={"seconds": 1}, processes=2), rounds)
     print(
-        f"{len(rows)} rows, every second one an attack, in {time.monotonic() - begun:.0f} s; at most {max(counts)} processes"
+        f"{len(rows)} rows, every second one an attack, in {time.monotonic() - started:.0f} s; at most {max(counts)} "
+        "processes"
     )
     assert max(counts) <= 2 * (64 + AROUND)
 

@@ -1,4 +1,6 @@
-"""A judge and a reward server, as real servers: what they are asked, what becomes of their answers, and how often they are asked again."""
+"""A judge and a reward server, as real servers: what they are asked, what becomes of their answers, and how often they
+are asked again.
+"""
 
 from __future__ import annotations
 
@@ -104,10 +106,16 @@ def test_a_judges_answer_gives_score_and_cost_and_is_cached(
     monkeypatch.setenv("JUDGE_KEY", "sesame")
     service.busy = 2
     params = {
-        "url": f"http://127.0.0.1:{service.port}/v1/", "model": "large", "key": "JUDGE_KEY",
-        "template": "{prompt} is {answer}, not {response}", "settings": {"max_tokens": 64},
-        "concurrency": 2, "wait_s": 0.001, "cache": str(tmp_path / "kept"), "prices": [2.0, 10.0],
-    }  # fmt: skip
+        "url": f"http://127.0.0.1:{service.port}/v1/",
+        "model": "large",
+        "key": "JUDGE_KEY",
+        "template": "{prompt} is {answer}, not {response}",
+        "settings": {"max_tokens": 64},
+        "concurrency": 2,
+        "wait_s": 0.001,
+        "cache": str(tmp_path / "kept"),
+        "prices": [2.0, 10.0],
+    }
     # The sandbox without a network is for code that is not trusted; a judge is asked from outside of it.
     # The first two requests, which any rows may make, are refused as too many: rows that fail come last.
     words = ["four", "five {answer}", *map(str, range(6)), "silent", "forbidden"]
@@ -117,12 +125,18 @@ def test_a_judges_answer_gives_score_and_cost_and_is_cached(
     assert "the judge wrote no score: 'I cannot say.'" in found[8].detail and "400 no such model" in found[9].detail
     assert sum(one.metrics["retries"] for one in found if not one.failure) == 2
     assert found[0].correct and found[0].metrics | {"retries": 0} == {
-        "prompt_tokens": 100, "completion_tokens": 20, "cost": (100 * 2 + 20 * 10) / 1e6, "cached": 0, "retries": 0,
-    }  # fmt: skip
+        "prompt_tokens": 100,
+        "completion_tokens": 20,
+        "cost": (100 * 2 + 20 * 10) / 1e6,
+        "cached": 0,
+        "retries": 0,
+    }
     asked = {
-        "model": "large", "temperature": 0.0, "max_tokens": 64,
+        "model": "large",
+        "temperature": 0.0,
+        "max_tokens": 64,
         "messages": [{"role": "user", "content": "user: 2+2= is 4, not five {answer}"}],
-    }  # fmt: skip
+    }
     assert asked in service.asked and len(service.asked) == len(words) and set(service.keys) == {"Bearer sesame"}
     assert service.most_open == 2
     again = outcomes("judge", params, words[:2])

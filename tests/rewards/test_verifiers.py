@@ -1,4 +1,6 @@
-"""Built-in verifiers: accepted and refused answers, and functions and settings that are refused before anything runs."""
+"""Built-in verifiers: accepted and refused answers, and functions and settings that are refused before anything
+runs.
+"""
 
 import json
 import os
@@ -31,12 +33,25 @@ def test_every_gsm8k_gold_answer_is_accepted_and_refused_plus_one():
 @pytest.mark.parametrize(
     ("line", "number"),
     [
-        ("#### $1,234.50.", "1234.5"), ("#### -5", "-5"), ("#### −5", "-5"), ("#### -$5", "-5"), ("#### $-5", "-5"),
-        ("####\n 7", "7"), ("#### 5 apples", "5"), ("#### .5", "0.5"), ("#### 10%", "10"), ("#### **8**", "8"),
-        ("#### 3, no: #### 4", "4"), ("#### 1,000,000", "1000000"), ("#### 5.00", "5"), ("####0", "0"), ("#### 5,", "5"),
-        ("#### 1.5e3", "1500"), ("#### 5eggs", "5"),
+        ("#### $1,234.50.", "1234.5"),
+        ("#### -5", "-5"),
+        ("#### −5", "-5"),
+        ("#### -$5", "-5"),
+        ("#### $-5", "-5"),
+        ("####\n 7", "7"),
+        ("#### 5 apples", "5"),
+        ("#### .5", "0.5"),
+        ("#### 10%", "10"),
+        ("#### **8**", "8"),
+        ("#### 3, no: #### 4", "4"),
+        ("#### 1,000,000", "1000000"),
+        ("#### 5.00", "5"),
+        ("####0", "0"),
+        ("#### 5,", "5"),
+        ("#### 1.5e3", "1500"),
+        ("#### 5eggs", "5"),
     ],
-)  # fmt: skip
+)
 def test_the_final_number_is_read_as_people_write_it(line, number):
     assert final_number(line) == Decimal(number)
 
@@ -79,13 +94,22 @@ def test_format_matches_the_whole_response_over_several_lines():
 @pytest.mark.parametrize(
     ("answer", "response"),
     [
-        ("1/2", r"The answer is \boxed{\frac{1}{2}}"), (r"\frac12", "0.5"), (r"$\frac{1}{2}$", r"\boxed{\frac{2}{4}}"),
-        (r"\boxed{2\sqrt{3}}", r"so $\sqrt{12}$"), ("(1,2]", r"hence $x\in(1,2]$"), (r"\{1,2,3\}", r"\boxed{\{3,1,2\}}"),
-        ("x^2+2x+1", "$(x+1)^2$"), ("1,234", r"\boxed{1234}"), (5, "x=5"), (r"\text{east}", r"\boxed{east}"),
-        (r"(-\infty, 3)\cup(5,\infty)", r"$(5, \infty) \cup (-\infty,3)$"), (r"(3, \frac{\pi}{2})", r"\boxed{(3, \pi/2)}"),
-        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"$$\begin{pmatrix}1\\2\end{pmatrix}$$"), (r"\$18", r"\boxed{18}"),
+        ("1/2", r"The answer is \boxed{\frac{1}{2}}"),
+        (r"\frac12", "0.5"),
+        (r"$\frac{1}{2}$", r"\boxed{\frac{2}{4}}"),
+        (r"\boxed{2\sqrt{3}}", r"so $\sqrt{12}$"),
+        ("(1,2]", r"hence $x\in(1,2]$"),
+        (r"\{1,2,3\}", r"\boxed{\{3,1,2\}}"),
+        ("x^2+2x+1", "$(x+1)^2$"),
+        ("1,234", r"\boxed{1234}"),
+        (5, "x=5"),
+        (r"\text{east}", r"\boxed{east}"),
+        (r"(-\infty, 3)\cup(5,\infty)", r"$(5, \infty) \cup (-\infty,3)$"),
+        (r"(3, \frac{\pi}{2})", r"\boxed{(3, \pi/2)}"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"$$\begin{pmatrix}1\\2\end{pmatrix}$$"),
+        (r"\$18", r"\boxed{18}"),
     ],
-)  # fmt: skip
+)
 def test_equivalent_mathematics_is_accepted(answer, response):
     assert equivalent(response, answer)
 
@@ -93,11 +117,17 @@ def test_equivalent_mathematics_is_accepted(answer, response):
 @pytest.mark.parametrize(
     ("answer", "response"),
     [
-        ("1/2", r"\boxed{\frac{1}{3}}"), ("(1,2]", r"\boxed{[1,2]}"), (r"\{1,2,3\}", r"\boxed{\{1,2\}}"),
-        (r"2\sqrt{3}", r"\boxed{2}"), ("2", r"\boxed{1} or \boxed{2}"), ("5", "no idea"), ("5", ""),
-        ("x^2+1", "$(x+1)^2$"), (r"(3, \frac{\pi}{2})", r"\boxed{(\frac{\pi}{2}, 3)}"),
+        ("1/2", r"\boxed{\frac{1}{3}}"),
+        ("(1,2]", r"\boxed{[1,2]}"),
+        (r"\{1,2,3\}", r"\boxed{\{1,2\}}"),
+        (r"2\sqrt{3}", r"\boxed{2}"),
+        ("2", r"\boxed{1} or \boxed{2}"),
+        ("5", "no idea"),
+        ("5", ""),
+        ("x^2+1", "$(x+1)^2$"),
+        (r"(3, \frac{\pi}{2})", r"\boxed{(\frac{\pi}{2}, 3)}"),
     ],
-)  # fmt: skip
+)
 def test_other_mathematics_is_refused(answer, response):
     assert not equivalent(response, answer)
 

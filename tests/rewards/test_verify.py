@@ -127,16 +127,20 @@ def test_a_namespace_prefixes_the_tokens_read_and_the_columns_written(tokenizer)
     with rewards_of(tokenizer, "exact") as rewards:
         columns = rewards.submit(rows_of(tokenizer, ["2"], ["2"], prefix="greedy."), of="greedy").result()
     assert {name: column.item() for name, column in columns.items()} == {
-        "greedy.score": 1.0, "greedy.correct": 1.0, "greedy.reward": 1.0,
-    }  # fmt: skip
+        "greedy.score": 1.0,
+        "greedy.correct": 1.0,
+        "greedy.reward": 1.0,
+    }
 
 
 def test_no_rows_give_empty_columns(tokenizer):
     with rewards_of(tokenizer, "exact") as rewards:
         columns = rewards.submit(rows_of(tokenizer, [], [])).result()
     assert {name: tuple(column.shape) for name, column in columns.items()} == {
-        "score": (0,), "correct": (0,), "reward": (0,),
-    }  # fmt: skip
+        "score": (0,),
+        "correct": (0,),
+        "reward": (0,),
+    }
 
 
 @pytest.mark.parametrize("verify", [[], "gsm8", [{"name": "exact", "params": {"lastline": True}}]])

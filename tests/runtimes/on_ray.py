@@ -1,4 +1,5 @@
-"""A streaming run with workers on Ray in a separate process, since Ray allows one cluster per process; it prints a summary at the end.
+"""A streaming run with workers on Ray in a separate process, since Ray allows one cluster per process; it prints a
+summary at the end.
 
 python -m tests.runtimes.on_ray CONFIG [GROUP]        kills a worker of the group (-9) while it holds rows
 """

@@ -1,4 +1,6 @@
-"""Generation that ends early as soon as it may, however slow the checks are: the aborted rows then do not depend on time."""
+"""Generation that ends early as soon as it may, however slow the checks are: the aborted rows then do not depend on
+time.
+"""
 
 from __future__ import annotations
 

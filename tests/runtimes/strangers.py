@@ -33,11 +33,24 @@ FULL = 0.01
 
 def request(draw: random.Random) -> bytes:
     """A request in the run's own format."""
-    return msgpack.packb({
-        "request": draw.choice(REQUESTS), "number": draw.randrange(1 << 20), "holder": draw.choice(["actor.0.0", "stranger"]),
-        "stage": "actor.update", "leases": [draw.randrange(1000)], "stages": ["actor.update"], "held": [], "parts": [],
-        "generates": False, "address": "here", "blocks": [], "role": "actor", "version": 99, "report": {},
-    })  # fmt: skip
+    return msgpack.packb(
+        {
+            "request": draw.choice(REQUESTS),
+            "number": draw.randrange(1 << 20),
+            "holder": draw.choice(["actor.0.0", "stranger"]),
+            "stage": "actor.update",
+            "leases": [draw.randrange(1000)],
+            "stages": ["actor.update"],
+            "held": [],
+            "parts": [],
+            "generates": False,
+            "address": "here",
+            "blocks": [],
+            "role": "actor",
+            "version": 99,
+            "report": {},
+        }
+    )
 
 
 def frame(content: bytes) -> bytes:

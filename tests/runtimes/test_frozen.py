@@ -75,10 +75,10 @@ def test_stopped_process_is_named_and_run_continues_or_ends(workshop: Workshop, 
         try:
             wait_for_steps(folder, 2, process)
             processes = [process.pid, *descendants(process.pid)]
-            stopped, begun = stop(process, name), time.monotonic()
+            stopped, started = stop(process, name), time.monotonic()
             steps = (folder / "metrics.jsonl").read_text().count("\n")
             if goes_on:
-                while not has_ended(stopped) and time.monotonic() < begun + NOTICED_S:
+                while not has_ended(stopped) and time.monotonic() < started + NOTICED_S:
                     time.sleep(0.05)
                 wait_for_steps(folder, steps + 5, process, NOTICED_S)
                 process.send_signal(signal.SIGINT)

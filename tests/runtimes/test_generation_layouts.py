@@ -20,8 +20,9 @@ from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import MODELS, TOKENIZER, Workshop
 
 FEW: dict[str, Any] = merged(
-    EVERY_STEP, {"trainer": {"steps": 2, "prompts_per_step": 4, "rows_per_update": 8}, "rollout": {"samples_per_prompt": 2}}
-)  # fmt: skip
+    EVERY_STEP,
+    {"trainer": {"steps": 2, "prompts_per_step": 4, "rows_per_update": 8}, "rollout": {"samples_per_prompt": 2}},
+)
 GRPO: dict[str, Any] = merged(FEW, {"algorithm": {"old": "recompute"}})
 PPO: dict[str, Any] = merged(GRPO, {"flow": "ppo", "algorithm": {"reward": "verify"}})
 ON_2: dict[str, dict[str, Any]] = {
@@ -96,17 +97,26 @@ def test_eight_ranks_train_generate_and_infer_in_three_layouts(workshop: Worksho
         ({"rollout": {"tensor": 2}, "workers": 3}, "rollout.tensor=2: 3 ranks generate, which it does not divide"),
         ({"rollout": {"tensor": 8}, "workers": 8}, "rollout.tensor=8 does not divide the model's 4 attention heads"),
         ({"rollout": {"pipeline": 3}}, "rollout.pipeline=3 does not divide the model's 2 layers"),
-        ({"rollout": {"tensor": 2, "grouping": "interval"}}, "rollout.grouping=interval: training has pipeline=1, tensor=1"),
+        (
+            {"rollout": {"tensor": 2, "grouping": "interval"}},
+            "rollout.grouping=interval: training has pipeline=1, tensor=1",
+        ),
         (
             {"trainer": {"layout": {"shard": "full"}}, "rollout": {"tensor": 2, "grouping": "neighbour"}},
             "rollout.grouping=neighbour .* write grouping=gather",
         ),
         ({"rollout": {"tensor": 2, "grouping": "gather"}}, "rollout.grouping=gather .* write shard=full"),
-        ({"rollout": {"pipeline": 2, "engines": 1}}, "shards the embedded engine over ranks .* without rollout.engines"),
-        ({"runtime": "eager", "rollout": {"pipeline": 2}}, "shards the embedded engine over .* write runtime=distributed"),
+        (
+            {"rollout": {"pipeline": 2, "engines": 1}},
+            "shards the embedded engine over ranks .* without rollout.engines",
+        ),
+        (
+            {"runtime": "eager", "rollout": {"pipeline": 2}},
+            "shards the embedded engine over .* write runtime=distributed",
+        ),
         ({"rollout": {"grouping": "diagonal"}}, "rollout.grouping"),
     ],
-)  # fmt: skip
+)
 def test_a_generation_layout_that_does_not_fit_is_one_line(
     workshop: Workshop, sections: dict[str, Any], words: str
 ) -> None:

@@ -1,4 +1,6 @@
-"""`trainer.layout` under the distributed runtime gives the result of one process for every axis, and wrong layouts are refused."""
+"""`trainer.layout` under the distributed runtime gives the result of one process for every axis, and wrong layouts are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ DIAMOND = Path(__file__).parent / "diamond.yaml"
 STEPS = 2
 # One group of two rows in each update, so that some ranks have no row to infer or to train on.
 FEW: dict[str, Any] = merged(
-    EVERY_STEP, {"trainer": {"steps": STEPS, "prompts_per_step": 2, "rows_per_update": 2}, "rollout": {"samples_per_prompt": 2}}
-)  # fmt: skip
+    EVERY_STEP,
+    {"trainer": {"steps": STEPS, "prompts_per_step": 2, "rows_per_update": 2}, "rollout": {"samples_per_prompt": 2}},
+)
 # Whitened, no advantage is 0; otherwise rounding would decide its sign, and with it whether a token counts as clipped.
 PPO: dict[str, Any] = merged(FEW, {"flow": "ppo", "algorithm": {"reward": "verify", "kl_target": 0.5, "whiten": True}})
 RECOMPUTED: dict[str, Any] = merged(PPO, {"algorithm": {"old": "recompute"}})
@@ -54,13 +57,16 @@ def test_run_with_layouts_equals_single_process_and_shares_checkpoint(workshop: 
 
 
 def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) -> None:
-    """The inference copy always has the current weights: stale ones would show in values and log-probs of the second step."""
+    """The inference copy always has the current weights: stale ones would show in values and log-probs of the second
+    step.
+    """
     ranks = {"runtime": "distributed", "workers": 2}
     copies = {
         "trainer": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}},
         "roles": {"critic": {"layout": {"pipeline": 2}, "inference_layout": {"data": 2}}},
     }
-    # Three layouts of one role: it trains in two pipeline stages, and infers with shards; its engine's process has all of it.
+    # Three layouts of one role: it trains in two pipeline stages, and infers with shards; its engine's process has all
+    # of it.
     engines = {"engines": 1}
     served = {"rollout": engines, "trainer": {"layout": {"pipeline": 2}, "inference_layout": {"shard": "full"}}}
     # In one process each: a process trains, infers and decodes with slices of others beside its own.

@@ -1,4 +1,6 @@
-"""Runs that train adapters: engines decode with the trained adapters, a run resumes exactly, and several ranks equal one process."""
+"""Runs that train adapters: engines decode with the trained adapters, a run resumes exactly, and several ranks equal
+one process.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
 
 FLOW: dict[str, Any] = {"flow": "grpo", "algorithm": {"old": "recompute"}, "rollout": {"max_response_tokens": 3}}
 TRAINER: dict[str, Any] = {
-    "steps": 4, "prompts_per_step": 4, "rows_per_update": 8, "checkpoint_every": 2, "learning_rate": 1e-2,
+    "steps": 4,
+    "prompts_per_step": 4,
+    "rows_per_update": 8,
+    "checkpoint_every": 2,
+    "learning_rate": 1e-2,
     "lora": {"rank": 4, "alpha": 16},
-}  # fmt: skip
+}
 
 
 def test_lora_rollouts_use_merged_weights_and_resume_exactly(workshop: Workshop) -> None:
@@ -50,8 +56,9 @@ def test_sharded_adapter_training_equals_single_process(workshop: Workshop) -> N
     trainer = {**TRAINER, "steps": 2}
     alone = workshop.run("alone", **FLOW, trainer=trainer)
     layouts: dict[str, Any] = {
-        "shards": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}}, "matrices": {"layout": {"tensor": 2}},
-    }  # fmt: skip
+        "shards": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}},
+        "matrices": {"layout": {"tensor": 2}},
+    }
     more: dict[str, Any] = {"runtime": "distributed", "workers": 2}
     flow = {**FLOW, "rollout": {**FLOW["rollout"], "tensor": 2}}
     flows = {"shards": FLOW, "matrices": flow}
@@ -67,9 +74,12 @@ def test_sharded_adapter_training_equals_single_process(workshop: Workshop) -> N
     ("sections", "message"),
     [
         ({"roles": {"reference": {"lora": {}}}, "algorithm": {"kl_coef": 0.1}}, r"does not train reference; remove it"),
-        ({"trainer": {"lora": {"targets": ["q_porj"]}}}, "no linear layer 'q_porj' in its layers. Did you mean 'q_proj'"),
+        (
+            {"trainer": {"lora": {"targets": ["q_porj"]}}},
+            "no linear layer 'q_porj' in its layers. Did you mean 'q_proj'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_unsupported_adapter_settings_are_refused_before_loading(
     workshop: Workshop, sections: dict[str, Any], message: str
 ) -> None:

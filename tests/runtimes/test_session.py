@@ -40,9 +40,12 @@ class Own:
 
 def settings(runtime: str = "eager") -> dict[str, Any]:
     return {
-        "flow": "grpo", "runtime": runtime, "dtype": "float64", "placement": "standalone",
+        "flow": "grpo",
+        "runtime": runtime,
+        "dtype": "float64",
+        "placement": "standalone",
         "trainer": {"steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
-    }  # fmt: skip
+    }
 
 
 def grpo_by_hand(config: Config, folder: Path, old: bool = True) -> list[dict[str, float]]:
@@ -171,7 +174,9 @@ def test_what_a_loop_cannot_do_is_refused(workshop: Workshop) -> None:
 
 EXAMPLE = load_module(ROOT / "examples" / "session.py")
 LINES = {"ppo": 8, "remax": 8, "safe_rlhf": 13}
-"""Stages of each loop: Safe-RLHF adds five to PPO's; ReMax replaces the critic's two and GAE by a second generation and its reward."""
+"""Stages of each loop: Safe-RLHF adds five to PPO's; ReMax replaces the critic's two and GAE by a second generation and
+its reward.
+"""
 
 
 @pytest.mark.parametrize("algorithm", LINES)
@@ -184,10 +189,12 @@ def test_a_loop_has_a_line_for_each_stage_and_no_other(algorithm: str) -> None:
 def of_recipe(algorithm: str, workshop: Workshop) -> dict[str, Any]:
     scorer = write_scorer(workshop.folder / "cost", workshop.model) if algorithm == "safe_rlhf" else None
     return {
-        "flow": algorithm, "algorithm": {"reward": "verify", "kl_coef": 0.01, **({"lam": 0.95} if algorithm != "remax" else {})},
-        "dtype": "float64", "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 3e-3},
+        "flow": algorithm,
+        "algorithm": {"reward": "verify", "kl_coef": 0.01, **({"lam": 0.95} if algorithm != "remax" else {})},
+        "dtype": "float64",
+        "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 3e-3},
         **({"roles": {"cost": {"model": str(scorer)}}} if scorer else {}),
-    }  # fmt: skip
+    }
 
 
 def write_scorer(folder: Path, decoder: Path) -> Path:
@@ -315,9 +322,17 @@ def test_role_with_compared_tokens_refuses_own_tokenizer(workshop: Workshop) -> 
 
 def test_the_example_runs(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     EXAMPLE.main(
-        "ppo", f"model={workshop.model}", f"data.train={workshop.data}", "device=cpu", "threads=1", "trainer.steps=2",
-        f"reward.verify={workshop.folder}/verifiers.py:starts_even", "rollout.max_response_tokens=8", "trainer.prompts_per_step=4",
-        "rollout.samples_per_prompt=4", "rollout.slots=16",
-    )  # fmt: skip
+        "ppo",
+        f"model={workshop.model}",
+        f"data.train={workshop.data}",
+        "device=cpu",
+        "threads=1",
+        "trainer.steps=2",
+        f"reward.verify={workshop.folder}/verifiers.py:starts_even",
+        "rollout.max_response_tokens=8",
+        "trainer.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "rollout.slots=16",
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2"]

@@ -58,9 +58,15 @@ def test_sizes_of_a_model_of_7b(gib: int, changes: dict[str, int], expected: tup
 
 size = st.integers(1, 1 << 40)
 demands = st.builds(
-    Demand, stays=size, training=size, token=st.integers(0, 1 << 24), slot=st.integers(0, 1 << 34),
-    longest=st.integers(1, 40_000), rows=st.integers(1, 10_000), together=st.booleans(),
-)  # fmt: skip
+    Demand,
+    stays=size,
+    training=size,
+    token=st.integers(0, 1 << 24),
+    slot=st.integers(0, 1 << 34),
+    longest=st.integers(1, 40_000),
+    rows=st.integers(1, 10_000),
+    together=st.booleans(),
+)
 
 
 @given(st.integers(0, 1 << 40), demands)
@@ -118,9 +124,13 @@ def test_slots_of_an_evaluation_alone_are_those_of_its_own_rows_without_the_memo
     workshop: Workshop, runtime: str
 ) -> None:
     sections = {
-        "rollout": {"slots": None}, "data": {"eval": {"held_out": str(workshop.data)}}, "runtime": runtime,
-        "evaluation": {"samples": 3, "max_prompts": 11}, "flow": "ppo", "algorithm": {"reward": "verify"},
-    }  # fmt: skip
+        "rollout": {"slots": None},
+        "data": {"eval": {"held_out": str(workshop.data)}},
+        "runtime": runtime,
+        "evaluation": {"samples": 3, "max_prompts": 11},
+        "flow": "ppo",
+        "algorithm": {"reward": "verify"},
+    }
     sized, _ = with_fitting_sizes(prepare(workshop.config(**sections), train=False), GIB)
     assert (sized.config.rollout.slots, sized.config.trainer.max_tokens_per_device) == (48, None)
     (demand,) = sizing.demands(sized)
@@ -129,8 +139,10 @@ def test_slots_of_an_evaluation_alone_are_those_of_its_own_rows_without_the_memo
 
 def test_braid_eval_chooses_its_slots(workshop: Workshop) -> None:
     sections = {
-        "rollout": {"slots": "auto"}, "data": {"eval": {"held_out": str(workshop.data)}}, "evaluation": {"max_prompts": 2},
-    }  # fmt: skip
+        "rollout": {"slots": "auto"},
+        "data": {"eval": {"held_out": str(workshop.data)}},
+        "evaluation": {"max_prompts": 2},
+    }
     config = workshop.config(**sections)
     evaluate_model(config)
     (made,) = config.output.glob("eval-*")

@@ -88,10 +88,15 @@ def memory() -> int:
 
 @pytest.mark.parametrize(("count", "steps"), [(500, 3), pytest.param(100_000, 60, marks=pytest.mark.soak)])
 def test_forged_replayed_or_malformed_messages_change_nothing(workshop: Workshop, count: int, steps: int) -> None:
-    """Attack every socket of the run: the queue, its memory, the store of ranks, and those of the ranks; all on loopback."""
+    """Attack every socket of the run: the queue, its memory, the store of ranks, and those of the ranks; all on
+    loopback.
+    """
     sections: dict[str, Any] = {
-        "runtime": "streaming", "streaming": {"workers": {"actor": 2}}, "dtype": "float64", "trainer": {"steps": steps},
-    }  # fmt: skip
+        "runtime": "streaming",
+        "streaming": {"workers": {"actor": 2}},
+        "dtype": "float64",
+        "trainer": {"steps": steps},
+    }
     quiet = workshop.run("quiet", **sections)
     mine = open_sockets(family())
     with TrainingRun(workshop.config("flooded", **sections)) as run:

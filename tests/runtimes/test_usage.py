@@ -46,7 +46,7 @@ def test_decoding_reads_weights_and_context_each_step(workshop: Workshop, slots:
 
 def test_rows_among_others_read_their_share_of_the_steps_weights(workshop: Workshop) -> None:
     sums = Sums()
-    usage_of(workshop).decoded(GENERATE, Drawn(*(counts[:1] for counts in DRAWN)), 16, 2.0, sums, crowd=4)
+    usage_of(workshop).decoded(GENERATE, Drawn(*(counts[:1] for counts in DRAWN)), 16, 2.0, sums, peak_rows=4)
     assert sums.pairs()[BANDWIDTH][0] == decoding_bytes(sizes_of(workshop), 4, 0.75, 30)
 
 
@@ -60,7 +60,9 @@ def test_an_engine_in_bfloat16_reads_half(workshop: Workshop) -> None:
 def test_device_usage_counts_the_weights_that_ranks_and_engines_read(
     workshop: Workshop, rollout: dict[str, int]
 ) -> None:
-    """Each of two ranks reads half of the weights in each step; two engines read all weights, each for its own slots."""
+    """Each of two ranks reads half of the weights in each step; two engines read all weights, each for its own
+    slots.
+    """
     sums = Sums()
     usage_of(workshop, rollout={**rollout, "slots": 1}).decoded(GENERATE, DRAWN, 2, 2.0, sums)
     weights = {"tensor": 6 / 2, "engines": 3 * 2}[next(iter(rollout))]
@@ -113,8 +115,12 @@ def test_terminal_shows_loss_and_accuracy_of_the_trained_role() -> None:
 def test_terminal_shows_shares_peak_memory_and_update_seconds() -> None:
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= {
-        "step": 3, "utilisation/operations/actor.update": 0.4321, BANDWIDTH: 0.5, "weights/actor/update_seconds": 0.25,
-        "memory/actor.update/allocated_max": 1 << 30, "memory/actor.generate/reserved_max": 3 << 30,
-    }  # fmt: skip
+        "step": 3,
+        "utilisation/operations/actor.update": 0.4321,
+        BANDWIDTH: 0.5,
+        "weights/actor/update_seconds": 0.25,
+        "memory/actor.update/allocated_max": 1 << 30,
+        "memory/actor.generate/reserved_max": 3 << 30,
+    }
     told = "MFU 43%  bandwidth 50%  memory 3.00 GiB  weights 0.25 s"
     assert summary(metrics) == f"step 3  {told}"

@@ -1,4 +1,5 @@
-"""Runs under random faults: killed and frozen processes, garbage on sockets, damaged checkpoints; `make chaos` prints a table.
+"""Runs under random faults: killed and frozen processes, garbage on sockets, damaged checkpoints; `make chaos` prints a
+table.
 
 a run ──at a random moment──▶ a fault ──▶ it continues, or ends in a line ──resume──▶ the next fault, two of each kind ──▶ the end
             metrics, rows and leftovers are compared with an undisturbed run's
@@ -83,7 +84,9 @@ class Chaos:
         return braid(*arguments, folder=self.workshop.folder, prefix=STACKS)
 
     def reference(self, runtime: str) -> Path:
-        """Return the undisturbed run; it is made once, in one process, for all runtimes that train only current rows."""
+        """Return the undisturbed run; it is made once, in one process, for all runtimes that train only current
+        rows.
+        """
         kind = runtime if "trainer" in RUNTIMES[runtime] else "eager"
         folder = self.workshop.folder / f"quiet-{kind}"
         if not (folder / "report.html").exists():
@@ -94,10 +97,12 @@ class Chaos:
         return folder
 
     def one(self, first: int, runtime: str) -> list[Row]:
-        """Make a run that meets each kind of fault in a random order, and compare it; a difference counts for each of its faults."""
+        """Make a run that meets each kind of fault in a random order, and compare it; a difference counts for each of
+        its faults.
+        """
         draw, reference = random.Random(f"{self.seed}/{first}"), self.reference(runtime)
         disturbed, met, troubles = Disturbed(self, f"{runtime}-{self.seed}-{first}", runtime), list[Row](), list[str]()
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             for fault in draw.sample(list(FAULTS) * OF_EACH, len(FAULTS) * OF_EACH):
                 if not disturbed.until(disturbed.moment_for(fault, draw)):
@@ -114,7 +119,7 @@ class Chaos:
             disturbed.process.kill()
         trouble = "; ".join([*troubles, *disturbed.troubles, *self.leftovers(disturbed.seen)])
         ends = [*(row.resumes for row in met[1:]), disturbed.resumes]
-        seconds = (time.monotonic() - begun) / max(1, len(met))
+        seconds = (time.monotonic() - started) / max(1, len(met))
         return [
             replace(row, resumes=end - row.resumes, seconds=seconds, trouble=trouble)
             for row, end in zip(met, ends, strict=bool(met))
@@ -171,7 +176,10 @@ class Disturbed:
         return is_time
 
     def until(self, is_time: Callable[[], bool]) -> bool:
-        """Wait for that moment; return False if the run ends first. Raises AssertionError if the run hangs or does not make progress."""
+        """Wait for that moment; return False if the run ends first.
+
+        Raises AssertionError if the run hangs or does not make progress.
+        """
         limit, steps, self.fruitless = time.monotonic() + LIMIT_S, self.steps, 0
         while not is_time():
             if time.monotonic() > limit:
@@ -272,8 +280,12 @@ def full_disk(draw: random.Random, process: subprocess.Popen[str], folder: Path)
 
 
 FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] = {
-    "kill -9": kill, "freeze": freeze, "garbage": garbage, "damage": damage, "full disk": full_disk,
-}  # fmt: skip
+    "kill -9": kill,
+    "freeze": freeze,
+    "garbage": garbage,
+    "damage": damage,
+    "full disk": full_disk,
+}
 EARLIEST = {"garbage": 1, "damage": 1, "full disk": 1}
 """After this many steps there is something to damage; killed and stopped processes may also be starting."""
 DONE_TO = {"kill -9": "Killed", "freeze": "Frozen"}
@@ -283,7 +295,8 @@ def table(rows: Iterable[Row]) -> str:
     """Return the faults as a Markdown table."""
     lines = ["| seed | number | runtime | fault | victim | resumed | seconds | violation |", "|" + "---|" * 8]
     lines += [
-        f"| {r.seed} | {r.number} | {r.runtime} | {r.fault} | {r.victim} | {r.resumes} | {r.seconds:.0f} | {r.trouble} |"
+        f"| {r.seed} | {r.number} | {r.runtime} | {r.fault} | {r.victim} | {r.resumes} | {r.seconds:.0f} | "
+        f"{r.trouble} |"
         for r in rows
     ]
     return "\n".join(lines)
@@ -333,10 +346,10 @@ def main() -> None:
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
         chaos = Chaos(given.folder or Path(folder), given.seed)
-        begun, of_run = time.monotonic(), len(FAULTS) * OF_EACH
+        started, of_run = time.monotonic(), len(FAULTS) * OF_EACH
         # Each run meets every kind of fault; the seed draws their order, the victims and the moments.
         for number in range(given.first, given.first + given.faults, of_run):
-            if time.monotonic() - begun > given.seconds:
+            if time.monotonic() - started > given.seconds:
                 break
             made = chaos.one(number, given.runtimes[number // of_run % len(given.runtimes)])
             print("\n".join(table(made).splitlines()[2 if rows else 0 :]), flush=True)

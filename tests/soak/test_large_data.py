@@ -50,18 +50,19 @@ def test_ten_million_rows_are_mapped_and_start_fast(tmp_path: Path) -> None:
             file.write(
                 f'{{"prompt": "{row % 9973}+{row % 7919}=", "answer": "{row % 9973 + row % 7919}", "line": {row}}}\n'
             )
-    begun = time.perf_counter()
+    started = time.perf_counter()
     config = DataConfig(train=[SourceConfig(path=data)], cache=cache)
     (source,) = load_train(config, TOKENIZER)
     assert len(source) == ROWS
-    print(f"indexed {ROWS} rows of {data.stat().st_size / 1e6:.0f} MB in {time.perf_counter() - begun:.0f} s")
+    print(f"indexed {ROWS} rows of {data.stat().st_size / 1e6:.0f} MB in {time.perf_counter() - started:.0f} s")
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, *map(str, (model, data, cache, source.kept, rank, RANKS, BATCH, BATCHES))],
-            stdout=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(RANKS)
-    ]  # fmt: skip
+    ]
     found = [json.loads(rank.communicate()[0]) for rank in ranks]
     for rank, one in enumerate(found):
         print(f"rank {rank}: {one['mb']:.0f} MB beyond the model, first batch after {one['first_s']:.2f} s")

@@ -1,4 +1,6 @@
-"""The sums of examples/smollm2 under every runtime, and with vLLM generating: one flow, one result, with a real language model."""
+"""The sums of examples/smollm2 under every runtime, and with vLLM generating: one flow, one result, with a real
+language model.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, overrides in RUNS.items():
         if name == "vllm" and (python := vllm_python()) is not None:
             overrides = [*overrides, f"rollout.python={python}"]
-        found[name] = train(load_config(SMOLLM2 / "sums.yaml", [
-            f"model={model}", f"data.train={data}", "data.eval={}", "evaluation.every=0", f"output={folder}", f"name={name}", "threads=1",
-            f"trainer.steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-            "trainer.max_tokens_per_device=2048", f"rollout.slots={PROMPTS * SAMPLES}", *overrides,
-        ]))  # fmt: skip
+        found[name] = train(
+            load_config(
+                SMOLLM2 / "sums.yaml",
+                [
+                    f"model={model}",
+                    f"data.train={data}",
+                    "data.eval={}",
+                    "evaluation.every=0",
+                    f"output={folder}",
+                    f"name={name}",
+                    "threads=1",
+                    f"trainer.steps={STEPS}",
+                    f"trainer.prompts_per_step={PROMPTS}",
+                    f"rollout.samples_per_prompt={SAMPLES}",
+                    "trainer.max_tokens_per_device=2048",
+                    f"rollout.slots={PROMPTS * SAMPLES}",
+                    *overrides,
+                ],
+            )
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""The documentation site builds without a warning, has every public name of the package, and loads nothing from elsewhere."""
+"""The documentation site builds without a warning, has every public name of the package, and loads nothing from
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,10 @@ def kept_bytes(model: Any, tokens: int) -> int:
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = model.base_model(
-            input_ids=torch.zeros(1, tokens, dtype=torch.int64), position_ids=torch.arange(tokens)[None],
-            use_cache=False, sequences=PackedSequences.of([tokens]),
-        ).last_hidden_state  # fmt: skip
+            input_ids=torch.zeros(1, tokens, dtype=torch.int64),
+            position_ids=torch.arange(tokens)[None],
+            use_cache=False,
+            sequences=PackedSequences.of([tokens]),
+        ).last_hidden_state
     keep(hidden.detach())
     return sum(part.untyped_storage().nbytes() for part in kept.values())

@@ -74,9 +74,17 @@ def test_a_gated_layer_decodes_each_quantised_weight_once(workshop: Workshop, mo
 
 def test_quantized_rollouts_use_trained_weights_and_runs_resume_exactly(workshop: Workshop) -> None:
     sections: dict[str, Any] = {
-        "algorithm": {"old": "recompute"}, "rollout": {"max_response_tokens": 3},
-        "trainer": {"steps": 2, "prompts_per_step": 2, "checkpoint_every": 1, "learning_rate": 1e-2, "lora": LORA, **EIGHT_BIT},
-    }  # fmt: skip
+        "algorithm": {"old": "recompute"},
+        "rollout": {"max_response_tokens": 3},
+        "trainer": {
+            "steps": 2,
+            "prompts_per_step": 2,
+            "checkpoint_every": 1,
+            "learning_rate": 1e-2,
+            "lora": LORA,
+            **EIGHT_BIT,
+        },
+    }
     whole = workshop.run("whole", **sections)
     rows = recorded(whole, 2)
     assert float((rows["rollout_log_probs"].values - rows["old_log_probs"].values).abs().max()) < 1e-5

@@ -58,7 +58,9 @@ def gradients(worker: RoleWorker) -> dict[str, torch.Tensor]:
 def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
     tiny_models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """Check dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged weights."""
+    """Check dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged
+    weights.
+    """
     worker = started(adapted(tiny_models[name]))
     worker.export(tmp_path / "merged")
     plain = RoleWorker(BackendSpec("actor", config_of(str(tmp_path / "merged")), train=True))
@@ -68,9 +70,10 @@ def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
     assert len(layers) == 2 * 7 and len(of_adapters) == 2 * len(layers), "only adapters have a gradient"
     for layer in layers:
         down, up, of_weight = (
-            tensors[f"{layer}.lora_A.default.weight"], tensors[f"{layer}.lora_B.default.weight"],
+            tensors[f"{layer}.lora_A.default.weight"],
+            tensors[f"{layer}.lora_B.default.weight"],
             of_weights[f"{layer}.weight"],
-        )  # fmt: skip
+        )
         assert up.abs().max() > 0
         found = of_adapters[f"{layer}.lora_A.default.weight"], of_adapters[f"{layer}.lora_B.default.weight"]
         torch.testing.assert_close(found[0], scaling * up.T @ of_weight, rtol=1e-9, atol=1e-9)
@@ -130,10 +133,15 @@ def test_a_worker_with_adapters_keeps_the_contract_of_training_backends(
     config, rows = adapted(tiny_models["llama"]), make_rows()
     check(
         BackendUnderTest(
-            lambda: RoleWorker(BackendSpec("actor", config, train=True)), Objective.of("actor", OBJECTIVE), rows,
-            {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
+            lambda: RoleWorker(BackendSpec("actor", config, train=True)),
+            Objective.of("actor", OBJECTIVE),
+            rows,
+            {"tokens": denominators(rows)["tokens"]},
+            tmp_path / "exported",
+            lambda: None,
+            True,
         )
-    )  # fmt: skip
+    )
 
 
 def test_checkpoints_of_other_kinds_are_refused_before_anything_changes(

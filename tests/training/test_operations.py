@@ -24,9 +24,14 @@ from braidrl.training.operations import (
 
 LAYERS, WIDTH, INNER, HEADS, KEY_HEADS, HEAD, VOCABULARY = 2, 8, 12, 2, 1, 4, 16
 MATRICES = [
-    (WIDTH, HEADS * HEAD), (WIDTH, KEY_HEADS * HEAD), (WIDTH, KEY_HEADS * HEAD), (HEADS * HEAD, WIDTH),
-    (WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH),
-]  # fmt: skip
+    (WIDTH, HEADS * HEAD),
+    (WIDTH, KEY_HEADS * HEAD),
+    (WIDTH, KEY_HEADS * HEAD),
+    (HEADS * HEAD, WIDTH),
+    (WIDTH, INNER),
+    (WIDTH, INNER),
+    (INNER, WIDTH),
+]
 BODY = LAYERS * sum(a * b for a, b in MATRICES)
 SIZES = ModelSizes(LAYERS, WIDTH, VOCABULARY, HEADS, KEY_HEADS, HEAD, True)
 OURS = MatrixSizes.of(SIZES, BODY + VOCABULARY * WIDTH, False)
@@ -97,10 +102,20 @@ def test_bytes_are_those_of_a_loop_over_decode_steps(rows: list[tuple[int, int]]
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_operations_are_those_that_torch_counts_of_a_model(tied: bool) -> None:
-    tokens, config = 24, Qwen3Config(
-        vocab_size=96, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied, attn_implementation="eager",
-    )  # fmt: skip
+    tokens, config = (
+        24,
+        Qwen3Config(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=tied,
+            attn_implementation="eager",
+        ),
+    )
     model = Qwen3ForCausalLM(config)
     sizes = MatrixSizes.of(ModelSizes.of(config), sum(p.numel() for p in model.parameters()), False)
     # Plain attention also computes the pairs that the mask hides.
@@ -116,9 +131,18 @@ def test_operations_are_those_that_torch_counts_of_a_model(tied: bool) -> None:
 
 def test_operations_of_a_mixture_are_those_of_the_experts_that_each_token_uses(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=160, moe_intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=160,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
     config.save_pretrained(tmp_path)
     shape = model_shape(tmp_path, torch.float32)
     assert shape.idle == 2 * 6 * 3 * 64 * 48, "layers, experts not chosen, and three matrices of each"

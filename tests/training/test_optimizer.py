@@ -1,4 +1,6 @@
-"""The optimizer divides sums once, keeps small steps in master weights, applies schedules and clipping, and restores its state."""
+"""The optimizer divides sums once, keeps small steps in master weights, applies schedules and clipping, and restores
+its state.
+"""
 
 from __future__ import annotations
 

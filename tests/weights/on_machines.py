@@ -1,4 +1,6 @@
-"""One of two ranks on machines of their own that offer weights: `python -m tests.weights.on_machines RANK`; the first receives them."""
+"""One of two ranks on machines of their own that offer weights: `python -m tests.weights.on_machines RANK`; the first
+receives them.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def take_part(world: World, task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str) -> dict[str, Any]:
-    """Send two versions from the trainer ranks to the workers; return the bytes of each version and the tensors that differ.
+    """Send two versions from the trainer ranks to the workers; return the bytes of each version and the tensors that
+    differ.
 
     `nodes` has a letter for each rank.
     """
@@ -84,8 +85,9 @@ def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str) -> 
     return {
         "sent": [sum(one["sent"][n] for one in every[:TRAINERS]) for n in (0, 1)],
         "received": [sum(one["received"][n] for one in every[TRAINERS:]) for n in (0, 1)],
-        "counted": every[0]["counted"], "differs": [name for one in every for name in one["differs"]],
-    }  # fmt: skip
+        "counted": every[0]["counted"],
+        "differs": [name for one in every for name in one["differs"]],
+    }
 
 
 def put_into_slices(world: World, task: dict[str, Any]) -> list[str]:

@@ -1,4 +1,6 @@
-"""Weights that engines ask for: each worker receives what it holds, and no process waits for one that is late or gone."""
+"""Weights that engines ask for: each worker receives what it holds, and no process waits for one that is late or
+gone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Plans from one layout to another: every wanted element comes exactly once, from itself where it is there, from replicas in turn."""
+"""Plans from one layout to another: every wanted element comes exactly once, from itself where it is there, from
+replicas in turn.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,13 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def layouts(draw: st.DrawFn, complete: bool = True) -> tuple[int, list[TensorGroup]]:
-    """A number of ranks, and groups of tensors: what each rank has, of which one has everything, and what each wants."""
+    """A number of ranks, and groups of tensors: what each rank has, of which one has everything, and what each
+    wants.
+    """
     ranks, item, count, groups = draw(st.integers(1, 5)), draw(st.sampled_from([2, 4, 8])), 0, []
     for name in "abc"[: draw(st.integers(1, 3))]:
         shape, tensors = draw(SHAPES), draw(st.integers(1, 3))
-        held, wanted = (
-            {rank: draw(boxes(shape)) for rank in range(ranks) if draw(st.booleans())}
-            for _ in range(2)
-        )  # fmt: skip
+        held, wanted = ({rank: draw(boxes(shape)) for rank in range(ranks) if draw(st.booleans())} for _ in range(2))
         if complete:
             held[draw(st.integers(0, ranks - 1))] = Box.whole(shape)
         numbers = list(range(count, count + tensors))
@@ -208,8 +209,11 @@ def test_ranks_of_another_machine_take_turns_as_relays() -> None:
     assert [plan.sends.total for plan in plans] == [size // 2, size // 2, 0, 0, 0, 0]
     assert [plan.receives.total for plan in plans] == [0, 0] + [size // 4] * 4
     assert [{peer: moves.total for peer, moves in plan.relayed.items()} for plan in plans[2:]] == [
-        {4: size // 4}, {5: size // 4}, {2: size // 4}, {3: size // 4},
-    ]  # fmt: skip
+        {4: size // 4},
+        {5: size // 4},
+        {2: size // 4},
+        {3: size // 4},
+    ]
 
 
 @pytest.mark.parametrize("wanting", [1, 3, 5, 8])
@@ -222,7 +226,9 @@ def test_replicas_send_equal_numbers_of_tensors(wanting: int) -> None:
 
 
 def test_every_round_uses_each_link_equally() -> None:
-    """Also that of a rank with few bytes for many: 64 ranks, of which one of two pipeline ranks has twice as many layers."""
+    """Also that of a rank with few bytes for many: 64 ranks, of which one of two pipeline ranks has twice as many
+    layers.
+    """
     ranks, rows = 64, 256
     held = [(rank, Box((rank * 4, 0), (4, 128))) for rank in range(ranks)]
     wanted = [(rank, Box((0, rank % 8 * 16), (rows, 16))) for rank in range(ranks)]

@@ -1,4 +1,5 @@
-"""HybridFlow's Table 2 (arXiv 2409.19256) on processes that count bytes: what a rank receives, holds and holds twice between phases.
+"""HybridFlow's Table 2 (arXiv 2409.19256) on processes that count bytes: what a rank receives, holds and holds twice
+between phases.
 
 Of a model of M bytes, trained in pipeline p, tensor t, data d and generated with in pipeline p_g, tensor t_g:
 
@@ -7,8 +8,8 @@ received            (tpd - 1) / tpd · M         (tp - 1) / tp · M            (
 peak memory         M                           M                            M / (t_g p_g)
 redundancy          M / tpd                     M / tp                       0
 
-M are the matrices of the layers. What is not divided so is counted by name: norms, which every tensor rank holds, and the embedding and
-the output layer, which only the first and the last pipeline rank have.
+M are the matrices of the layers. What is not divided so is counted by name: norms, which every tensor rank holds, and
+the embedding and the output layer, which only the first and the last pipeline rank have.
 """
 
 from __future__ import annotations
@@ -34,12 +35,17 @@ RANKS, ITEM = 8, 8
 """The most ranks, and the bytes of a number."""
 Layouts = tuple[tuple[int, int, int], tuple[int, int]]
 ON_FOUR: dict[str, Layouts] = {
-    "1-4-1 to 1-2": ((1, 4, 1), (1, 2)), "1-2-2 to 1-1": ((1, 2, 2), (1, 1)), "2-2-1 to 1-2": ((2, 2, 1), (1, 2)),
-}  # fmt: skip
+    "1-4-1 to 1-2": ((1, 4, 1), (1, 2)),
+    "1-2-2 to 1-1": ((1, 2, 2), (1, 1)),
+    "2-2-1 to 1-2": ((2, 2, 1), (1, 2)),
+}
 CASES = list(itertools.product(LAYOUTS, GROUPINGS))
 SOON = [
-    ("1-4-1 to 1-2", "interval"), ("2-2-1 to 1-2", "interval"), ("1-4-1 to 1-2", "neighbour"), ("1-2-2 to 1-1", "gather"),
-]  # fmt: skip
+    ("1-4-1 to 1-2", "interval"),
+    ("2-2-1 to 1-2", "interval"),
+    ("1-4-1 to 1-2", "neighbour"),
+    ("1-2-2 to 1-1", "gather"),
+]
 """Each formula on four ranks; the formula of intervals with and without stages."""
 
 
@@ -48,9 +54,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a model whose matrices divide evenly over eight ranks."""
     folder = tmp_path_factory.mktemp("eight")
     config = Qwen3Config(
-        vocab_size=-(-len(TOKENIZER) // RANKS) * RANKS, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=8, head_dim=8, tie_word_embeddings=False, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=-(-len(TOKENIZER) // RANKS) * RANKS,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=8,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)

@@ -13,8 +13,8 @@ WAYS: list[Way] = ["end", "delayed", "rolling", "interrupt"]
 class Engines:
     """Engines that ask the schedule, with rows that come and go as the data says."""
 
-    def __init__(self, way: Way, count: int, most_out: int) -> None:
-        self.schedule = LoadingSchedule(way, most_out)
+    def __init__(self, way: Way, count: int, max_draining: int) -> None:
+        self.schedule = LoadingSchedule(way, max_draining)
         self.rows = dict.fromkeys((f"engine {n}" for n in range(count)), 0)
         self.loading: dict[str, int] = {}
         self.published = 0
@@ -61,7 +61,7 @@ class Engines:
 
     def check(self) -> None:
         draining = [held for held in self.schedule.engines.values() if held.draining_from is not None]
-        assert len(draining) <= self.schedule.most_out_seen <= self.schedule.most_out
+        assert len(draining) <= self.schedule.max_draining_seen <= self.schedule.max_draining
         for name, held in self.schedule.engines.items():
             assert held.version <= self.schedule.target <= self.published
             if self.schedule.way in ("end", "delayed") and self.rows[name]:
@@ -78,9 +78,9 @@ ACTIONS = st.lists(
 
 @given(st.sampled_from(WAYS), st.integers(2, 5), st.integers(1, 4), ACTIONS)
 def test_any_event_order_limits_draining_engines_and_all_reach_the_newest_version(
-    way: Way, count: int, most_out: int, actions: list[tuple[str, int]]
+    way: Way, count: int, max_draining: int, actions: list[tuple[str, int]]
 ) -> None:
-    engines = Engines(way, count, min(most_out, count - 1))
+    engines = Engines(way, count, min(max_draining, count - 1))
     names = list(engines.rows)
     for action, number in actions:
         engines.act(action, names[number % count])
@@ -103,7 +103,7 @@ def test_any_event_order_limits_draining_engines_and_all_reach_the_newest_versio
 
 
 def test_draining_engine_finishes_half_of_its_rows_and_preempts_the_rest() -> None:
-    schedule = LoadingSchedule("rolling", most_out=1)
+    schedule = LoadingSchedule("rolling", max_draining=1)
     for name in ("a", "b"):
         schedule.join(name)
     schedule.advance(1, is_generation_over=False)

@@ -1,4 +1,6 @@
-"""Tasks of ranks in the test of HybridFlow's Table 2: train in one layout, enter generation in another, count, and go back."""
+"""Tasks of ranks in the test of HybridFlow's Table 2: train in one layout, enter generation in another, count, and go
+back.
+"""
 
 from __future__ import annotations
 
@@ -93,11 +95,15 @@ def transition(
     for name, part in generating().items():
         together.setdefault(part.local.untyped_storage()._cdata, []).append(name)
     said = {
-        "together": list(together.values()), "received": volume.received, "peak": weights.peak_bytes, "redundant": weights.redundant_bytes,
-        "rounds": volume.rounds, "problems": problems,
+        "together": list(together.values()),
+        "received": volume.received,
+        "peak": weights.peak_bytes,
+        "redundant": weights.redundant_bytes,
+        "rounds": volume.rounds,
+        "problems": problems,
         "trained": {name: part.box.elements for name, part in worker.weights().items()},
         "generated": {name: part.box.elements for name, part in generating().items()},
-    }  # fmt: skip
+    }
     if engine is not None:
         engine.close()
     return [json.loads(bytes(part)) for part in world.gather("measured", json.dumps(said).encode())]

@@ -1,7 +1,8 @@
 """Counts the bytes that processes copy in host memory while they write or load a version of the weights.
 
-Python imports this file in every process of a run whose PYTHONPATH begins with its folder. Each call below adds a line to the file
-BRAID_COUNTED: its kind, the bytes that torch wrote into memory, and those that the thread gave to the operating system.
+Python imports this file in every process of a run whose PYTHONPATH begins with its folder. Each call below adds a line
+to the file BRAID_COUNTED: its kind, the bytes that torch wrote into memory, and those that the thread gave to the
+operating system.
 """
 
 from __future__ import annotations

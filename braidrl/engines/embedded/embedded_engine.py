@@ -5,12 +5,12 @@ add ──▶ waiting ──free slot──▶ slots ──step──▶ a token
            └── prompt, computed ─┘                                    its slot is filled in the next step
                once for all rows that share it
 
-All slots take part in every step, idle ones without effect, so a row's results do not depend on the batch composition. When fewer rows
-than slots remain, the step shrinks in multiples of 16 rows: from 16 rows on, a CPU's matrix products give each row the same bits for any
-number of rows.
+All slots take part in every step, idle ones without effect, so a row's results do not depend on the batch composition.
+When fewer rows than slots remain, the step shrinks in multiples of 16 rows: from 16 rows on, a CPU's matrix products
+give each row the same bits for any number of rows.
 
-All ids of a prompt except the last go through the model in `Prompts`; a slot decodes the last one first. So every token is drawn in a
-decode step, at the shape that all rows share.
+All ids of a prompt except the last go through the model in `Prompts`; a slot decodes the last one first. So every token
+is drawn in a decode step, at the shape that all rows share.
 
 Shapes: B slots in the step, V vocabulary, T response tokens, S stop tokens.
 """
@@ -147,7 +147,9 @@ class SlotStates:
 
 @dataclass
 class Prompts:
-    """The prompts of waiting rows, by their ids as bytes: each is computed once for all rows that begin with it, also across groups."""
+    """The prompts of waiting rows, by their ids as bytes: each is computed once for all rows that begin with it, also
+    across groups.
+    """
 
     prefixes: dict[bytes, Prefix] = field(default_factory=dict)
     """Keys and values of each computed prompt, without its last token; kept until the last of its rows has a slot."""
@@ -190,19 +192,29 @@ class Prompts:
 class EmbeddedEngine(SteppingEngine):
     """An engine that generates with `model`, the trainer's own module.
 
-    `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
-    `shrink` makes steps smaller when few rows are left; it is the default on the CPU, where results stay bitwise equal. `compile` is
-    `rollout.compile`.
+    `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response
+    together. `shrink` makes steps smaller when few rows are left; it is the default on the CPU, where results stay
+    bitwise equal. `compile` is `rollout.compile`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
-        seed: int = 0, shrink: bool | None = None, compile: bool = True, slices: Slices | None = None,
-        pipeline: dist.ProcessGroup | None = None, group: dist.ProcessGroup | None = None,
-    ) -> None:  # fmt: skip
-        """Make the engine, with `slices` of one rank's shard of a model: all ranks execute the same calls in the same order.
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        slots: int,
+        max_sequence_tokens: int,
+        seed: int = 0,
+        shrink: bool | None = None,
+        compile: bool = True,
+        slices: Slices | None = None,
+        pipeline: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Make the engine, with `slices` of one rank's shard of a model: all ranks execute the same calls in the same
+        order.
 
-        With `pipeline`, the ranks with other layers, the last of them draws. With `group` each rank brings requests of its own.
+        With `pipeline`, the ranks with other layers, the last of them draws. With `group` each rank brings requests of
+        its own.
         """
         super().__init__(
             tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed
@@ -273,7 +285,7 @@ class EmbeddedEngine(SteppingEngine):
                 for source in [slot for slot in self._rows if slot >= target]:
                     slot = next(below)
                     row = self._rows[slot] = self._rows.pop(source)
-                    self._cache.move(source, slot, len(row.request.prompt) + self._steps - row.begun)
+                    self._cache.move(source, slot, len(row.request.prompt) + self._steps - row.started)
                     self._states.move(source, slot)
                     self._cohorts.move(source, slot)
                 self._has_changed = True
@@ -310,13 +322,15 @@ class EmbeddedEngine(SteppingEngine):
                 self._cache.fill(places, self._prompts.prefixes.get(name))
             self._prompts.expect(new[slots[0]].request.prompt, -len(slots))
         for row in new.values():
-            row.begun = self._steps
+            row.started = self._steps
         self._rows |= new
         self._states.begin(new, self.seed)
         self._has_changed = True
 
     def _decode(self) -> tuple[Tensor, Tensor]:
-        """Draw one token for each slot of the step, (B,), and mark rows that reached a stop token or their limit, (B,)."""
+        """Draw one token for each slot of the step, (B,), and mark rows that reached a stop token or their limit,
+        (B,).
+        """
         states, longest = self._active, self._longest + self._steps
         native, uniforms = self._native, uniform(states.key, states.first_draw + states.drawn)
         if native:
@@ -376,7 +390,7 @@ class EmbeddedEngine(SteppingEngine):
         asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in range(count)]
         self._sampling = batch_sampling(asked, self.model.device)
         # The length of the longest row, less the steps so far: the number does not change while the rows grow.
-        self._longest = max((len(row.request.prompt) - row.begun for row in rows.values()), default=-self._steps)
+        self._longest = max((len(row.request.prompt) - row.started for row in rows.values()), default=-self._steps)
         # Stop texts and `on_token` need each token as soon as it is drawn.
         self._watched = {
             slot: row for slot, row in rows.items() if row.tokenizer is not None or row.request.on_token is not None

@@ -1,10 +1,11 @@
-"""CUDA graphs of decode steps: one launch instead of hundreds, for a model whose layers finish faster than they are launched.
+"""CUDA graphs of decode steps: one launch instead of hundreds, for a model whose layers finish faster than they are
+launched.
 
     rows in the step, positions read ──▶ a graph, recorded the first time ──replay──▶ logits
 
-A graph reads and writes the same addresses each time, so its tensors stay in place between generations. When a tensor has moved (longer
-rows, other weights), graphs are recorded again. Steps that the recorder refuses, such as those of experts whose tokens the host counts,
-run as they are.
+A graph reads and writes the same addresses each time, so its tensors stay in place between generations. When a tensor
+has moved (longer rows, other weights), graphs are recorded again. Steps that the recorder refuses, such as those of
+experts whose tokens the host counts, run as they are.
 
 Shapes: B slots in the step, V vocabulary.
 """
@@ -21,7 +22,9 @@ from braidrl.errors import first_line
 from braidrl.training.compute.slots import READ_MULTIPLE, round_up
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-"""A function that takes a step and returns a function that repeats it on the same addresses; it may run the step while recording."""
+"""A function that takes a step and returns a function that repeats it on the same addresses; it may run the step while
+recording.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,10 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs that share one memory pool. Its pool can outlive them; no graph may be recorded into it then."""
+    """Recorder of CUDA graphs that share one memory pool.
+
+    Its pool can outlive them; no graph may be recorded into it then.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()

@@ -2,8 +2,8 @@
 
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm ─▶ logits ─▶ draw
 
-Each slot reads its own keys up to its own position, so a long row costs the others nothing. The residual stream is float32 for weights of
-any dtype.
+Each slot reads its own keys up to its own position, so a long row costs the others nothing. The residual stream is
+float32 for weights of any dtype.
 
 Shapes: B slots in the step, W width, H query heads, K key heads, D head width, V vocabulary.
 """
@@ -27,18 +27,27 @@ BLOCK = 128
 
 
 class Kernels:
-    """Compiled kernels for one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
+    """Compiled kernels for one head width, one number of query heads per key head and one dtype: float32 or
+    bfloat16.
+    """
 
     def __init__(self, functions: Any, dtype: torch.dtype) -> None:
         self.dtype, self._functions = dtype, functions
 
     def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Add `update` (B, W) to `residual` (B, W) float32 in place, and return its RMS norm times `weight` (W,), (B, W)."""
+        """Add `update` (B, W) to `residual` (B, W) float32 in place, and return its RMS norm times `weight` (W,), (B,
+        W).
+        """
         out = torch.empty(residual.shape, dtype=self.dtype)
         self._functions.add_norm(
-            address(residual, torch.float32), None if update is None else address(update, self.dtype),
-            address(weight, self.dtype), address(out, self.dtype), *residual.shape, epsilon, torch.get_num_threads(),
-        )  # fmt: skip
+            address(residual, torch.float32),
+            None if update is None else address(update, self.dtype),
+            address(weight, self.dtype),
+            address(out, self.dtype),
+            *residual.shape,
+            epsilon,
+            torch.get_num_threads(),
+        )
         return out
 
     def gated(self, both: Tensor) -> Tensor:
@@ -48,9 +57,17 @@ class Kernels:
         return out
 
     def attend(
-        self, projected: Tensor, norms: tuple[Tensor, Tensor] | None, epsilon: float, angles: tuple[Tensor, Tensor],
-        positions: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float,
-    ) -> Tensor:  # fmt: skip
+        self,
+        projected: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        epsilon: float,
+        angles: tuple[Tensor, Tensor],
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        scaling: float,
+    ) -> Tensor:
         """Attend with B slots' new tokens, given their projections; returns (B, H · D). Raises MemoryError.
 
         Args:
@@ -67,11 +84,21 @@ class Kernels:
         rows, (_, key_heads, capacity, width) = len(projected), keys.shape
         out = torch.empty((rows, projected.shape[1] - 2 * key_heads * width), dtype=self.dtype)
         done = self._functions.attend(
-            address(projected, self.dtype), *([address(n, self.dtype) for n in norms] if norms else [None, None]), epsilon,
-            *(address(angle, torch.float32) for angle in angles), address(positions, torch.int64),
-            address(keys, self.dtype), address(values, self.dtype), address(out, self.dtype),
-            rows, key_heads, capacity, window or 0, scaling, torch.get_num_threads(),
-        )  # fmt: skip
+            address(projected, self.dtype),
+            *([address(n, self.dtype) for n in norms] if norms else [None, None]),
+            epsilon,
+            *(address(angle, torch.float32) for angle in angles),
+            address(positions, torch.int64),
+            address(keys, self.dtype),
+            address(values, self.dtype),
+            address(out, self.dtype),
+            rows,
+            key_heads,
+            capacity,
+            window or 0,
+            scaling,
+            torch.get_num_threads(),
+        )
         if not done:
             raise MemoryError("no memory for the scores of a decode step")
         return out
@@ -79,17 +106,26 @@ class Kernels:
     def draw(
         self, logits: Tensor, temperatures: Tensor | None, greedy: Tensor | None, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Draw tokens (B,) from logits (B, V) by `uniforms` (B,) float64, or the likeliest; return them with log-probs (B,) float32."""
+        """Draw tokens (B,) from logits (B, V) by `uniforms` (B,) float64, or the likeliest; return them with log-probs
+        (B,) float32.
+        """
         rows, vocabulary = logits.shape
         temperatures = torch.ones(rows, dtype=torch.float64) if temperatures is None else temperatures
         greedy = torch.zeros(rows, dtype=torch.bool) if greedy is None else greedy
         tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
         self._functions.draw(
-            address(logits, self.dtype), address(temperatures, torch.float64), address(greedy, torch.bool),
-            address(uniforms, torch.float64), address(tokens, torch.int64), address(log_probs, torch.float32),
-            address(sums, torch.float64), rows, vocabulary, torch.get_num_threads(),
-        )  # fmt: skip
+            address(logits, self.dtype),
+            address(temperatures, torch.float64),
+            address(greedy, torch.bool),
+            address(uniforms, torch.float64),
+            address(tokens, torch.int64),
+            address(log_probs, torch.float32),
+            address(sums, torch.float64),
+            rows,
+            vocabulary,
+            torch.get_num_threads(),
+        )
         return tokens, log_probs
 
 
@@ -154,14 +190,24 @@ class NativeDecoder:
                 biases.append(side_by_side([layer.bias for layer in layers]) if has_bias else None)
             self._layers.append(
                 DecoderLayer(
-                    module.input_layernorm.weight.detach(), weights[0], biases[0], norms, attention.o_proj,
-                    module.post_attention_layernorm.weight.detach(), weights[1], biases[1], mlp.down_proj,
-                    getattr(attention, "sliding_window", None), float(attention.scaling),
+                    module.input_layernorm.weight.detach(),
+                    weights[0],
+                    biases[0],
+                    norms,
+                    attention.o_proj,
+                    module.post_attention_layernorm.weight.detach(),
+                    weights[1],
+                    biases[1],
+                    mlp.down_proj,
+                    getattr(attention, "sliding_window", None),
+                    float(attention.scaling),
                 )
-            )  # fmt: skip
+            )
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """Return logits (B, V) for the tokens (B,) of the first B slots; before a pipeline's last rank, the hidden states sent."""
+        """Return logits (B, V) for the tokens (B,) of the first B slots; before a pipeline's last rank, the hidden
+        states sent.
+        """
         body: Any = self._model.base_model
         kernels, epsilon = self.kernels, self._epsilon
         residual = body.embed_tokens(tokens[:, None])[:, 0].float()
@@ -189,10 +235,11 @@ class NativeDecoder:
 
 @torch.no_grad()
 def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Concatenate parameters along their first dimension and return the joined tensor, whose storage they share from now on.
+    """Concatenate parameters along their first dimension and return the joined tensor, whose storage they share from
+    now on.
 
-    An optimizer step on the parameters then also changes the joined weight. Parameters that are already joined stay in place; otherwise
-    their data moves, and the parameters remain the same objects.
+    An optimizer step on the parameters then also changes the joined weight. Parameters that are already joined stay in
+    place; otherwise their data moves, and the parameters remain the same objects.
     """
     first = parameters[0]
     place, storage, are_joined = first.data_ptr(), first.untyped_storage().data_ptr(), True

@@ -3,8 +3,8 @@
     embedding ──all-reduce──▶ [q k v ─▶ attend ─▶ o ──all-reduce──▶ gate up ─▶ down ──all-reduce──▶] × layers ─▶ norm ─▶ output
     ──all-gather──▶ logits
 
-All ranks compute the same rows, with hidden states that are bitwise equal and without gradients. Each pipeline rank has some of the
-layers, and the last one draws for all.
+All ranks compute the same rows, with hidden states that are bitwise equal and without gradients. Each pipeline rank has
+some of the layers, and the last one draws for all.
 
 Shapes: V vocabulary, D model width; `...` are rows and tokens.
 """
@@ -93,9 +93,11 @@ class SendHidden(nn.Module):
 
 
 def join_generation_groups(groups: Tensor) -> tuple[TensorRanks, dist.ProcessGroup | None]:
-    """Return this rank's tensor-parallel group, and its pipeline group, None if each rank has all layers; all ranks call this together.
+    """Return this rank's tensor-parallel group, and its pipeline group, None if each rank has all layers; all ranks
+    call this together.
 
-    `groups` are the ranks of each generation group, (groups, pipeline, tensor), as `GenerationLayout.groups` returns them.
+    `groups` are the ranks of each generation group, (groups, pipeline, tensor), as `GenerationLayout.groups` returns
+    them.
     """
     tensor = subgroup(groups.flatten(0, 1))
     assert tensor is not None, "every rank that generates is in a group"
@@ -141,12 +143,16 @@ PARALLEL_MODULES: dict[str, type[nn.Module]] = {
 
 
 def load_for_decoding(
-    path: str | Path, dtype: torch.dtype, device: torch.device | str, ranks: TensorRanks,
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ranks: TensorRanks,
     pipeline: dist.ProcessGroup | None = None,
-) -> tuple[PreTrainedModel, Slices]:  # fmt: skip
+) -> tuple[PreTrainedModel, Slices]:
     """Load this rank's layers and slices of the decoder in a Hugging Face directory, and read nothing else of it.
 
-    Raises UserError as `load_decoder`, and for a model without a tensor-parallel plan or that cannot be sharded over so many ranks.
+    Raises UserError as `load_decoder`, and for a model without a tensor-parallel plan or that cannot be sharded over so
+    many ranks.
     """
     model: Any = load_decoder(path, dtype, on_meta=True)
     config = model.config

@@ -1,1 +1,3 @@
-"""Servers of other projects as engines, over HTTP: `http_engine` is the engine for one server, `dialects` the servers' JSON."""
+"""Servers of other projects as engines, over HTTP: `http_engine` is the engine for one server, `dialects` the servers'
+JSON.
+"""

@@ -37,8 +37,9 @@ class Dialect:
     """The API of servers of one kind."""
 
     generate: Callable[[EngineRow, int, str, bool], ServerCall]
-    """Asks for a row, given the run's seed, the label of the server's weights, whose caches alone may be used, and whether the row's own
-    random numbers draw its tokens; else the server draws by its own."""
+    """Asks for a row, given the run's seed, the label of the server's weights, whose caches alone may be used, and
+    whether the row's own random numbers draw its tokens; else the server draws by its own.
+    """
     read: Callable[[Json], tuple[Sequence[int], Sequence[float]]]
     """Returns the tokens that a server drew, and their log-probs. Raises UserError for an answer without them."""
     abort: Callable[[str], ServerCall]
@@ -56,8 +57,9 @@ class Dialect:
     workers: tuple[str, str] = ("", "")
     """The path that returns the number of workers, and the field of its answer."""
     receive: Callable[[Json, str], Sequence[ServerCall]] | None = None
-    """Calls that make the workers receive the weights of a notice over the network, and label them. The first is made while the weights
-    are sent. None if the server can only read them from a folder."""
+    """Calls that make the workers receive the weights of a notice over the network, and label them. The first is made
+    while the weights are sent. None if the server can only read them from a folder.
+    """
 
 
 RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
@@ -75,12 +77,23 @@ def vllm_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -
     else:
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return "/v1/completions", {
-        "request_id": row.name, "prompt": row.request.prompt.tolist(), "cache_salt": weights,
-        "max_tokens": row.limit, "stop_token_ids": list(row.stop_token_ids), "ignore_eos": True,
-        "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False,
-        "logprobs": 0, "return_token_ids": True, **drawn,
-    }  # fmt: skip
+        "request_id": row.name,
+        "prompt": row.request.prompt.tolist(),
+        "cache_salt": weights,
+        "max_tokens": row.limit,
+        "stop_token_ids": list(row.stop_token_ids),
+        "ignore_eos": True,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+        "return_token_ids": True,
+        **drawn,
+    }
 
 
 def vllm_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:
@@ -92,7 +105,9 @@ def vllm_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:
 
 
 def vllm_log_prob_modes(sampling: SamplingParams) -> tuple[str, ...]:
-    """Return vLLM's modes whose log-probs are log-softmax(logits / temperature) of all tokens, when vLLM itself draws so."""
+    """Return vLLM's modes whose log-probs are log-softmax(logits / temperature) of all tokens, when vLLM itself draws
+    so.
+    """
     if sampling.top_p < 1 or sampling.top_k:
         # One mode renormalizes over the tokens that are kept, the other one leaves the temperature out.
         return ("raw_logprobs",) if sampling.log_prob_temperature == 1 else ()
@@ -143,18 +158,28 @@ VLLM = Dialect(
 
 
 def sglang_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -> ServerCall:
-    """Ask SGLang for tokens; where it was started so, it draws by the row's seed and the token's place in the sequence."""
+    """Ask SGLang for tokens; where it was started so, it draws by the row's seed and the token's place in the
+    sequence.
+    """
     sampling = row.request.sampling
     return "/generate", {
-        "rid": row.name, "input_ids": row.request.prompt.tolist(), "return_logprob": True,
+        "rid": row.name,
+        "input_ids": row.request.prompt.tolist(),
+        "return_logprob": True,
         "sampling_params": {
             "temperature": 0.0 if sampling.takes_likeliest else sampling.temperature,
-            "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": 0.0,
-            "max_new_tokens": row.limit, "stop_token_ids": list(row.stop_token_ids), "ignore_eos": True,
-            "stop": list(sampling.stop), "no_stop_trim": True, "skip_special_tokens": False,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "max_new_tokens": row.limit,
+            "stop_token_ids": list(row.stop_token_ids),
+            "ignore_eos": True,
+            "stop": list(sampling.stop),
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
             "sampling_seed": row.request.key(seed) & 0x7FFFFFFF,
         },
-    }  # fmt: skip
+    }
 
 
 def sglang_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:

@@ -36,7 +36,9 @@ from braidrl.weights.model_files import HubNames
 from braidrl.weights.publisher import WeightSource, check_shapes
 
 ABORT_AGAIN_S = 0.1
-"""Seconds between aborts of one request: it may still be on its way to the server, so it is aborted until it is answered."""
+"""Seconds between aborts of one request: it may still be on its way to the server, so it is aborted until it is
+answered.
+"""
 IDLE_S = 2.0
 """Seconds after which an idle connection is not used again; vLLM's server closes one after 5 s."""
 
@@ -87,8 +89,12 @@ class HttpEngine:
         self._failure: EngineError | None = None
 
     async def start(self) -> None:
-        """Connect to the server. Raises UserError if it does not answer, or was started with options that Braid cannot train with."""
-        # Connections are not reused after a training step: servers close idle ones, and this process does not notice it meanwhile.
+        """Connect to the server.
+
+        Raises UserError if it does not answer, or was started with options that Braid cannot train with.
+        """
+        # Connections are not reused after a training step: servers close idle ones, and this process does not notice it
+        # meanwhile.
         connector = TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         self._session = ClientSession(connector=connector, timeout=ClientTimeout(total=self.spec.limit_s))
         setting, dialect = f"rollout.servers: {self.url}", self.spec.dialect
@@ -104,7 +110,8 @@ class HttpEngine:
             missing = dialect.missing(info, self.spec.needs)
         except (LookupError, TypeError) as error:
             raise UserError(
-                f"{setting} answers {dialect.settings} as another project's server ({error}); correct rollout.servers.dialect"
+                f"{setting} answers {dialect.settings} as another project's server ({error}); correct "
+                "rollout.servers.dialect"
             ) from error
         if missing is not None:
             raise UserError(f"{setting} is a server that Braid cannot train with: start it with {missing}")
@@ -211,7 +218,9 @@ class HttpEngine:
                     raise EngineError(f"the weights of {self.url} could not be changed: {failure}")
 
     async def check_weights(self) -> None:
-        """Raise EngineError if the server was restarted since it received its weights: its tokens may come from other weights."""
+        """Raise EngineError if the server was restarted since it received its weights: its tokens may come from other
+        weights.
+        """
         if not self._given:
             return
         path, field = self.spec.dialect.label
@@ -227,7 +236,10 @@ class HttpEngine:
         self._awake.set()
 
     async def recover(self) -> int:
-        """Wait for a server that its owner restarts; it then has its initial weights. Raises EngineError if it does not answer."""
+        """Wait for a server that its owner restarts; it then has its initial weights.
+
+        Raises EngineError if it does not answer.
+        """
         try:
             await self.ask("GET", self.spec.dialect.settings)
         except UserError as error:
@@ -240,7 +252,10 @@ class HttpEngine:
         return Load(self.spec.slots, running, len(self._rows) - running)
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request. Raises UserError if the server refuses it, and EngineError if the server fails or does not answer."""
+        """Send a request.
+
+        Raises UserError if the server refuses it, and EngineError if the server fails or does not answer.
+        """
         if self._session is None or self._session.closed:
             raise EngineError(f"{self.url} has not been reached")
         try:

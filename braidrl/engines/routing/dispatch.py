@@ -4,8 +4,8 @@ add ──▶ waiting ──an engine has room──▶ on the engine with the l
            ▲                                    |
            └────────────── the engine failed ───┘
 
-A row is assigned only when an engine has room for it: lengths are not known beforehand, and unassigned rows can still balance rows that
-turned out long. Work is counted in response tokens.
+A row is assigned only when an engine has room for it: lengths are not known beforehand, and unassigned rows can still
+balance rows that turned out long. Work is counted in response tokens.
 """
 
 from collections import Counter, OrderedDict
@@ -72,7 +72,9 @@ class Dispatcher:
         self.jobs[uid] = self.waiting[uid] = Job(uid, prompt_tokens)
 
     def assign(self) -> list[tuple[Uid, int]]:
-        """Assign waiting rows to the least loaded engines, or to slightly more loaded ones with their prefix; return (row, engine)."""
+        """Assign waiting rows to the least loaded engines, or to slightly more loaded ones with their prefix; return
+        (row, engine).
+        """
         assigned = []
         expected = self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else FIRST_GUESS
         while self.waiting:
@@ -99,7 +101,9 @@ class Dispatcher:
         return assigned
 
     def done(self, uid: Uid, response_tokens: int | None) -> None:
-        """Remove a row, which may wait again if its engine has failed; `response_tokens` is None if it was not answered."""
+        """Remove a row, which may wait again if its engine has failed; `response_tokens` is None if it was not
+        answered.
+        """
         engine, job = self.engine_of(uid), self.jobs.pop(uid)
         if engine is None:
             del self.waiting[uid]

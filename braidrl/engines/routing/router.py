@@ -8,8 +8,8 @@ submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
 
 submit ──▶ engine ──preempt──▶ tokens, log-probs, versions so far ──resume──▶ the rest, with the draws that come next ──▶ Response
 
-`EngineService` puts a router over engines in other processes for callers that generate batches without an event loop. It writes weights
-once, where all engines read them.
+`EngineService` puts a router over engines in other processes for callers that generate batches without an event loop.
+It writes weights once, where all engines read them.
 """
 
 import asyncio
@@ -35,20 +35,27 @@ logger = logging.getLogger(__name__)
 ASK_EVERY_S = 0.02
 """Seconds between calls of `rows_to_end`."""
 PREEMPT_AGAIN_S = 0.005
-"""Seconds between aborts of one request: it may still be on its way to its engine, so it is aborted until it returns."""
+"""Seconds between aborts of one request: it may still be on its way to its engine, so it is aborted until it returns.
+"""
 
 
 class Router:
-    """An engine over engines. Random numbers belong to the row, so a row that moves to another engine gets the same tokens there."""
+    """An engine over engines.
+
+    Random numbers belong to the row, so a row that moves to another engine gets the same tokens there.
+    """
 
     def __init__(
-        self, engines: Sequence[ServedEngine], retry_s: float = 5.0, give_up_s: float = 600.0,
+        self,
+        engines: Sequence[ServedEngine],
+        retry_s: float = 5.0,
+        give_up_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start with all engines alive; `start` starts them, if the caller has not.
 
-        A failed engine is recovered every `retry_s` seconds. Requests raise EngineError when none has been alive for `give_up_s`. `store`
-        writes weights where all engines read them; by default each engine is given the source.
+        A failed engine is recovered every `retry_s` seconds. Requests raise EngineError when none has been alive for
+        `give_up_s`. `store` writes weights where all engines read them; by default each engine is given the source.
         """
         self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
@@ -162,7 +169,10 @@ class Router:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def _place(self, uid: Uid) -> int | None:
-        """Wait for an engine with room. Return None for an aborted row. Raises EngineError after `give_up_s` without a living engine."""
+        """Wait for an engine with room.
+
+        Return None for an aborted row. Raises EngineError after `give_up_s` without a living engine.
+        """
         loop = asyncio.get_running_loop()
         # Rows that are submitted together are dispatched together, in their order.
         loop.call_soon(self._send)
@@ -238,7 +248,8 @@ class Router:
 class ResumingEngine:
     """An engine whose rows can be preempted at any token and resumed with the weights that the engine has by then.
 
-    The tokens of a preempted row are prefilled again with the new weights, so no token is drawn from keys and values of earlier weights.
+    The tokens of a preempted row are prefilled again with the new weights, so no token is drawn from keys and values of
+    earlier weights.
     """
 
     def __init__(self, engine: ServedEngine) -> None:
@@ -346,12 +357,15 @@ class EngineService:
     is_collective, memory, phases = False, None, None
 
     def __init__(
-        self, engines: Sequence[ServedEngine], limit_s: float = 600.0,
+        self,
+        engines: Sequence[ServedEngine],
+        limit_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_weights,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start the engines. Raises UserError if they cannot use the model.
 
-        Calls raise EngineError after `limit_s` seconds without a living engine. `store` writes weights to where the engines read them.
+        Calls raise EngineError after `limit_s` seconds without a living engine. `store` writes weights to where the
+        engines read them.
         """
         self.router = Router(engines, 1.0, limit_s, store)
         self.engines, self.max_sequence_tokens = self.router.engines, self.router.max_sequence_tokens

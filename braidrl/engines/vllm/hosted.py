@@ -4,7 +4,8 @@ rank 0   requests of both ─▶ scheduler ─▶ worker, half of each layer ╮
 rank 1   requests of both ─▶ scheduler ─▶ worker, half of each layer ╯
 trained weights ──rank to rank──▶ vLLM's live parameters
 
-Between generations the device is the trainer's: on CUDA vLLM sleeps, on a CPU the memory pages of caches and weights are freed.
+Between generations the device is the trainer's: on CUDA vLLM sleeps, on a CPU the memory pages of caches and weights
+are freed.
 """
 
 import os
@@ -54,13 +55,17 @@ class HostedVllmEngine(VllmEngine):
     """vLLM on one of the ranks that train."""
 
     def __init__(
-        self, spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, groups: Tensor | None = None,
+        self,
+        spec: EngineSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        groups: Tensor | None = None,
         group: dist.ProcessGroup | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start vLLM; all ranks call this at the same time.
 
-        `groups` are the ranks of each generation group, (groups, pipeline, tensor), None for a run of one process; `group` is this rank's.
-        Raises UserError if vLLM does not take the model, or keeps its weights in a form that cannot be written to.
+        `groups` are the ranks of each generation group, (groups, pipeline, tensor), None for a run of one process;
+        `group` is this rank's. Raises UserError if vLLM does not take the model, or keeps its weights in a form that
+        cannot be written to.
         """
         self._groups, self.group = groups, group
         super().__init__(replace(spec, options={"enable_sleep_mode": True, **spec.options}), tokenizer)
@@ -114,7 +119,9 @@ class HostedVllmEngine(VllmEngine):
             return super().step()
 
     def wake(self) -> None:
-        """Do nothing: weights wake when they are received, keys and values with the next step, so that less is there at once."""
+        """Do nothing: weights wake when they are received, keys and values with the next step, so that less is there at
+        once.
+        """
 
     def sleep(self) -> None:
         if self.phases is not None:

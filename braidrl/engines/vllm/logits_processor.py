@@ -2,8 +2,8 @@
 
 logits ──sample, by (key, position)──▶ token ──▶ logits: -inf, and the token's log-prob in its place
 
-vLLM then can draw no other token, and reports that number as the token's log-prob: log-softmax(logits / temperature) before any top-k or
-top-p cut, which none of vLLM's own modes returns. Only vLLM's plug-in interface is used.
+vLLM then can draw no other token, and reports that number as the token's log-prob: log-softmax(logits / temperature)
+before any top-k or top-p cut, which none of vLLM's own modes returns. Only vLLM's plug-in interface is used.
 """
 
 from typing import Any, NamedTuple

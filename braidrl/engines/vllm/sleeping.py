@@ -2,8 +2,8 @@
 
 generate ──sleep──▶ train ──publish──▶ weights wake, new ones are loaded ──generate──▶ keys and values wake
 
-On CUDA vLLM's sleep mode does this: weights wait in host memory, or are dropped where the trainer brings them anew. On a CPU, where vLLM
-has no such mode, the memory pages of keys and values are freed.
+On CUDA vLLM's sleep mode does this: weights wait in host memory, or are dropped where the trainer brings them anew. On
+a CPU, where vLLM has no such mode, the memory pages of keys and values are freed.
 """
 
 from collections.abc import Sequence

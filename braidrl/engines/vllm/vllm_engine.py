@@ -1,4 +1,5 @@
-"""vLLM as an engine of this process: it computes the steps, Braid keeps the rows, and where it is reproducible draws their tokens.
+"""vLLM as an engine of this process: it computes the steps, Braid keeps the rows, and where it is reproducible draws
+their tokens.
 
 add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Response
                                └── with rollout.tensor=2: two workers in processes of their own
@@ -54,7 +55,9 @@ CPU_BLOCK = 128
 
 
 class VllmEngine(SteppingEngine):
-    """An engine that starts with the model in the spec's directory; its `options` are arguments of vLLM's `EngineArgs`."""
+    """An engine that starts with the model in the spec's directory; its `options` are arguments of vLLM's
+    `EngineArgs`.
+    """
 
     def __init__(self, spec: EngineSpec, tokenizer: PreTrainedTokenizerBase) -> None:
         """Start vLLM. Raises UserError where it does not take the model."""
@@ -67,7 +70,8 @@ class VllmEngine(SteppingEngine):
         self.preemptions = 0
         """Rows that vLLM has preempted, counted where rows begin by the room for them."""
         arguments = arguments_of(spec)
-        # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
+        # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported
+        # is none.
         gc.freeze()
         with refusals_in_a_line():
             self._engine = self._start(arguments, [partial(PreemptionLog, self)] if spec.adapts_rows else None)
@@ -80,7 +84,8 @@ class VllmEngine(SteppingEngine):
         self._failure: EngineError | None = None
         """The error after which no token may be drawn, because the version of the weights is unknown."""
         self._is_given_again = False
-        """Whether the weights are given once more after a failure, as that of another engine that shared the transfer."""
+        """Whether the weights are given once more after a failure, as that of another engine that shared the transfer.
+        """
 
     def _start(self, arguments: Mapping[str, Any], loggers: list[Any] | None) -> LLMEngine:
         own = {"disable_log_stats": loggers is None, **arguments}
@@ -91,7 +96,10 @@ class VllmEngine(SteppingEngine):
         return len(self._rows)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Publish weights; each vLLM worker loads its own part. Raises ValueError for a source that workers cannot read."""
+        """Publish weights; each vLLM worker loads its own part.
+
+        Raises ValueError for a source that workers cannot read.
+        """
         load: Callable[[], object] | None = None
         if isinstance(source, WeightFile) and source.is_adapter:
             self._adapter = LoRARequest("trained", 1, str(source.folder))
@@ -158,9 +166,14 @@ class VllmEngine(SteppingEngine):
         elif not asked.takes_likeliest:
             drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
         params = SamplingParams(
-            max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
-            logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
-        )  # fmt: skip
+            max_tokens=row.limit,
+            stop_token_ids=list(row.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+            **drawn,
+        )
         self._engine.add_request(row.name, prompt, params, lora_request=self._adapter)
         self._rows[row.name] = row
 
@@ -245,14 +258,20 @@ def key_numbers(config: Any) -> int:
 
 
 def arguments_of(spec: EngineSpec) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine: Braid's, then the user's options in their place; set the environment that they need."""
+    """Return the arguments of vLLM's engine: Braid's, then the user's options in their place; set the environment that
+    they need.
+    """
     if spec.reproducible:
         os.environ.update(REPRODUCIBLE_SETTINGS)
     options, config = spec.vllm_options, AutoConfig.from_pretrained(spec.model, local_files_only=True)
     arguments: dict[str, Any] = {
-        "model": spec.model, "skip_tokenizer_init": True, "dtype": spec.dtype, "max_num_seqs": spec.slots,
-        "max_model_len": spec.max_sequence_tokens, "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
-    }  # fmt: skip
+        "model": spec.model,
+        "skip_tokenizer_init": True,
+        "dtype": spec.dtype,
+        "max_num_seqs": spec.slots,
+        "max_model_len": spec.max_sequence_tokens,
+        "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
+    }
     if config.model_type == "deepseek_v3" and not hasattr(config, "scoring_func"):
         # The router of transformers' class. The hub's configurations name it; without a name vLLM takes another one.
         arguments["hf_overrides"] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -273,7 +292,10 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
         # vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
         options.pop("enable_sleep_mode", None)
     by_row = {
-        "seed": 0, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits", "async_scheduling": False,
-    }  # fmt: skip
+        "seed": 0,
+        "logits_processors": [DrawByRow],
+        "logprobs_mode": "processed_logits",
+        "async_scheduling": False,
+    }
     # Engines with one seed would draw the samples of a prompt alike.
     return {**arguments, **(by_row if spec.reproducible else {"seed": secrets.randbits(31)}), **options}

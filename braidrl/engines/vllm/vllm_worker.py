@@ -1,4 +1,5 @@
-"""Braid's extension of vLLM's workers: each receives a version of the weights, and writes its slices into vLLM's live parameters.
+"""Braid's extension of vLLM's workers: each receives a version of the weights, and writes its slices into vLLM's live
+parameters.
 
 path ──▶ worker: maps the file ──────────────┬─its own slices──▶ vLLM's live parameters
 notice ──▶ worker: joins a group, receives ──┴─tensor by tensor──▶ vLLM's loaders, where it keeps the weights in another form
@@ -9,7 +10,8 @@ q_proj.weight, on the meta device ╮                       ╭─▶ rows 0 to 
 k_proj.weight                     ┼─vLLM's loader: slices─┼─▶ rows 64 to 95                        and its block of the tensor
 v_proj.weight                     ╯         watched       ╰─▶ rows 96 to 127
 
-No worker holds a whole tensor. A model whose weights vLLM changes after it has loaded them (quantised, packed, absorbed) has no such parts.
+No worker holds a whole tensor. A model whose weights vLLM changes after it has loaded them (quantised, packed,
+absorbed) has no such parts.
 """
 
 import math
@@ -49,7 +51,9 @@ class WeightsNotLive(ValueError):
 
 
 class TakesWeights:
-    """The extension that vLLM adds to its worker class (`worker_extension_cls`); `collective_rpc` calls its methods by name."""
+    """The extension that vLLM adds to its worker class (`worker_extension_cls`); `collective_rpc` calls its methods by
+    name.
+    """
 
     reload_weights: Callable[..., None]
     """An attribute of vLLM's worker, as the next four are."""
@@ -70,7 +74,8 @@ class TakesWeights:
     def receive_weights(self, notice: Mapping[str, Any]) -> str | None:
         """Load weights that the run sends to all workers; `notice` is plain JSON. Return the error, or None.
 
-        vLLM's executor reads only the first worker's exception, and takes the others' exceptions for answers to its next calls.
+        vLLM's executor reads only the first worker's exception, and takes the others' exceptions for answers to its
+        next calls.
         """
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
@@ -81,7 +86,10 @@ class TakesWeights:
         return None
 
     def load_version(self, source: WeightFile | Incoming) -> None:
-        """Load into the live parameters, else tensor by tensor. After a failure of the former the next version must be loaded whole."""
+        """Load into the live parameters, else tensor by tensor.
+
+        After a failure of the former the next version must be loaded whole.
+        """
         config = self.vllm_config.model_config
         if self.live is None:
             try:
@@ -98,9 +106,11 @@ class TakesWeights:
             self.load_as_they_come(source.tensors())
 
     def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Load tensors one by one. Raises RuntimeError from then on if they end in the middle, or if vLLM leaves some as they were.
+        """Load tensors one by one. Raises RuntimeError from then on if they end in the middle, or if vLLM leaves some
+        as they were.
 
-        Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors for the missing ones.
+        Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors
+        for the missing ones.
         """
         if self.has_weights_in_part:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
@@ -124,8 +134,8 @@ class TakesWeights:
 def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:
     """Return this worker's parts of vLLM's loaded module; a tied tensor under the name that vLLM loads.
 
-    `shapes` are the global shapes by the names in the checkpoint, `dtype` is what vLLM computes in. Raises WeightsNotLive if it keeps some
-    of the weights in another form.
+    `shapes` are the global shapes by the names in the checkpoint, `dtype` is what vLLM computes in. Raises
+    WeightsNotLive if it keeps some of the weights in another form.
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", module)
@@ -182,7 +192,9 @@ class CopyWatch(TorchDispatchMode):
 
 @contextmanager
 def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the names of parameters that a reload inside the block gives no values; vLLM keeps the earlier ones and logs a warning."""
+    """Collect the names of parameters that a reload inside the block gives no values; vLLM keeps the earlier ones and
+    logs a warning.
+    """
     found: list[str] = []
     missed, loaded = set[int](), set[int]()
     place = layerwise._place_kernel_tensors
@@ -205,7 +217,9 @@ def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
 
 
 def parts_of_gpt_oss(tensors: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each expert apart, and keep attention sinks for `load_sinks`: vLLM's loader copies both where a reload does not see it."""
+    """Yield each expert apart, and keep attention sinks for `load_sinks`: vLLM's loader copies both where a reload does
+    not see it.
+    """
     for name, tensor in tensors:
         layer, experts, part = name.partition(".mlp.experts.")
         if experts:
@@ -228,7 +242,9 @@ def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
 
 
 def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Rotate all heads: vLLM's kernel rotates only the first head of queries (tokens, heads, width), which latent attention gives it."""
+    """Rotate all heads: vLLM's kernel rotates only the first head of queries (tokens, heads, width), which latent
+    attention gives it.
+    """
     rotated = self.forward_native if query.dim() > 2 else partial(ROTATE_IN_PLACE, self)
     found: tuple[Tensor, Tensor | None] = rotated(positions, query, key)
     return found
@@ -240,7 +256,9 @@ def compute_plainly(layer: Any, remove_weight: bool) -> None:
 
 
 def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-    """Pack experts at each update: vLLM packs them the first time only, and would take an update's plain tensors for packed ones."""
+    """Pack experts at each update: vLLM packs them the first time only, and would take an update's plain tensors for
+    packed ones.
+    """
     is_update = method.moe_kernel is not None
     SET_UP_KERNEL(method, layer, w13, w2)
     if is_update:
@@ -250,7 +268,8 @@ def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
 def of_each_draft(values: Tensor, ends: Tensor, count: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
     """Repeat a value (B,) of each row for all its draft tokens, (N,); `ends` are the cumulative numbers of tokens.
 
-    vLLM's kernel, which gives each draft token its row's temperature, writes to a copy, and temperatures are what was in memory.
+    vLLM's kernel, which gives each draft token its row's temperature, writes to a copy, and temperatures are what was
+    in memory.
     """
     replaced = torch.where(values == replace_from, replace_to, values)
     return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)

@@ -1,4 +1,6 @@
-"""DAPO, arXiv 2503.14476: GRPO with a higher upper clip, dynamic sampling, token-level loss and overlong reward shaping, without KL."""
+"""DAPO, arXiv 2503.14476: GRPO with a higher upper clip, dynamic sampling, token-level loss and overlong reward
+shaping, without KL.
+"""
 
 from typing import Literal, Self
 
@@ -19,12 +21,15 @@ class DapoParameters(ClippedParameters):
     wrong_score: float = -1.0
     """Score of a wrong answer."""
     dynamic_sampling: bool | Literal["rewards"] = True
-    """Drop groups that are all right or all wrong, and continue sampling until the batch is full. Right is a score of at least
-    `correct_score`. With `rewards`, for graded scores, drop groups with equal rewards."""
+    """Drop groups that are all right or all wrong, and continue sampling until the batch is full. Right is a score of
+    at least `correct_score`. With `rewards`, for graded scores, drop groups with equal rewards.
+    """
     max_response_tokens: int = Field(ge=1)
     """Maximum length of a response; at this length the punishment is 1."""
     overlong_cache: int | None = Field(None, ge=0)
-    """Number of tokens before the limit over which the punishment grows; by default a fifth of the limit, 0 disables it."""
+    """Number of tokens before the limit over which the punishment grows; by default a fifth of the limit, 0 disables
+    it.
+    """
     overlong_filter: bool = False
     """Exclude truncated responses from the loss."""
 

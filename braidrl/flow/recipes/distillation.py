@@ -1,4 +1,6 @@
-"""On-policy distillation, arXiv 2306.13649: the student learns from the teacher's log-probs on the student's own responses."""
+"""On-policy distillation, arXiv 2306.13649: the student learns from the teacher's log-probs on the student's own
+responses.
+"""
 
 from braidrl.flow import Flow, actor, loss, reference
 from braidrl.flow.recipes.parts import ActorParameters

@@ -14,9 +14,24 @@ from braidrl.flow.yaml_form import SUFFIXES, from_yaml
 from braidrl.importing import PluginRegistry
 
 NAMES = (
-    "cispo", "dapo", "distillation", "dpo", "dr_grpo", "grpo", "gspo", "maxrl", "ppo", "ppo_ptx", "reinforce_plus_plus", "remax",
-    "reward_model", "rloo", "safe_rlhf", "sft", "vapo",
-)  # fmt: skip
+    "cispo",
+    "dapo",
+    "distillation",
+    "dpo",
+    "dr_grpo",
+    "grpo",
+    "gspo",
+    "maxrl",
+    "ppo",
+    "ppo_ptx",
+    "reinforce_plus_plus",
+    "remax",
+    "reward_model",
+    "rloo",
+    "safe_rlhf",
+    "sft",
+    "vapo",
+)
 VARIANTS = {"ppo_ptx": "ppo"}
 """Recipes in the file of another one."""
 RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{VARIANTS.get(name, name)}:{name}" for name in NAMES})
@@ -25,15 +40,16 @@ RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{VARIANTS.get(n
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:
     """Load a flow by name: a recipe, a .yaml file, `module:function` or `file.py:function`.
 
-    `params` are the recipe's parameters. `defaults` are for its unset fields; names that it does not have are ignored. Raises
-    UserError for an unknown name or parameter, or an invalid value.
+    `params` are the recipe's parameters. `defaults` are for its unset fields; names that it does not have are ignored.
+    Raises UserError for an unknown name or parameter, or an invalid value.
     """
     params, defaults = dict(params or {}), dict(defaults or {})
     if name.endswith(SUFFIXES):
         if params:
             key = next(iter(params))
             raise UserError(
-                f"{name} is a YAML flow and takes no algorithm.{key}; remove it, or write {key} at its stage in the file"
+                f"{name} is a YAML flow and takes no algorithm.{key}; remove it, or write {key} at its stage in the "
+                "file"
             )
         flow = from_yaml(name)
     else:

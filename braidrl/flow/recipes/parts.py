@@ -12,7 +12,9 @@ from braidrl.flow.stage import Stage
 
 
 class Parameters(BaseModel):
-    """Parameters of a recipe, checked and immutable; `max_response_tokens` and `samples_per_prompt` are by default those of the run."""
+    """Parameters of a recipe, checked and immutable; `max_response_tokens` and `samples_per_prompt` are by default
+    those of the run.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -28,13 +30,15 @@ class PolicyParameters(ActorParameters):
     """Parameters of every recipe that trains a policy on its own responses."""
 
     reward: str | dict[str, float] = "verify"
-    """Source of rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several with weights, as in
-    `{verify: 1.0, score: 0.5}`."""
+    """Source of rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several
+    with weights, as in `{verify: 1.0, score: 0.5}`.
+    """
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     loss: str | dict[str, Any] | None = None
-    """The policy's loss in place of the recipe's: a name from `braid list losses`, `file.py:function`, or a name with settings as in
-    `{name: cispo, high: 0.3}`."""
+    """The policy's loss in place of the recipe's: a name from `braid list losses`, `file.py:function`, or a name with
+    settings as in `{name: cispo, high: 0.3}`.
+    """
     old: Literal["recompute", "rollout", "self"] | None = None
     """Source of the log-probs before the update; by default the runtime takes the cheapest exact one."""
     correction: dict[str, Any] | None = None
@@ -66,10 +70,15 @@ OF_THE_LOSS = ("clip_low", "clip_high", "dual_clip")
 
 
 def rewarded(
-    sources: str | Mapping[str, float], of: str | None = None, correct_score: float | None = None,
+    sources: str | Mapping[str, float],
+    of: str | None = None,
+    correct_score: float | None = None,
     wrong_score: float | None = None,
-) -> list[Stage]:  # fmt: skip
-    """Return a stage for each source of rewards, which adds its weighted score to `reward`. Raises UserError for an invalid source."""
+) -> list[Stage]:
+    """Return a stage for each source of rewards, which adds its weighted score to `reward`.
+
+    Raises UserError for an invalid source.
+    """
     weights = {sources: 1.0} if isinstance(sources, str) else dict(sources)
     if not weights:
         raise UserError("reward names no source; write one, as in `reward: verify`")
@@ -92,18 +101,24 @@ def surrogate(p: ClippedParameters) -> dict[str, Any]:
 
 
 def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> Stage:
-    """Return the actor's update with this loss or the parameters' own; `more` overrides them. Raises UserError if both are set."""
+    """Return the actor's update with this loss or the parameters' own; `more` overrides them. Raises UserError if both
+    are set.
+    """
     if p.loss is not None:
         if own := p.model_fields_set & set(OF_THE_LOSS):
             name = min(own)
             raise UserError(
-                f"algorithm.{name} is a setting of the recipe's own loss, and algorithm.loss names another; remove one, or write the "
+                f"algorithm.{name} is a setting of the recipe's own loss, and algorithm.loss names another; remove "
+                "one, or write the "
                 "settings of the other as in algorithm.loss={name: clip, high: 0.3}"
             )
         loss = {"name": p.loss} if isinstance(p.loss, str) else p.loss
     given = {
-        "aggregate": p.aggregate, "old": p.old, "entropy_coef": p.entropy_coef or None, "correction": p.correction,
-    }  # fmt: skip
+        "aggregate": p.aggregate,
+        "old": p.old,
+        "entropy_coef": p.entropy_coef or None,
+        "correction": p.correction,
+    }
     return actor.update(loss=loss, **{**given, **more})
 
 

@@ -1,4 +1,5 @@
-"""PPO, arXiv 1707.06347, as in RLHF, arXiv 2203.02155: a critic, and the KL divergence from the reference in the reward.
+"""PPO, arXiv 1707.06347, as in RLHF, arXiv 2203.02155: a critic, and the KL divergence from the reference in the
+reward.
 
 PPO-ptx, of the second paper, adds a language-model loss on pre-training text.
 """
@@ -22,7 +23,9 @@ class CriticParameters(ClippedParameters, KlParameters):
     """Parameters of every recipe with a critic."""
 
     reward: str | dict[str, float] = "score"
-    """Source of rewards: `score` (the reward model), `verify` (rules), another role with a reward model, or several with weights."""
+    """Source of rewards: `score` (the reward model), `verify` (rules), another role with a reward model, or several
+    with weights.
+    """
     gamma: float = Field(1.0, gt=0, le=1)
     """γ: discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
@@ -46,7 +49,9 @@ class PpoPtxParameters(PpoParameters):
 
 
 def ppo(p: PpoParameters) -> Flow:
-    """Return the flow: rewards per token, advantages by GAE, a clipped ratio for the actor and a clipped value for the critic."""
+    """Return the flow: rewards per token, advantages by GAE, a clipped ratio for the actor and a clipped value for the
+    critic.
+    """
     return Flow("ppo", ppo_stages(p))
 
 
@@ -56,7 +61,10 @@ def ppo_ptx(p: PpoPtxParameters) -> Flow:
 
 
 def ppo_stages(p: PpoParameters, estimator: Stage | None = None, **update: Any) -> list[Stage]:
-    """Return PPO's eight stages, by default with GAE; without a KL penalty the reference's are absent. `update` is for the actor."""
+    """Return PPO's eight stages, by default with GAE; without a KL penalty the reference's are absent.
+
+    `update` is for the actor.
+    """
     if p.kl_target is None:
         penalty = shape.kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)
     else:

@@ -15,7 +15,9 @@ from braidrl.flow.recipes.parts import (
 
 class ReinforcePlusPlusParameters(ClippedParameters, KlParameters):
     baseline: bool = False
-    """Use the variant with a baseline: it subtracts the mean reward of the prompt's samples, and its KL term is in the loss."""
+    """Use the variant with a baseline: it subtracts the mean reward of the prompt's samples, and its KL term is in the
+    loss.
+    """
     gamma: float = Field(1.0, gt=0, le=1)
     """γ: discount per token; unused in the variant with a baseline."""
 

@@ -1,4 +1,6 @@
-"""ReMax, arXiv 2310.10505: the baseline of a response is the reward of its prompt's greedy response, so that no critic is needed."""
+"""ReMax, arXiv 2310.10505: the baseline of a response is the reward of its prompt's greedy response, so that no critic
+is needed.
+"""
 
 from braidrl.flow import Flow, actor, advantage, loss, shape
 from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded

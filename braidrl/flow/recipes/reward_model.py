@@ -1,4 +1,6 @@
-"""A reward model from preferences, as in InstructGPT, arXiv 2203.02155, equation 1: Bradley-Terry on pairs of responses."""
+"""A reward model from preferences, as in InstructGPT, arXiv 2203.02155, equation 1: Bradley-Terry on pairs of
+responses.
+"""
 
 from pydantic import Field
 

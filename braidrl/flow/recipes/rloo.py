@@ -1,4 +1,6 @@
-"""RLOO, arXiv 2402.14740: REINFORCE on whole responses; the baseline is the mean reward of the prompt's other samples."""
+"""RLOO, arXiv 2402.14740: REINFORCE on whole responses; the baseline is the mean reward of the prompt's other
+samples.
+"""
 
 from typing import Any
 

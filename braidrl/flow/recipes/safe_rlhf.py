@@ -10,7 +10,9 @@ from braidrl.flow.stages import make_stage
 
 class SafeRlhfParameters(CriticParameters):
     cost: str = "score"
-    """Source of costs: `score` (the cost model), or your own function that writes `cost`, as in `limits.py:length_cost`."""
+    """Source of costs: `score` (the cost model), or your own function that writes `cost`, as in
+    `limits.py:length_cost`.
+    """
     cost_limit: float = 0.0
     """d: the highest allowed mean cost."""
     multiplier: float = Field(1.0, ge=0)
@@ -22,7 +24,9 @@ class SafeRlhfParameters(CriticParameters):
 
 
 def safe_rlhf(p: SafeRlhfParameters) -> Flow:
-    """Return the flow: PPO with a second critic for costs; a multiplier, adapted to the mean cost, mixes the advantages."""
+    """Return the flow: PPO with a second critic for costs; a multiplier, adapted to the mean cost, mixes the
+    advantages.
+    """
     penalty = shape.safe_rlhf_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator) if p.kl_coef > 0 else None
     stages = [
         actor.generate(),

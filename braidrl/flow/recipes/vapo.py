@@ -8,7 +8,9 @@ from braidrl.flow.recipes.ppo import PpoParameters, ppo_stages
 
 class VapoParameters(PpoParameters):
     reward: str | dict[str, float] = "verify"
-    """Source of rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several with weights."""
+    """Source of rewards: `verify` (rules), `score` (the reward model), another role with a reward model, or several
+    with weights.
+    """
     kl_coef: float = Field(0.0, ge=0)
     """Weight of a KL penalty in the reward; the paper has none."""
     clip_high: float = Field(0.28, ge=0)

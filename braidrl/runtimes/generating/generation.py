@@ -52,7 +52,9 @@ TO_THE_END = "to_the_end"
 
 
 class WeightMoves:
-    """Records of weight transfers to another layout: a span each in the trace, and numbers for the next stage's metrics."""
+    """Records of weight transfers to another layout: a span each in the trace, and numbers for the next stage's
+    metrics.
+    """
 
     def __init__(self) -> None:
         self.trace: TraceWriter | None = None
@@ -75,7 +77,9 @@ class PartialResponses:
     """The earlier tokens of a generate stage's rows, and their present budgets."""
 
     def __init__(self, stage: Stage, rows: Rows, config: Config, version: int) -> None:
-        """Collect the earlier tokens of rows, which weights of `version` continue; a row too stale for the next batch has no budget."""
+        """Collect the earlier tokens of rows, which weights of `version` continue; a row too stale for the next batch
+        has no budget.
+        """
         self.config, self.asked = config, dict[Uid, Request]()
         self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
         starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
@@ -98,7 +102,9 @@ class PartialResponses:
         return list(self.asked.values())
 
     def joined(self, drawn: Response, max_sequence_tokens: int) -> Response:
-        """Return the whole response; if its budget is spent it is suspended, unless it is complete or repeats itself."""
+        """Return the whole response; if its budget is spent it is suspended, unless it is complete or repeats
+        itself.
+        """
         request, whole = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
         spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
         room = max_sequence_tokens - len(request.prompt) - len(drawn.tokens)
@@ -113,7 +119,9 @@ class Generation:
     """The engines of generating roles, by role, and the running checks."""
 
     def __init__(self, prepared: Prepared, progress: Progress, ranks: DataParallel, checks: bool) -> None:
-        """Start without engines; `ranks` are the processes that generate a batch together. Without `checks` no answer is verified."""
+        """Start without engines; `ranks` are the processes that generate a batch together. Without `checks` no answer
+        is verified.
+        """
         config, self.flow, self.tokenizer = prepared.config, prepared.executed, prepared.tokenizer
         self.config, self.progress, self.ranks = config, progress, ranks
         self.checks = Checks(prepared.rewards() if checks else None, progress)
@@ -123,21 +131,27 @@ class Generation:
         self.environments = EnvironmentHosts(config.rollout.environment)
 
     def start_engine(self, role: str, worker: TrainingBackend | None) -> None:
-        """Start the engine that generates with the weights of `worker`; without one, `exchange_weights` names their trainer later."""
+        """Start the engine that generates with the weights of `worker`; without one, `exchange_weights` names their
+        trainer later.
+        """
         ranks = self.ranks if worker is None else worker.ranks
         engine = self.engines[role] = start_engine(role, ranks, worker, self.config, self.tokenizer)
         if worker is not None:
             self.publishers[role] = publisher_of(worker, engine, self.config)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
-        """Plan the transfer of a role's weights between all `ranks` that train it, with a `worker`, or generate; all call this together."""
+        """Plan the transfer of a role's weights between all `ranks` that train it, with a `worker`, or generate; all
+        call this together.
+        """
         trained = worker if isinstance(worker, ShardedBackend) else None
         if role in self.publishers:
             self.publishers[role].close()
         self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.config, ranks)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
-        """Return the columns that a generate stage writes, in the order of `rows`; without rows only collective decoding is done."""
+        """Return the columns that a generate stage writes, in the order of `rows`; without rows only collective
+        decoding is done.
+        """
         if "environment" in stage.params:
             return self._play(stage, rows, sums)
         engine = self.engines[str(stage.role)]
@@ -202,10 +216,16 @@ class Generation:
             return self.trajectory_columns(stage, played, limits, sums)
 
     async def played(
-        self, running: Engine, stage: Stage, rows: Rows, limits: Limits,
+        self,
+        running: Engine,
+        stage: Stage,
+        rows: Rows,
+        limits: Limits,
         finished: Callable[[Trajectory], None] = lambda trajectory: None,
-    ) -> list[Trajectory]:  # fmt: skip
-        """Return a trajectory for each row, played on a running engine; `finished` is called with each one that ends."""
+    ) -> list[Trajectory]:
+        """Return a trajectory for each row, played on a running engine; `finished` is called with each one that
+        ends.
+        """
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate.of(self.tokenizer, self.config.data)
         template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
@@ -224,21 +244,33 @@ class Generation:
                 agents = AgentPlayer(endpoint, make, limits=limits, seed=seed, on_finished=finished)
                 return await agents.play(rows)
         player = EnvironmentPlayer(
-            running, make, template, sampling, limits=limits, seed=seed, purpose=purpose, stage=stage.name,
+            running,
+            make,
+            template,
+            sampling,
+            limits=limits,
+            seed=seed,
+            purpose=purpose,
+            stage=stage.name,
             on_finished=finished,
-        )  # fmt: skip
+        )
         return await player.play(rows)
 
     def trajectory_columns(
         self, stage: Stage, played: Sequence[Trajectory], limits: Limits, sums: Sums
     ) -> Mapping[str, Column]:
-        """Return the columns that a generate stage writes; turns and failures are counted, and the first failure of each kind is shown."""
+        """Return the columns that a generate stage writes; turns and failures are counted, and the first failure of
+        each kind is shown.
+        """
         sums.add("environment/turns", sum(one.turns for one in played), len(played))
         failures = Counter(one.failure for one in played if one.failure is not None)
         sums.add("environment/failed_fraction", sum(failures.values()), len(played))
         for reason, count in failures.items():
             first = next(one for one in played if one.failure == reason)
-            words = f"{stage.name}: {count} of {len(played)} trajectories ended by {reason}; row {first.uid}: {first.detail}"
+            words = (
+                f"{stage.name}: {count} of {len(played)} trajectories ended by {reason}; row {first.uid}: "
+                f"{first.detail}"
+            )
             sums.add(f"environment/failures/{reason}", count)
             sums.add(FAILURE + words, 0.0, count)
             self.progress.print(words)
@@ -283,16 +315,25 @@ def sampling_of(stage: Stage, config: Config) -> SamplingParams:
     rollout, params = config.rollout, stage.params
     own = {name: params.get(name, getattr(rollout, name)) for name in ("temperature", "top_p", "top_k")}
     return SamplingParams(
-        **own, max_tokens=rollout.max_response_tokens, stop_token_ids=tuple(rollout.stop_token_ids),
-        stop=tuple(rollout.stop), greedy=bool(params.get("greedy", False)),
-    )  # fmt: skip
+        **own,
+        max_tokens=rollout.max_response_tokens,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        stop=tuple(rollout.stop),
+        greedy=bool(params.get("greedy", False)),
+    )
 
 
 def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> Limits:
-    """Return the limits of a trajectory of so many tokens, prompt included; ranks that play together divide `at_once`."""
+    """Return the limits of a trajectory of so many tokens, prompt included; ranks that play together divide
+    `at_once`.
+    """
     environment, right = config.rollout.environment, config.reward.correct_score
     share = environment.at_once // ranks.size + (ranks.rank < environment.at_once % ranks.size)
     return Limits(
-        max(1, share), environment.timeout_s, environment.max_turns, max_sequence_tokens,
-        1.0 if right is None else right, config.reward.max_abs,
-    )  # fmt: skip
+        max(1, share),
+        environment.timeout_s,
+        environment.max_turns,
+        max_sequence_tokens,
+        1.0 if right is None else right,
+        config.reward.max_abs,
+    )

@@ -53,23 +53,26 @@ class Checks:
     def begin(self, stage: Stage, rows: Rows) -> Pending:
         """Send rows to the reward processes before the stage runs."""
         assert self.rewards is not None, "no answer is checked in this process"
-        begun = self.rewards.submit(rows, stage.params.get("of"))
-        self.pending.setdefault(stage.name, []).append((rows, begun))
-        return begun
+        started = self.rewards.submit(rows, stage.params.get("of"))
+        self.pending.setdefault(stage.name, []).append((rows, started))
+        return started
 
     def results(self, stage: Stage, rows: Rows, sums: Sums) -> Rows:
-        """Return the results of `rows`, in their order; missing checks start now. Several threads may ask for theirs."""
+        """Return the results of `rows`, in their order; missing checks start now.
+
+        Several threads may ask for theirs.
+        """
         uids = set(rows.uids())
         with self.lock:
             if not any(uids.issuperset(part.uids()) for part, _ in self.pending.get(stage.name, ())):
                 self.begin(stage, rows)
             known = self.pending.pop(stage.name)
-            begun = [(part, pending) for part, pending in known if uids.issuperset(part.uids())]
-            if len(begun) < len(known):
+            started = [(part, pending) for part, pending in known if uids.issuperset(part.uids())]
+            if len(started) < len(known):
                 self.pending[stage.name] = [one for one in known if not uids.issuperset(one[0].uids())]
         with self.progress.stage(stage.name, len(rows)) as bar:
             parts = []
-            for part, pending in begun:
+            for part, pending in started:
                 with WORK.waiting():  # checks have their own limits
                     found = pending.result(scores_of(stage))
                 parts.append(part.only(IDENTITY).with_columns(found))
@@ -112,7 +115,9 @@ class EarlyStop:
     def __init__(
         self, segment: Segment, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None, wave: int = 0
     ) -> None:
-        """Start a wave, of a number new on all ranks, with its rows `uids` on all ranks that exchange `notices`; None for one rank."""
+        """Start a wave, of a number new on all ranks, with its rows `uids` on all ranks that exchange `notices`; None
+        for one rank.
+        """
         self.segment, self.flow, self.notices = segment, flow, notices
         if notices is not None:
             notices.begin(str(wave))
@@ -144,12 +149,16 @@ class EarlyStop:
         return [uid for group in needless for uid in sorted(self.left[group])]
 
     def close(self) -> None:
-        """Send the remaining results to the other ranks, after all rows of this rank have ended; waits for their checks."""
+        """Send the remaining results to the other ranks, after all rows of this rank have ended; waits for their
+        checks.
+        """
         if self.notices is not None:
             self._news(wait=True)
 
     def _news(self, wait: bool) -> list[Rows]:
-        """Return new results, with columns of verify stages: of this rank's checked rows (with `wait` of all), and of others."""
+        """Return new results, with columns of verify stages: of this rank's checked rows (with `wait` of all), and of
+        others.
+        """
         ready = [wait or all(check.done() for check in checks) for _, checks in self.waiting]
         taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
         self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
@@ -169,10 +178,18 @@ class EarlyChecks:
     """Sends finished rows of a generate stage to the reward processes while the engine continues."""
 
     def __init__(
-        self, checks: Checks, engine: RoleEngine, rows: Rows, place: Mapping[Uid, int], verify: Sequence[Stage],
-        bar: Bar, stop: EarlyStop | None,
-    ) -> None:  # fmt: skip
-        """Start; `place` is each row's position in `rows`, and `verify` the stages that may start early. `stop` gets each finished row."""
+        self,
+        checks: Checks,
+        engine: RoleEngine,
+        rows: Rows,
+        place: Mapping[Uid, int],
+        verify: Sequence[Stage],
+        bar: Bar,
+        stop: EarlyStop | None,
+    ) -> None:
+        """Start; `place` is each row's position in `rows`, and `verify` the stages that may start early. `stop` gets
+        each finished row.
+        """
         self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, place, bar
         self.verify = verify if checks.rewards is not None else ()
         for stage in self.verify:
@@ -196,9 +213,9 @@ class EarlyChecks:
         part = self.rows.take([self.place[row.uid] for row in self.waiting])
         part = part.with_columns(response_columns(part, self.waiting))
         self.waiting = []
-        begun = {stage.name: self.checks.begin(stage, part) for stage in self.verify}
+        started = {stage.name: self.checks.begin(stage, part) for stage in self.verify}
         if self.stop is not None:
-            self.stop.add(part, begun)
+            self.stop.add(part, started)
 
 
 def early_verify_stages(flow: Flow, stage: Stage) -> list[Stage]:

@@ -61,13 +61,22 @@ from braidrl.training.roles.checkpoint import Write
 
 
 class HybridBackend:
-    """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
+    """Implements `SerialBackend` with handles.
+
+    Every role has a worker group; `home` makes the rows, and runs stages without a location.
+    """
 
     def __init__(
-        self, loader: Admissions | None, workers: RunWorkers, progress: Progress, resources: ExitStack,
+        self,
+        loader: Admissions | None,
+        workers: RunWorkers,
+        progress: Progress,
+        resources: ExitStack,
         trace: TraceWriter | None,
-    ) -> None:  # fmt: skip
-        """Store the parts that `start_hybrid_backend` has started; `close` ends `resources`. Without a loader it only evaluates."""
+    ) -> None:
+        """Store the parts that `start_hybrid_backend` has started; `close` ends `resources`. Without a loader it only
+        evaluates.
+        """
         self.loader, self.workers, self.progress, self.config = loader, workers, progress, workers.prepared.config
         self.resources, self.trace = resources, trace
         self.home, self.distinct = workers.home, list(workers.groups)
@@ -91,7 +100,10 @@ class HybridBackend:
         return Handle((output,), torch.arange(len(output.row))[None])
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None) -> Handle:
-        """Start a stage; without a role it is deferred until its output is needed. In a `segment` ranks exchange results."""
+        """Start a stage; without a role it is deferred until its output is needed.
+
+        In a `segment` ranks exchange results.
+        """
         if stage.role is not None and ":" in stage.type:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
@@ -146,7 +158,8 @@ class HybridBackend:
         return True
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names through its transfer protocol, and return the collected result.
+        """Call a method of the class that `roles.ROLE.methods` names through its transfer protocol, and return the
+        collected result.
 
         This is a table, at once, if the method writes columns. Raises UserError if there is no such method.
         """
@@ -213,17 +226,18 @@ class HybridBackend:
         group.wait(group.call("keep", [folder] * len(parts), own, aside=True))
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Save beside a running call, so that an interrupt does not wait until all rows are generated; a sharded model after it.
+        """Save beside a running call, so that an interrupt does not wait until all rows are generated; a sharded model
+        after it.
 
         With `copy` each worker continues as soon as it has copies, and writes them in a thread.
         """
-        begun = []
+        started = []
         for group in self.distinct:
             layouts = [settings_of(role, self.config).layout for role in group.pool.models]
             replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
             aside = replicated and not pools_ranks(self.config)
-            begun.append((group, group.call("save", folder.resolve(), copy, aside=aside)))
-        wait_all(begun)
+            started.append((group, group.call("save", folder.resolve(), copy, aside=aside)))
+        wait_all(started)
         return [partial(written, group, group.actors) for group in self.distinct] if copy else []
 
     def load(self, folder: Path, version: int) -> None:
@@ -240,10 +254,12 @@ class HybridBackend:
         return where_computed(table, [*made, *(output for output in table.outputs if output.stage is READ)])
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
-        """Start, or for a compute stage wait for, the inputs of a stage; then return its group, and the rows of each of its ranks.
+        """Start, or for a compute stage wait for, the inputs of a stage; then return its group, and the rows of each of
+        its ranks.
 
-        A compute stage runs at `home`, where its payload is, with the rows of a group on one rank. If it reads only index columns the
-        group is None, and the rows are those of `home`. Answers are verified where they were generated.
+        A compute stage runs at `home`, where its payload is, with the rows of a group on one rank. If it reads only
+        index columns the group is None, and the rows are those of `home`. Answers are verified where they were
+        generated.
         """
         home, reads = self.home, columns_read(stage)
         writers = table.writers(reads)
@@ -333,7 +349,8 @@ def start_hybrid_backend(
 ) -> HybridBackend:
     """Start the workers, on the configured cluster by default, and have them read the data and load their models.
 
-    `folder` is the run's, for files of workers. Raises UserError if a placement, the data or a user's class cannot be used.
+    `folder` is the run's, for files of workers. Raises UserError if a placement, the data or a user's class cannot be
+    used.
     """
     config = prepared.config
     for own in config.roles.values():

@@ -71,9 +71,11 @@ class WorkerGroup:
         self.cluster.end(self.actors, [process for process in self.processes if process is not None], names)
 
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
-        """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
+        """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the
+        protocol.
 
-        `reads` are the columns of handles that workers need, by default all. `aside` runs beside the call that a worker is busy with.
+        `reads` are the columns of handles that workers need, by default all. `aside` runs beside the call that a worker
+        is busy with.
         """
         protocol: TransferProtocol = registration_of(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
@@ -99,8 +101,8 @@ class WorkerGroup:
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
         """Return the answers of this group's calls, in the order of the futures.
 
-        `arrived` is called with each completed future. Raises WorkerError if a worker failed or sent no answer for too long, and
-        UserError if a worker raised it.
+        `arrived` is called with each completed future. Raises WorkerError if a worker failed or sent no answer for too
+        long, and UserError if a worker raised it.
         """
         waiting = {future.ref: future for future in futures}
         answers: dict[Any, CallResult] = {}
@@ -170,10 +172,11 @@ class RunWorkers:
     order: RunOrder
 
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
-        """Start the actors of `fresh` groups; let them join the run, form process groups, read the data and load their models.
+        """Start the actors of `fresh` groups; let them join the run, form process groups, read the data and load their
+        models.
 
-        Returns the number of prompts and a message per source if `home` is among them, and reads data. Raises UserError if a worker
-        refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
+        Returns the number of prompts and a message per source if `home` is among them, and reads data. Raises UserError
+        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
         config, order = self.prepared.config, ray.put(self.order)
         for group in fresh:
@@ -215,7 +218,8 @@ class RunWorkers:
         return counts
 
     def replace_lost(self) -> None:
-        """Restart the groups that lost a worker, and those that do not finish in `cluster.silence_s`: a rank may wait for a failed one.
+        """Restart the groups that lost a worker, and those that do not finish in `cluster.silence_s`: a rank may wait
+        for a failed one.
 
         All others forget their rows. Raises WorkerError if the restart failed.
         """
@@ -244,17 +248,19 @@ def check_devices_alike(role: str, trains: str, generates: str) -> None:
     """Raise UserError if a role trains on another kind of device than it generates on."""
     if trains != generates:
         raise UserError(
-            f"placement: {role} trains on {trains} and generates on {generates}; give both pools devices of one kind, or write device=cpu"
+            f"placement: {role} trains on {trains} and generates on {generates}; give both pools devices of one "
+            "kind, or write device=cpu"
         )
 
 
-def wait_all(begun: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
+def wait_all(started: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
     """Start calls of several groups, then wait for all; return the answers of each."""
-    return [group.wait(futures) for group, futures in list(begun)]
+    return [group.wait(futures) for group, futures in list(started)]
 
 
 def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:
-    """Return the group that computes the first of these outputs, and the rows of each rank: where the first output with them is.
+    """Return the group that computes the first of these outputs, and the rows of each rank: where the first output with
+    them is.
 
     Rank 0 also gets the rows of no worker of the group.
     """
@@ -269,7 +275,9 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
 
 
 def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
-    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one rank."""
+    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one
+    rank.
+    """
     costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
     return balanced_partition(costs, ranks, groups=index["group"].tolist() if whole_groups else None)
 

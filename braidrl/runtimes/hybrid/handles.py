@@ -42,8 +42,8 @@ class CallResult:
 
 
 Kept = tuple[int, tuple[str, ...] | None, Numbers, Numbers]
-"""The location of one stage's output: the key under which workers keep it; its payload columns (None if the attached answers name
-them); and for each row (B,) the worker, -1 for none, and the row's number there.
+"""The location of one stage's output: the key under which workers keep it; its payload columns (None if the attached
+answers name them); and for each row (B,) the worker, -1 for none, and the row's number there.
 """
 
 
@@ -77,7 +77,8 @@ class Future:
 
 @dataclass(eq=False)
 class Output:
-    """The columns that one stage writes for a table (B): deferred at first, then running, complete once it has an index.
+    """The columns that one stage writes for a table (B): deferred at first, then running, complete once it has an
+    index.
 
     `worker` (B,) is the worker that writes each row, one future for each, and `row` (B,) the row's number there.
     """
@@ -97,7 +98,9 @@ class Output:
     """Payload columns that the workers keep, known after their answers."""
 
     def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
-        """Record the calls, the key, and the row positions of each future; once a future has no references its rows are unread."""
+        """Record the calls, the key, and the row positions of each future; once a future has no references its rows are
+        unread.
+        """
         self.table, self.key, self.group, self.futures = None, key, group, futures
         size = sum(map(len, positions))
         self.worker, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
@@ -115,7 +118,9 @@ class Output:
         self.index = merged_rows(len(self.worker), pieces)
 
     def holds(self, names: frozenset[str] | None) -> bool:
-        """Return True if a named column is, or while running may become, payload of this output; for None, if workers keep any."""
+        """Return True if a named column is, or while running may become, payload of this output; for None, if workers
+        keep any.
+        """
         if names is None:
             return bool(self.futures)
         return not names.isdisjoint(self.payload if self.index is not None else self.stage.writes)
@@ -123,9 +128,11 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A table whose rows are on workers: outputs in the order of their stages, and the number of each row in each output.
+    """A table whose rows are on workers: outputs in the order of their stages, and the number of each row in each
+    output.
 
-    `rows` is (outputs, B), -1 if a row is not in an output. `parts` holds the rows of each rank, once they are assigned.
+    `rows` is (outputs, B), -1 if a row is not in an output. `parts` holds the rows of each rank, once they are
+    assigned.
     """
 
     outputs: tuple[Output, ...]
@@ -185,9 +192,11 @@ class Handle:
         return found[::-1]
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
-        """Return the table as a worker receives it; appends to `awaited` the futures whose answers must come with the call.
+        """Return the table as a worker receives it; appends to `awaited` the futures whose answers must come with the
+        call.
 
-        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers keep.
+        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that
+        workers keep.
         """
         if not len(self):
             return Part()

@@ -1,4 +1,5 @@
-"""A worker: one rank of all roles of a pool. It loads their models, runs their stages, and keeps the rows that it has written.
+"""A worker: one rank of all roles of a pool. It loads their models, runs their stages, and keeps the rows that it has
+written.
 
 driver ──perform──▶ one call after the other
 other workers ──fetch──▶ rows in chunks, by Ray's object store, also while a call runs
@@ -51,7 +52,9 @@ from braidrl.training.parallel.layouts import DataParallel
 FETCHED_ROWS = 256
 """Rows of each key in one message between workers."""
 Wanted = tuple[int, int, Numbers, tuple[str, ...]]
-"""Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, or () for all columns."""
+"""Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, or () for all
+columns.
+"""
 Meeting = tuple[str, int, str]
 """Host and port of a store, and the key prefix of the ranks that use it."""
 
@@ -100,10 +103,11 @@ class HybridWorker:
         self.resources.close()
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
-        """Call a method by name with the first `count` of `values`; the rest are answers of earlier calls that hold the arguments' rows.
+        """Call a method by name with the first `count` of `values`; the rest are answers of earlier calls that hold the
+        arguments' rows.
 
-        Rows under the keys `released` are freed before. Any error but UserError becomes a WorkerError whose text holds everything, since
-        the exception behind it may not be serializable.
+        Rows under the keys `released` are freed before. Any error but UserError becomes a WorkerError whose text holds
+        everything, since the exception behind it may not be serializable.
         """
         for key in released:
             self.kept.pop(key, None)
@@ -150,13 +154,17 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
-        """Read the run's data with the pool's other ranks, which map the first one's tables; return prompts and a message per source."""
+        """Read the run's data with the pool's other ranks, which map the first one's tables; return prompts and a
+        message per source.
+        """
         self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, kept))
         return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
 
     @register(protocol="ONE_TO_ALL")
     def load_models(self) -> tuple[int, str, str]:
-        """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the kind of device."""
+        """Load the pool's roles, with engines for generating ones; return this process's id, Ray's node id, and the
+        kind of device.
+        """
         prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
         self.flow, self.rows = prepared.executed, RowStore(prepared)
@@ -171,7 +179,9 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
-        """Plan the transfer of a role's weights between the pools that train and generate: `size` ranks, this pool's from `first` on."""
+        """Plan the transfer of a role's weights between the pools that train and generate: `size` ranks, this pool's
+        from `first` on.
+        """
         host, port, secret = meeting
         if role in self.exchanges:
             # Some of its ranks have ended: waiting for them would time out.
@@ -184,7 +194,9 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def forget_rows(self) -> None:
-        """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to workers."""
+        """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to
+        workers.
+        """
         self.kept, self.peers = {}, {}
         self.executor.generation.checks.pending.clear()
         self.executor.methods.clear()
@@ -192,7 +204,9 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path, copy: bool) -> None:
-        """Write checkpoints, or with `copy` start to, from copies: rank 0 the replicated parts, and every rank its shards."""
+        """Write checkpoints, or with `copy` start to, from copies: rank 0 the replicated parts, and every rank its
+        shards.
+        """
         calls = self.executor.save(folder, self.rank == 0, copy)
         if copy:
             self.writing.begin(calls)
@@ -215,9 +229,15 @@ class HybridWorker:
 
     @register(protocol="DP")
     def execute(
-        self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor] | None = None,
-        segment: Segment | None = None, uids: Sequence[Uid] = (),
-    ) -> CallResult:  # fmt: skip
+        self,
+        part: Part,
+        stage: Stage,
+        iteration: int,
+        key: int,
+        totals: Mapping[str, Tensor] | None = None,
+        segment: Segment | None = None,
+        uids: Sequence[Uid] = (),
+    ) -> CallResult:
         """Keep the columns that a stage writes; for a batch-scope stage `totals` are its sums over all rows.
 
         In a wave of a `segment` with the rows `uids`, rows of groups that are not needed end early.
@@ -233,7 +253,9 @@ class HybridWorker:
         return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
-        """Call a method of the user's class for a role, with rows in place of a part, and keep the columns that it writes."""
+        """Call a method of the user's class for a role, with rows in place of a part, and keep the columns that it
+        writes.
+        """
         call = partial(self.executor.own_method(stage), **stage.settings)
         self.executor.residency.before(stage)
         if not (arguments and isinstance(arguments[0], Part)):
@@ -249,12 +271,16 @@ class HybridWorker:
 
     @register(protocol="DP")
     def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
-        """Make one optimizer step with the other ranks, each on its own rows; rank 0 counts what is the same on all of them."""
+        """Make one optimizer step with the other ranks, each on its own rows; rank 0 counts what is the same on all of
+        them.
+        """
         train, first = self.executor.train, self.rank == 0
         return self._compute(
-            part, stage, iteration,
+            part,
+            stage,
+            iteration,
             lambda rows, sums: train(stage, [nullcontext((counts, rows))], iteration, sums, len(rows), counted=first),
-        )  # fmt: skip
+        )
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
@@ -283,7 +309,9 @@ class HybridWorker:
             self.rows.save(path / f"{self.rank:05}", self._rows_of(part, None))
 
     def fetch(self, wanted: Sequence[tuple[int, Numbers, tuple[str, ...]]]) -> list[list[Numbers]]:
-        """Return payload columns, or without names all, of some rows (n,) kept under each key: as arrays, which Ray copies only once."""
+        """Return payload columns, or without names all, of some rows (n,) kept under each key: as arrays, which Ray
+        copies only once.
+        """
         return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*one))] for one in wanted]
 
     def _write(
@@ -298,7 +326,9 @@ class HybridWorker:
         return CallResult(index, names, self.number, key, answer.sums, answer.seconds)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> CallResult:
-        """Return the result of `run` for a part's rows with the columns that the stage may read, its metric sums, and its seconds."""
+        """Return the result of `run` for a part's rows with the columns that the stage may read, its metric sums, and
+        its seconds.
+        """
         self.call.doing = (stage.role or self.pool.name, f"{stage.name} (iteration {iteration})", part)
         sums, role = Sums(), stage.role or "compute"
         with traced(self.trace, role, stage.name, iteration, rows=len(part), state="waiting"):
@@ -310,7 +340,9 @@ class HybridWorker:
         return CallResult(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
-        """Return a part's rows with index columns and the payload to read; None reads all. Raises TimeoutError naming the late workers."""
+        """Return a part's rows with index columns and the payload to read; None reads all. Raises TimeoutError naming
+        the late workers.
+        """
         if not len(part):
             return Rows({})
         came = {(answer.worker, answer.key): answer for answer in self.call.answers}
@@ -343,16 +375,16 @@ class HybridWorker:
                 continue
             for start in range(0, len(rows), FETCHED_ROWS):
                 asked.setdefault((worker, start), []).append((n, key, rows[start : start + FETCHED_ROWS], names))
-        begun: dict[Any, str] = {}
+        started: dict[Any, str] = {}
         for (worker, _), parts in asked.items():
             if worker not in self.peers:
                 self.peers[worker] = ray.get_actor(f"{self.order.family}-{worker}")
             fetch = self.peers[worker].fetch.options(concurrency_group="rows")
-            begun[fetch.remote([part[1:] for part in parts])] = self.names[worker]
+            started[fetch.remote([part[1:] for part in parts])] = self.names[worker]
         try:
-            answers = ray.get(list(begun), timeout=self.limit_s)
+            answers = ray.get(list(started), timeout=self.limit_s)
         except ray.exceptions.GetTimeoutError:
-            late = {begun[ref] for ref in ray.wait(list(begun), num_returns=len(begun), timeout=0)[1]}
+            late = {started[ref] for ref in ray.wait(list(started), num_returns=len(started), timeout=0)[1]}
             raise TimeoutError(f"waited {self.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
         for parts, answer in zip(asked.values(), answers, strict=True):
             for (n, *_), frames in zip(parts, answer, strict=True):

@@ -3,8 +3,8 @@
                     distribute                             collect
 driver ── f(x) ──▶ rank 0: f(x0)   rank 1: f(x1)   ... ──▶ one result
 
-A protocol is a pair of pure functions of the group's mesh. `@register(protocol=...)` above a worker's method names the protocol of
-its calls; `docs/extend.md` shows how to write one.
+A protocol is a pair of pure functions of the group's mesh. `@register(protocol=...)` above a worker's method names the
+protocol of its calls; `docs/extend.md` shows how to write one.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,9 @@ class Mesh:
     tensor: int = 1
     sequence: int = 1
     generation: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each generation group, if ranks generate together: the ranks of one model copy are micro data-parallel."""
+    """The ranks of each generation group, if ranks generate together: the ranks of one model copy are micro
+    data-parallel.
+    """
 
     @property
     def size(self) -> int:
@@ -54,7 +56,9 @@ class DivisibleTable(RowTable, Protocol):
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """A name, and two functions of the mesh: the arguments of each rank, and the joined results of the called ranks, in their order."""
+    """A name, and two functions of the mesh: the arguments of each rank, and the joined results of the called ranks, in
+    their order.
+    """
 
     name: str
     distribute: Callable[..., RankCalls]
@@ -76,11 +80,12 @@ class Registration:
 def register(
     *, protocol: str | TransferProtocol, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
 ) -> Callable[[F], F]:
-    """Return a decorator that registers a worker's method for calls by the driver. Raises UserError for an unknown protocol.
+    """Return a decorator that registers a worker's method for calls by the driver. Raises UserError for an unknown
+    protocol.
 
-    `protocol` is a name in `PROTOCOLS`, `module:name` or `file.py:name`, or the protocol itself. `reads` are the columns that the method
-    needs, as for a stage, and `writes` those that it returns as a mapping and that stay with the worker; without any, its result goes to
-    the driver.
+    `protocol` is a name in `PROTOCOLS`, `module:name` or `file.py:name`, or the protocol itself. `reads` are the
+    columns that the method needs, as for a stage, and `writes` those that it returns as a mapping and that stay with
+    the worker; without any, its result goes to the driver.
     """
     registration = Registration(PROTOCOLS.find(protocol) if isinstance(protocol, str) else protocol, reads, writes)
 
@@ -107,8 +112,8 @@ def joined(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
 def by_share(name: str, about: str, shares: Callable[[Mesh], Sequence[Sequence[int]]]) -> TransferProtocol:
     """Return a protocol that divides rows into shares, one for each entry of `shares(mesh)`, which lists ranks.
 
-    The ranks of an entry get the same rows, which may be none, and the first of them answers. All ranks get the same other arguments.
-    `about` says so in the catalogue.
+    The ranks of an entry get the same rows, which may be none, and the first of them answers. All ranks get the same
+    other arguments. `about` says so in the catalogue.
     """
 
     def distribute(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
@@ -141,7 +146,8 @@ RANK_ZERO = TransferProtocol("RANK_ZERO", to_rank_zero, lambda mesh, calls, resu
 ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", one_each, joined)
 DP = by_share(
     "DP",
-    "Call each rank with its part of the rows, which may be empty, and the same other arguments; ranks of one copy pool their rows.",
+    "Call each rank with its part of the rows, which may be empty, and the same other arguments; ranks of one copy "
+    "pool their rows.",
     lambda mesh: [[rank] for rank in range(mesh.size)],
 )
 # The last pipeline ranks have the model's outputs, and answer.
@@ -158,7 +164,8 @@ THREE_D_MICRO_DP = by_share(
 )
 PP_AS_DP = by_share(
     "PP_AS_DP",
-    "Call pipeline ranks with their own rows, as if they were data ranks; ranks that split tensors or sequences get the same rows.",
+    "Call pipeline ranks with their own rows, as if they were data ranks; ranks that split tensors or sequences get "
+    "the same rows.",
     lambda mesh: [ranks.tolist() for copy in np.swapaxes(mesh.ranks(), 0, 1) for ranks in copy],
 )
 PP_ONLY = TransferProtocol(

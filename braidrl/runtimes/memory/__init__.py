@@ -2,6 +2,6 @@
 
 configuration, flow ──budget──▶ bytes of each role by part ──residency──▶ resident assets in each stage, and the moves
 
-`runtimes.sizing` chooses sizes by these estimates. `training.memory` is the layer below: the bytes of a model (`footprint`) and
-offloading of tensors (`offload`).
+`runtimes.sizing` chooses sizes by these estimates. `training.memory` is the layer below: the bytes of a model
+(`footprint`) and offloading of tensors (`offload`).
 """

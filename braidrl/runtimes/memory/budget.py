@@ -1,4 +1,5 @@
-"""Memory of a role on each of its devices, counted by `training.memory.footprint`; used by `--dry-run` and `braid plan`.
+"""Memory of a role on each of its devices, counted by `training.memory.footprint`; used by `--dry-run` and `braid
+plan`.
 
 configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
@@ -110,7 +111,9 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
 
 
 def deployment(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Deployment:
-    """Return a role's configured deployment; `decoding_ranks` decode together. Raises UserError if its layout does not fit."""
+    """Return a role's configured deployment; `decoding_ranks` decode together. Raises UserError if its layout does not
+    fit.
+    """
     role, rollout, placed = use.role, config.rollout, undeployed(use, config, flow)
     layout = placed.layout
     if engine_processes(config):
@@ -138,16 +141,23 @@ def undeployed(use: RoleUse, config: Config, flow: Flow) -> Deployment:
     lora = own.lora if use.trained else None
     kinds = {stage.kind for stage in flow.stages if stage.role == use.role}
     return Deployment(
-        model_shape(own.model, own.dtype, scalar, lora) if lora else plain, plain, own.layout, use.trained, scalar,
-        computes=not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN)), tokens=own.max_tokens,
-        checkpointing=own.activation_checkpointing, moment_bytes=moment_bytes(config.trainer),
-    )  # fmt: skip
+        model_shape(own.model, own.dtype, scalar, lora) if lora else plain,
+        plain,
+        own.layout,
+        use.trained,
+        scalar,
+        computes=not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN)),
+        tokens=own.max_tokens,
+        checkpointing=own.activation_checkpointing,
+        moment_bytes=moment_bytes(config.trainer),
+    )
 
 
 def engine_use(
     role: str, shape: Shape, layout: ParallelLayout, config: Config, slots: int, divisor: int
 ) -> EngineUse | None:
-    """Return the engine of a role, of `divisor` ranks, on devices that train it; None for servers, which have their own devices.
+    """Return the engine of a role, of `divisor` ranks, on devices that train it; None for servers, which have their own
+    devices.
 
     `shape` is the role's model with adapters, and `layout` the one in which the devices hold it.
     """
@@ -164,8 +174,8 @@ def engine_use(
 def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
     """Return the peak bytes of one device: the resident ones, and the most that any role needs beside them.
 
-    Roles take turns, and engines sleep while others work: keys and values exist while their role generates, and not while one infers
-    or trains. `resident` gives the resident bytes if not everything stays.
+    Roles take turns, and engines sleep while others work: keys and values exist while their role generates, and not
+    while one infers or trains. `resident` gives the resident bytes if not everything stays.
     """
     working = max(sum(f.working.values()) for f in footprints)
     return resident + working if resident is not None else at_once([f.resident for f in footprints], working)
@@ -187,7 +197,10 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
 
 
 def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Return, under `trainer.resident_gib`, a device's peak bytes and the assets that leave it. Raises as `residency_plan`."""
+    """Return, under `trainer.resident_gib`, a device's peak bytes and the assets that leave it.
+
+    Raises as `residency_plan`.
+    """
     gib = config.trainer.resident_gib
     if gib is None:
         return None, []
@@ -201,7 +214,10 @@ def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple
 def taking_turns(
     flow: Flow, resident: Mapping[str, dict[str, int]], generating: Collection[str], budget: int
 ) -> ResidencyPlan:
-    """Plan the moves of roles that share a device under a budget, from their resident bytes by part. Raises as `residency_plan`."""
+    """Plan the moves of roles that share a device under a budget, from their resident bytes by part.
+
+    Raises as `residency_plan`.
+    """
     sizes = {asset: size for role, parts in resident.items() for asset, size in assets(role, parts).items()}
     shared = frozenset(role for role in generating if ENGINE not in resident[role])
     copied = frozenset(role for role, parts in resident.items() if INFERENCE in parts)

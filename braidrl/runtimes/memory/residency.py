@@ -1,12 +1,13 @@
-"""Residency: which assets of the roles are in device memory at each stage, if not all fit at once; the plan, and its execution.
+"""Residency: which assets of the roles are in device memory at each stage, if not all fit at once; the plan, and its
+execution.
 
     stage       actor.generate   reference.log_probs   actor.update          publish
     resident    engine           reference weights     weights, optimizer    weights, engine      + whatever is kept throughout
 
-The plan follows from the order of stages alone. An asset is loaded before the first of consecutive stages that need it, and
-offloaded after the last; this continues from one iteration to the next. An asset that fits beside every stage's needs is kept and
-never moves. A kept engine sleeps while others work and then holds only its own weights, without keys and values. `Residency` makes
-the moves:
+The plan follows from the order of stages alone. An asset is loaded before the first of consecutive stages that need it,
+and offloaded after the last; this continues from one iteration to the next. An asset that fits beside every stage's
+needs is kept and never moves. A kept engine sleeps while others work and then holds only its own weights, without keys
+and values. `Residency` makes the moves:
 
     stage ──needs──▶ Residency ──offload, onload──▶ weights and optimizers of roles, engines' copies of weights
 """
@@ -38,7 +39,9 @@ AssetPart = Literal["weights", "optimizer", "engine", "inference"]
 
 
 class Asset(NamedTuple):
-    """A part of a role in device memory; `optimizer` includes gradients, `inference` is a copy in an inference layout of its own."""
+    """A part of a role in device memory; `optimizer` includes gradients, `inference` is a copy in an inference layout
+    of its own.
+    """
 
     role: str
     part: AssetPart
@@ -52,7 +55,9 @@ class ResidencyPlan:
     """
 
     kept: frozenset[Asset]
-    """The assets that never move; all others are loaded before the first of consecutive stages that need them, and then leave."""
+    """The assets that never move; all others are loaded before the first of consecutive stages that need them, and then
+    leave.
+    """
     moved: Mapping[str, int]
     """Bytes that are loaded and offloaded before each stage, and before PUBLISH."""
     most: int
@@ -60,14 +65,20 @@ class ResidencyPlan:
 
 
 def residency_plan(
-    flow: Flow, sizes: Mapping[Asset, int], budget: int | None, shared: frozenset[str] = frozenset(),
-    copied: frozenset[str] = frozenset(), asleep: Mapping[Asset, int] | None = None, generating: Collection[str] = (),
-) -> ResidencyPlan:  # fmt: skip
-    """Return the plan of one process for its assets, given by `sizes` in bytes; without a budget in bytes it keeps everything.
+    flow: Flow,
+    sizes: Mapping[Asset, int],
+    budget: int | None,
+    shared: frozenset[str] = frozenset(),
+    copied: frozenset[str] = frozenset(),
+    asleep: Mapping[Asset, int] | None = None,
+    generating: Collection[str] = (),
+) -> ResidencyPlan:
+    """Return the plan of one process for its assets, given by `sizes` in bytes; without a budget in bytes it keeps
+    everything.
 
-    Engines of `shared` roles use the trainer's weights; `copied` roles infer with a copy of theirs. `asleep` has the bytes of
-    sleeping engines, by default as many as awake, and `generating` further roles that generate: in evaluations alone. Raises
-    UserError if a stage alone is over the budget.
+    Engines of `shared` roles use the trainer's weights; `copied` roles infer with a copy of theirs. `asleep` has the
+    bytes of sleeping engines, by default as many as awake, and `generating` further roles that generate: in evaluations
+    alone. Raises UserError if a stage alone is over the budget.
     """
     during = sizes_during(flow, sizes, asleep or {}, generating)
     needs = {step: needed & sizes.keys() for step, needed in needed_assets(flow, shared, copied, generating).items()}
@@ -86,8 +97,8 @@ def residency_plan(
                     f"{step} needs {total:,} bytes on a device at once ({parts}) and {budget:,} are there; "
                     "place its role on more devices, or its generation in a pool of its own"
                 )
-        # Keep the assets that fit beside every step's needs. Those that would be brought most often come first: an asset is brought
-        # once for each run of steps that need it.
+        # Keep the assets that fit beside every step's needs. Those that would be brought most often come first: an
+        # asset is brought once for each run of steps that need it.
         runs = {asset: sum(asset in needs[step] - needs[before] for step, before in steps) for asset in sizes}
         for asset in sorted(sizes, key=lambda asset: (-runs[asset], sizes[asset], asset)):
             if all(resident(step, kept | {asset}) <= budget for step in needs):
@@ -99,7 +110,9 @@ def residency_plan(
 def sizes_during(
     flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, int], generating: Collection[str] = ()
 ) -> dict[str, dict[Asset, int]]:
-    """Return the bytes of each loaded asset in each step: an engine is awake only in the steps that generate with it."""
+    """Return the bytes of each loaded asset in each step: an engine is awake only in the steps that generate with
+    it.
+    """
     steps: dict[str, str | None] = {s.name: s.role if s.kind is Kind.GENERATE else None for s in flow.stages}
     steps |= {**{EVALUATION + role: role for role in generating}, PUBLISH: None}
     return {
@@ -109,9 +122,14 @@ def sizes_during(
 
 
 def needed_assets(
-    flow: Flow, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset(), generating: Collection[str] = ()
-) -> dict[str, frozenset[Asset]]:  # fmt: skip
-    """Return the assets that stages need on the device, evaluations by roles that no stage generates with, and the publication."""
+    flow: Flow,
+    shared: frozenset[str] = frozenset(),
+    copied: frozenset[str] = frozenset(),
+    generating: Collection[str] = (),
+) -> dict[str, frozenset[Asset]]:
+    """Return the assets that stages need on the device, evaluations by roles that no stage generates with, and the
+    publication.
+    """
     needs = {stage.name: stage_needs(stage, shared, copied) for stage in flow.stages}
     of_stages = {str(stage.role) for stage in flow.stages if stage.kind is Kind.GENERATE}
     needs |= {EVALUATION + role: engine_needs(role, shared) for role in generating if role not in of_stages}
@@ -154,7 +172,8 @@ class Held:
 class Residency:
     """The residency of one process's roles.
 
-    Without `trainer.resident_gib` all stays loaded, but weights that a role trains and generates with in the same memory take turns.
+    Without `trainer.resident_gib` all stays loaded, but weights that a role trains and generates with in the same
+    memory take turns.
     """
 
     def __init__(self, config: Config, flow: Flow, moves: WeightMoves) -> None:
@@ -199,7 +218,10 @@ class Residency:
         self.move(frozenset())
 
     def begin(self) -> None:
-        """Load the kept assets, once all roles are registered. Raises UserError for a stage that alone is over the budget."""
+        """Load the kept assets, once all roles are registered.
+
+        Raises UserError for a stage that alone is over the budget.
+        """
         sizes = {asset: held.size for asset, held in self.held.items()}
         asleep = {asset: held.asleep for asset, held in self.held.items() if held.asleep is not None}
         plan = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied, asleep, self.engines)
@@ -231,7 +253,9 @@ class Residency:
 
     @contextmanager
     def all_of(self, role: str) -> Iterator[None]:
-        """Keep a role's weights and optimizer on the device beside the current stage's assets; no stage starts meanwhile."""
+        """Keep a role's weights and optimizer on the device beside the current stage's assets; no stage starts
+        meanwhile.
+        """
         with self._lock:
             if role in self.phases:
                 self.phases[role].leave()

@@ -43,7 +43,9 @@ LAID_OUT = (*POOLED, "streaming")
 """Runtimes that can shard a role's model over processes."""
 EARLY_DRAWS = {
     "speculative_config": "draws several tokens at once, and rollout.reproducible=true draws each by its own number",
-    "async_scheduling=true": "draws a token before the one before it is known, and rollout.reproducible=true counts them",
+    "async_scheduling=true": (
+        "draws a token before the one before it is known, and rollout.reproducible=true counts them"
+    ),
 }
 """Settings of vLLM that `rollout.reproducible` does not allow, with the reason."""
 
@@ -89,7 +91,8 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     if rollout.engine in ("vllm", "http"):
         if rollout.grouping:
             raise UserError(
-                f"rollout.grouping is for ranks that train and generate, and rollout.engine={rollout.engine} has its own processes; "
+                f"rollout.grouping is for ranks that train and generate, and rollout.engine={rollout.engine} has its "
+                "own processes; "
                 "remove it, or write rollout.engines=0 for vLLM on these ranks"
             )
         check_attention_heads(config, key, generating)
@@ -98,7 +101,8 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
         raise UserError(f"{key} shards the embedded engine, vLLM and servers, and rollout.engine is {rollout.engine}")
     if engine_processes(config) or config.runtime not in POOLED:
         raise UserError(
-            f"{key} shards the embedded engine over ranks that train and generate; write runtime=distributed or hybrid without "
+            f"{key} shards the embedded engine over ranks that train and generate; write runtime=distributed or "
+            "hybrid without "
             "rollout.engines, or rollout.engine=vllm"
         )
     check_pooled_engines(config, key, generating, environments)
@@ -108,7 +112,8 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
         check_plan(settings_of(role, config).model, ParallelLayout(tensor=layout.tensor, pipeline=layout.pipeline), key)
         if (layers := settings.get("num_hidden_layers", layout.pipeline)) % layout.pipeline:
             raise UserError(
-                f"rollout.pipeline={layout.pipeline} does not divide the model's {layers} layers; write a divisor of {layers}"
+                f"rollout.pipeline={layout.pipeline} does not divide the model's {layers} layers; write a divisor of "
+                f"{layers}"
             )
 
 
@@ -119,7 +124,8 @@ def check_spanning_engines(config: Config) -> None:
         return
     if rollout.engine != "vllm" or config.runtime != "streaming":
         raise UserError(
-            f"rollout.nodes={nodes} is for engines of vLLM under runtime=streaming, and this is rollout.engine={rollout.engine} under "
+            f"rollout.nodes={nodes} is for engines of vLLM under runtime=streaming, and this is "
+            f"rollout.engine={rollout.engine} under "
             f"runtime={config.runtime}; remove it"
         )
     if ranks % nodes:
@@ -133,7 +139,8 @@ def check_hosted_vllm(config: Config, generating: Iterable[str], environments: b
     rollout = config.rollout
     if rollout.python is not None:
         raise UserError(
-            "rollout.engines=0 runs vLLM in Braid's own interpreter, and rollout.python names another; start `braid` from the environment "
+            "rollout.engines=0 runs vLLM in Braid's own interpreter, and rollout.python names another; start `braid` "
+            "from the environment "
             "that has vLLM and remove rollout.python, or leave rollout.engines out"
         )
     if config.trainer.resident_gib is not None:
@@ -142,7 +149,8 @@ def check_hosted_vllm(config: Config, generating: Iterable[str], environments: b
         raise UserError("rollout.vllm.enable_sleep_mode=false: vLLM on the ranks that train has to sleep; remove it")
     if rollout.pipeline > 1:
         raise UserError(
-            f"rollout.pipeline={rollout.pipeline}: vLLM on the ranks that train supports tensor parallelism alone; write rollout.tensor"
+            f"rollout.pipeline={rollout.pipeline}: vLLM on the ranks that train supports tensor parallelism alone; "
+            "write rollout.tensor"
         )
     if len(list(generating)) > 1:
         raise UserError("rollout.engines=0: vLLM on the ranks that train serves one role; leave rollout.engines out")
@@ -215,7 +223,8 @@ def check_engine(config: Config) -> None:
             raise UserError(f"rollout.vllm.{setting} {reason}; remove one of the two")
     if not rollout.is_reproducible and not vllm_log_prob_modes(training_sampling(config)):
         raise UserError(
-            f"rollout.reproducible=false: vLLM gives log-probs of temperature {rollout.temperature:g} of the tokens alone that top_p and "
+            f"rollout.reproducible=false: vLLM gives log-probs of temperature {rollout.temperature:g} of the tokens "
+            "alone that top_p and "
             "top_k keep; write rollout.temperature=1, remove top_p and top_k, or write rollout.reproducible=true"
         )
 
@@ -242,12 +251,14 @@ def without_effect(config: Config) -> list[str]:
     for key, sandbox, name in own_code(config):
         if sandbox.sandbox != "none" and (reason := walls_missing(sandbox.sandbox == "bubblewrap")):
             lines.append(
-                f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no walls here ({reason}): "
+                f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no "
+                f"walls here ({reason}): "
                 "its code could signal or read this run's processes and write its files"
             )
     if trainer.max_staleness and runtime != "streaming" and trainer.surplus != "keep":
         lines.append(
-            f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and trainer.surplus=keep do; "
+            f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and "
+            "trainer.surplus=keep do; "
             "all that it changes here is that old log-probs are recomputed and corrected"
         )
     if config.flow == "distillation" and settings_of("reference", config).model == config.model:
@@ -312,7 +323,8 @@ def check_pools(config: Config, flow: Flow, pools: Sequence[Pool]) -> None:
         backend = settings_of(role, config).backend
         if "streaming" not in supported(backend):
             raise UserError(
-                f"placement: {role} and {role}{GENERATE} are in different pools, and the backend {backend} cannot send weights to "
+                f"placement: {role} and {role}{GENERATE} are in different pools, and the backend {backend} cannot "
+                "send weights to "
                 f"another pool; remove {role}{GENERATE}, or write backend=torch"
             )
         if config.rollout.grouping:
@@ -333,7 +345,8 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
     axes += ["shard"] * (layout.shard != "none")
     if axes and plan.by_rows:
         raise UserError(
-            f"{key}: {axes[0]} is not supported for the model in {path}, whose attention mixes tokens in its own way; write data alone"
+            f"{key}: {axes[0]} is not supported for the model in {path}, whose attention mixes tokens in its own "
+            "way; write data alone"
         )
     for axis, name in AXES.items():
         if getattr(layout, axis) > 1:
@@ -349,7 +362,8 @@ def check_dtypes(config: Config, flow: Flow) -> None:
         if decay > 0.5 and settings_of(str(stage.role), config).dtype == torch.bfloat16:
             # A move of less than half the distance to the next number is rounded away, at every step anew.
             raise UserError(
-                f"{stage.name}: decay={decay:g} moves weights by less than bfloat16 can represent; write roles.{stage.role}.dtype=float32"
+                f"{stage.name}: decay={decay:g} moves weights by less than bfloat16 can represent; write "
+                f"roles.{stage.role}.dtype=float32"
             )
     on_cuda = choose_device(config.device).type == "cuda"
     for role in flow.roles:
@@ -384,7 +398,8 @@ def check_backends(config: Config, flow: Flow) -> None:
         ]
         if key := next((key for feature, key, asked in wanted if asked and feature not in known), None):
             raise UserError(
-                f"{key} is not supported by the backend {own.backend} of {role}; remove it, or write trainer.backend=torch"
+                f"{key} is not supported by the backend {own.backend} of {role}; remove it, or write "
+                "trainer.backend=torch"
             )
 
 
@@ -415,7 +430,9 @@ def check_adapters(config: Config, flow: Flow) -> None:
 
 
 def model_settings(model: Path) -> Mapping[str, Any]:
-    """Return the settings of a model's text part, also by the names that transformers' models share; none without a directory."""
+    """Return the settings of a model's text part, also by the names that transformers' models share; none without a
+    directory.
+    """
     path = model.expanduser() / "config.json"
     if not path.is_file():
         return {}

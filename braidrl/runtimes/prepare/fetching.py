@@ -13,10 +13,11 @@ from braidrl.runtimes.prepare.run_flow import with_own_samples
 
 
 def with_fetched(config: Config, whole: bool = True) -> Config:
-    """Return the configuration with local folders in place of hub names, downloaded if missing. Raises UserError if that fails.
+    """Return the configuration with local folders in place of hub names, downloaded if missing. Raises UserError if
+    that fails.
 
-    A folder belongs to one commit, so a run resumes with the same files whatever the name points to later. Unless `whole`, neither
-    weights nor data are downloaded, and data keep their names.
+    A folder belongs to one commit, so a run resumes with the same files whatever the name points to later. Unless
+    `whole`, neither weights nor data are downloaded, and data keep their names.
     """
     config = with_own_samples(config)
     roles = {
@@ -75,7 +76,8 @@ def is_hub_name(name: Path) -> bool:
 def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
     """Return the cache folder of a repository, `ORG/NAME` or `ORG/NAME@revision`; missing files are downloaded.
 
-    Of a model only weights, configuration and tokenizer are downloaded. Raises UserError, which names `key`, if that fails.
+    Of a model only weights, configuration and tokenizer are downloaded. Raises UserError, which names `key`, if that
+    fails.
     """
     found = NAME.fullmatch(str(name))
     assert found is not None, name
@@ -119,7 +121,8 @@ def refusal(error: Exception, repository: str, revision: str | None, kind: HubKi
             command = f"hf download {repository}" + (" --repo-type dataset" if kind == "dataset" else "")
             command += f" --revision {revision}" if revision else ""
             return (
-                f"there is no file or folder {repository} here, the cache {constants.HF_HUB_CACHE} does not have all of it, and {why}; "
+                f"there is no file or folder {repository} here, the cache {constants.HF_HUB_CACHE} does not have all "
+                f"of it, and {why}; "
                 f"where there is a network, `{command}` fills a cache, which HF_HOME names here"
             )
     return f"{repository} cannot be fetched from {hub}: {first_line(error)}"

@@ -1,7 +1,7 @@
 """Resolution of the flow that runs: a recipe's stages with every default made explicit.
 
-Open parameters of a stage are decided here, once, before any model loads: the source of old log-probs, the correction of
-rollouts, and the scores for right and wrong.
+Open parameters of a stage are decided here, once, before any model loads: the source of old log-probs, the correction
+of rollouts, and the scores for right and wrong.
 """
 
 from dataclasses import replace
@@ -65,9 +65,12 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
     scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
     settings = config.evaluation
     sampling = {
-        "temperature": settings.temperature or 1.0, "greedy": settings.temperature == 0,
-        "top_p": settings.top_p, "top_k": settings.top_k, "purpose": "evaluation",
-    }  # fmt: skip
+        "temperature": settings.temperature or 1.0,
+        "greedy": settings.temperature == 0,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "purpose": "evaluation",
+    }
     environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
     generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
     if environment is not None:
@@ -83,7 +86,9 @@ def given_responses(flow: Flow) -> int | None:
 
 
 def with_own_samples(config: Config) -> Config:
-    """Return the configuration with as many samples per prompt as the data give responses, unless it sets the number."""
+    """Return the configuration with as many samples per prompt as the data give responses, unless it sets the
+    number.
+    """
     rollout = config.rollout
     if "samples_per_prompt" in rollout.model_fields_set:
         return config
@@ -95,7 +100,10 @@ def with_own_samples(config: Config) -> Config:
 
 
 def resolve(stage: Stage, config: Config) -> Stage:
-    """Return the stage with its open parameters filled in from the configuration. Raises UserError for a contradiction."""
+    """Return the stage with its open parameters filled in from the configuration.
+
+    Raises UserError for a contradiction.
+    """
     trained = config.rollout.temperature
     own = stage.params.get("temperature", trained)
     if stage.type == "generate" and own != trained and "into" not in stage.params:

@@ -109,7 +109,9 @@ class Prepared:
 
 
 def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepared]) -> Prepared:
-    """Call `read` on the first rank, then on all others with its table folders, or raise its UserError in all of them."""
+    """Call `read` on the first rank, then on all others with its table folders, or raise its UserError in all of
+    them.
+    """
     if not world.first:
         kept = world.share("data", None)
         if "refused" in kept:
@@ -156,7 +158,10 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
 
 
 def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
-    """Return a run with its data, in the table folders `kept` by another process. Raises UserError for data that it cannot use."""
+    """Return a run with its data, in the table folders `kept` by another process.
+
+    Raises UserError for data that it cannot use.
+    """
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
     own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
     given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
@@ -178,7 +183,10 @@ def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: 
 
 
 def check_files(config: Config, train: bool) -> None:
-    """Raise UserError if local training or evaluation data is missing. Opens no file; names on the hub are checked by the download."""
+    """Raise UserError if local training or evaluation data is missing.
+
+    Opens no file; names on the hub are checked by the download.
+    """
     if train:
         check_train(config.data)
     texts = [config.data.ptx] if train and config.data.ptx else []
@@ -194,11 +202,13 @@ def lacking(config: Config) -> list[str]:
         return lines
     if config.device == "cuda" and not device_count(config.device):
         lines.append(
-            "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid doctor` says"
+            "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid "
+            "doctor` says"
         )
     if config.rollout.engine == "vllm" and not has_package("vllm", config.rollout.python):
         lines.append(
-            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an interpreter that has it by "
+            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an "
+            "interpreter that has it by "
             "rollout.python, or see docs/engines.md"
         )
     if config.runtime == "hybrid" and not has_package("ray"):
@@ -207,7 +217,10 @@ def lacking(config: Config) -> list[str]:
 
 
 def has_package(name: str, python: Path | None = None) -> bool:
-    """Return True if an interpreter, by default this one, has a package; nothing is imported. Raises UserError for no interpreter."""
+    """Return True if an interpreter, by default this one, has a package; nothing is imported.
+
+    Raises UserError for no interpreter.
+    """
     if python is None:
         return importlib.util.find_spec(name) is not None
     asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
@@ -233,7 +246,8 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
         only_scores = role not in flow.trained_roles and all(s.type == "score" for s in flow.stages if s.role == role)
         if not only_scores and own is not None:
             raise UserError(
-                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids, unless one only scores "
+                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids, "
+                "unless one only scores "
                 "and is not trained"
             )
 
@@ -284,14 +298,17 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
         if trained > limit:
             key = f"{section}.max_tokens_per_device"
             raise UserError(
-                f"rows of data.train may have {trained} tokens, prompt and response together, and {key}={limit} is the most that one "
-                f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+                f"rows of data.train may have {trained} tokens, prompt and response together, and {key}={limit} is "
+                "the most that one "
+                f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or "
+                "rollout.max_response_tokens"
             )
     positions: int | None = checks.model_settings(config.model).get("max_position_embeddings")
     needed = max(trained, longest(held_out, responses))
     if positions is not None and needed > positions:
         raise UserError(
-            f"rows may have {needed} tokens, prompt and response together, and {config.model} has max_position_embeddings "
+            f"rows may have {needed} tokens, prompt and response together, and {config.model} has "
+            "max_position_embeddings "
             f"{positions}; lower data.max_prompt_tokens or rollout.max_response_tokens"
         )
 
@@ -314,7 +331,10 @@ def check_vocabulary(
     if not exceeded:
         return
     size, role = min((size, role) for role, size in exceeded.items())
-    sizes = f"the tokenizer has {len(tokenizer)} tokens and the embedding of {role}, {settings_of(role, config).model}, has {size}"
+    sizes = (
+        f"the tokenizer has {len(tokenizer)} tokens and the embedding of {role}, {settings_of(role, config).model}, "
+        f"has {size}"
+    )
     remedy = "resize the embedding (`model.resize_token_embeddings`), or use the model's own tokenizer"
     for source in sources:
         if (found := source.first_beyond(size)) is not None:
@@ -325,10 +345,13 @@ def check_vocabulary(
 
 
 def vocabulary_lines(prepared: Prepared) -> list[str]:
-    """Return a line for each role whose model cannot embed tokens that later texts (environments, users) may contain."""
+    """Return a line for each role whose model cannot embed tokens that later texts (environments, users) may
+    contain.
+    """
     found = embeddings_exceeded(prepared.config, prepared.roles(), prepared.tokenizer)
     return [
-        f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it is in the data, and a "
+        f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it "
+        "is in the data, and a "
         "later text with one ends the run"
         for role, size in found.items()
     ]

@@ -6,8 +6,8 @@ step N ──copies──▶ thread: write ─▶ sync ─▶ rename ─▶ `lat
 step N + 1 ...         │
 step N + 2 ◀──error?───┘
 
-A manifest with the size and SHA-256 of each file is written last, and checked before any file is used. Workers write their parts
-in threads too, and report the outcome later:
+A manifest with the size and SHA-256 of each file is written last, and checked before any file is used. Workers write
+their parts in threads too, and report the outcome later:
 
 driver ──save, copy──▶ worker: copies ──▶ thread: writes        the worker trains on
        ──written─────────────────────────▶ trouble, or none
@@ -31,7 +31,7 @@ from braidrl.config import Config
 from braidrl.errors import UserError, first_line
 from braidrl.flow.selecting import Selection
 from braidrl.observe.metrics import whole_file
-from braidrl.runtimes.interfaces import Backend, BegunBatch, Position
+from braidrl.runtimes.interfaces import Backend, Position, StartedBatch
 from braidrl.runtimes.saving.folders import (
     LATEST,
     checkpoints_of,
@@ -60,7 +60,7 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
     def __init__(self, what: str = "the checkpoint") -> None:
         self._what = what
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
-        self._begun: Future[Any] | None = None
+        self._started: Future[Any] | None = None
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
@@ -69,27 +69,27 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
         """Wait for the previous work, then make the calls in the thread. Raises as `wait` does."""
         self.wait()
         calls = list(parts)
-        self._begun = self._thread.submit(lambda: [part() for part in calls])
+        self._started = self._thread.submit(lambda: [part() for part in calls])
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Return True while the thread writes."""
-        return self._begun is not None and not self._begun.done()
+        return self._started is not None and not self._started.done()
 
     def check(self) -> None:
         """Raise, once, the error of the last write; return at once while the thread still writes."""
-        if not self.goes_on:
+        if not self.is_running:
             self.wait()
 
     def wait(self) -> None:
         """Wait until everything is written. Raises the error of the write, once."""
-        if self._begun is not None:
+        if self._started is not None:
             # After an interrupt the next call raises it.
             try:
-                error = self._begun.exception(WRITE_LIMIT_S)
+                error = self._started.exception(WRITE_LIMIT_S)
             except TimeoutError:
                 raise TimeoutError(f"{self._what} could not be written within {WRITE_LIMIT_S:g} s") from None
-            self._begun = None
+            self._started = None
             if error is not None:
                 raise error
 
@@ -110,7 +110,9 @@ def check_written(trouble: str) -> None:
 
 @dataclass(frozen=True)
 class RunState:
-    """The run after `step` complete iterations; tables in the position are the backend's, or their files in a checkpoint."""
+    """The run after `step` complete iterations; tables in the position are the backend's, or their files in a
+    checkpoint.
+    """
 
     step: int
     version: int
@@ -142,19 +144,19 @@ class Checkpoints:
                 unfinished.enter_context(written_whole(path))
             calls = backend.save(partial_path(path), copy=self.in_background)
             tables = {f"surplus-{number}": table for number, table in enumerate(position.surplus)}
-            for number, batch in enumerate(position.begun):
-                tables |= {f"begun-{number}": batch.table, f"begun-{number}{LEFT_OUT}": batch.left_out}
-                tables |= {f"begun-{number}-surplus-{n}": each for n, each in enumerate(batch.after.surplus)}
+            for number, batch in enumerate(position.started):
+                tables |= {f"started-{number}": batch.table, f"started-{number}{LEFT_OUT}": batch.left_out}
+                tables |= {f"started-{number}-surplus-{n}": each for n, each in enumerate(batch.after.surplus)}
             for name, table in tables.items():
                 backend.save_rows((partial_path(path) if self.first else path) / f"{name}.rows", table)
             if self.first:
-                begun = [
+                started = [
                     {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
                     | plain_position(batch.after)
-                    for batch in position.begun
+                    for batch in position.started
                 ]
                 about = {"format": FORMAT, "step": state.step, "version": state.version, "stages": position.stages}
-                about |= {"fingerprints": state.fingerprints, "begun": begun, **plain_position(position)}
+                about |= {"fingerprints": state.fingerprints, "started": started, **plain_position(position)}
                 (partial_path(path) / "state.json").write_text(json.dumps(about))
                 kept = self.keep_last if self.learning else None
                 calls = [partial(self._finish, unfinished.pop_all(), path, calls, kept)]
@@ -165,7 +167,9 @@ class Checkpoints:
                     call()
 
     def _finish(self, unfinished: ExitStack, path: Path, calls: Sequence[Write], keep_last: int | None) -> None:
-        """Make the calls, point `latest` at the whole checkpoint, then remove the oldest beyond `keep_last`; None keeps all."""
+        """Make the calls, point `latest` at the whole checkpoint, then remove the oldest beyond `keep_last`; None keeps
+        all.
+        """
         with unfinished:
             for call in calls:
                 call()
@@ -195,7 +199,8 @@ class Checkpoints:
             before = latest_checkpoint(self.run)
             whole = f"the one before it, {before.name}, is whole" if before else "the run has none before it"
             raise UserError(
-                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); {whole}: make room, and go on with "
+                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); {whole}: make "
+                "room, and go on with "
                 f"`braid train --resume {self.run}`"
             ) from error
 
@@ -211,18 +216,18 @@ def load_checkpoint(folder: Path) -> RunState:
     if state.get("format") != FORMAT:
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
 
-    def position(known: Mapping[str, Any], prefix: str, begun: Sequence[BegunBatch] = ()) -> Position:
+    def position(known: Mapping[str, Any], prefix: str, started: Sequence[StartedBatch] = ()) -> Position:
         surplus = [folder / f"{prefix}surplus-{number}.rows" for number in range(known["surplus"])]
-        return Position(known["loader"], known["sampling"], surplus, known.get("stages", {}), begun)
+        return Position(known["loader"], known["sampling"], surplus, known.get("stages", {}), started)
 
-    begun = []
-    for number, known in enumerate(state.get("begun", [])):
-        name = f"begun-{number}"
+    started = []
+    for number, known in enumerate(state.get("started", [])):
+        name = f"started-{number}"
         fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
         table, left_out, outcome = folder / f"{name}.rows", folder / f"{name}{LEFT_OUT}.rows", Selection(**fields)
         after = position(known, f"{name}-")
-        begun.append(BegunBatch(known["iteration"], table, left_out, outcome, known["reports"], after))
-    return RunState(state["step"], state["version"], position(state, "", begun), state.get("fingerprints", {}))
+        started.append(StartedBatch(known["iteration"], table, left_out, outcome, known["reports"], after))
+    return RunState(state["step"], state["version"], position(state, "", started), state.get("fingerprints", {}))
 
 
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
@@ -281,7 +286,8 @@ def checkpoint_damage(folder: Path) -> str:
 
 
 def export_model(run: Path, folder: Path, role: str | None = None) -> str:
-    """Copy a trained model out of a checkpoint, or out of a run's latest one, to a new Hugging Face directory; describe it in a line.
+    """Copy a trained model out of a checkpoint, or out of a run's latest one, to a new Hugging Face directory; describe
+    it in a line.
 
     `role` is by default the actor, or the only role. Raises UserError if that is not possible.
     """

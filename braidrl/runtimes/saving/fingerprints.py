@@ -51,7 +51,10 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
 
 
 def code_files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield the files of user functions and flows with their configuration keys. Keys that may change on resume are left out."""
+    """Yield the files of user functions and flows with their configuration keys.
+
+    Keys that may change on resume are left out.
+    """
     for key, text in texts_and_numbers(config.model_dump(mode="json")):
         if not isinstance(text, str) or key.startswith(MAY_CHANGE):
             continue

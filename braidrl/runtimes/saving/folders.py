@@ -24,15 +24,47 @@ from braidrl.parsing import DUMPER, JSON_BYTES, parse_json, parse_yaml, read_byt
 
 LATEST = "latest"
 MAY_CHANGE = (
-    "runtime", "workers", "placement", "cluster", "streaming", "device", "threads", "evaluation", "data.eval", "trackers",
-    "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.max_tokens_per_device",
-    "trainer.activation_checkpointing", "trainer.layout", "trainer.inference_layout", "trainer.resident_gib", "trainer.learning_rate",
-    "trainer.max_staleness", "trainer.skip_bad_updates", "trainer.max_skipped_updates", "trainer.accept_changes",
-    "rollout.engine", "rollout.engines", "rollout.reproducible", "rollout.servers", "rollout.slots",
-    "rollout.tensor", "rollout.pipeline", "rollout.nodes", "rollout.grouping", "rollout.vllm", "reward.processes", "reward.timeout_s",
-    "reward.max_abs", "reward.max_failed_fraction", "reward.max_failed_steps",
-    "reward.sandbox", "rollout.environment.sandbox",
-)  # fmt: skip
+    "runtime",
+    "workers",
+    "placement",
+    "cluster",
+    "streaming",
+    "device",
+    "threads",
+    "evaluation",
+    "data.eval",
+    "trackers",
+    "trainer.steps",
+    "trainer.checkpoint_every",
+    "trainer.keep_checkpoints",
+    "trainer.max_tokens_per_device",
+    "trainer.activation_checkpointing",
+    "trainer.layout",
+    "trainer.inference_layout",
+    "trainer.resident_gib",
+    "trainer.learning_rate",
+    "trainer.max_staleness",
+    "trainer.skip_bad_updates",
+    "trainer.max_skipped_updates",
+    "trainer.accept_changes",
+    "rollout.engine",
+    "rollout.engines",
+    "rollout.reproducible",
+    "rollout.servers",
+    "rollout.slots",
+    "rollout.tensor",
+    "rollout.pipeline",
+    "rollout.nodes",
+    "rollout.grouping",
+    "rollout.vllm",
+    "reward.processes",
+    "reward.timeout_s",
+    "reward.max_abs",
+    "reward.max_failed_fraction",
+    "reward.max_failed_steps",
+    "reward.sandbox",
+    "rollout.environment.sandbox",
+)
 """Keys, or sections, that may change in a resumed run; all others belong to the trained state."""
 BEFORE_THE_FIRST_STEP = ("config.yaml", "metrics.jsonl", "report.html", "trace", "tensorboard", "wandb", "swanlab")
 """Files that a run's folder may hold after a refusal before its first step."""
@@ -48,7 +80,10 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def new_run_folder(config: Config) -> Path:
-    """Make the run's folder with the resolved configuration. Raises UserError if a run has begun there, or it cannot be written."""
+    """Make the run's folder with the resolved configuration.
+
+    Raises UserError if a run has started there, or it cannot be written.
+    """
     folder = config.output / config.name if config.name else None
     if folder and folder.exists():
         # A run that was refused before its first step leaves only these files.
@@ -103,7 +138,10 @@ def absolute(value: Any) -> Any:
 
 
 def unused_folder(config: Config) -> Path:
-    """Make a folder named by the flow and the time; of two runs in one second the later gets a number. Raises UserError if that fails."""
+    """Make a folder named by the flow and the time; of two runs in one second the later gets a number.
+
+    Raises UserError if that fails.
+    """
     name = f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, number = config.output / name, 1
     while True:
@@ -169,7 +207,8 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
         key = override.partition("=")[0]
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
             raise UserError(
-                f"{key} cannot change in a resumed run, only {', '.join(MAY_CHANGE)}; for another {key} begin a new run with "
+                f"{key} cannot change in a resumed run, only {', '.join(MAY_CHANGE)}; for another {key} begin a new "
+                "run with "
                 f"model={folder}/checkpoints/latest/actor"
             )
         apply_override(tree, override)
@@ -183,7 +222,10 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill. At the end it is synced to disk and moved to `path`; after an error it is removed."""
+    """Yield an empty folder to fill.
+
+    At the end it is synced to disk and moved to `path`; after an error it is removed.
+    """
     partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -216,7 +258,10 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None before the first. Raises UserError if `latest` is not one of them."""
+    """Return the newest complete checkpoint of a run, or None before the first.
+
+    Raises UserError if `latest` is not one of them.
+    """
     pointer, known = run / "checkpoints" / LATEST, checkpoints_of(run)
     if not pointer.is_file():
         # A run killed just before it wrote its first `latest` has a checkpoint all the same.

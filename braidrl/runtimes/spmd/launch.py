@@ -24,8 +24,9 @@ from braidrl.runtimes.prepare.run_flow import build_flow
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     """Run `module:function(world, task)` on every rank; return rank 0's result, a JSON value.
 
-    Under `torchrun` every rank calls this, and gets the result. A rank that only noticed another's failure prints one line and ends.
-    Raises UserError, before anything starts, for a configuration that the ranks cannot run, and WorkerError if a rank fails.
+    Under `torchrun` every rank calls this, and gets the result. A rank that only noticed another's failure prints one
+    line and ends. Raises UserError, before anything starts, for a configuration that the ranks cannot run, and
+    WorkerError if a rank fails.
     """
     launcher = launcher_of(config)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
@@ -64,7 +65,10 @@ def launcher_of(config: Config) -> str:
 
 
 def joined_world(config: Config) -> World:
-    """Return the world of the ranks started by `torchrun`. Raises UserError if there are none, or their number is wrong."""
+    """Return the world of the ranks started by `torchrun`.
+
+    Raises UserError if there are none, or their number is wrong.
+    """
     if launcher_of(config) != "torchrun":
         raise UserError("a session under runtime=distributed runs in every rank: start the script by `torchrun`")
     size = int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,5 @@
-"""The backend of processes that hold every role: distributed ranks run the same chain of stages, and eager is a world of one rank.
+"""The backend of processes that hold every role: distributed ranks run the same chain of stages, and eager is a world
+of one rank.
 
 rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
 rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
@@ -35,13 +36,24 @@ from braidrl.training.roles.checkpoint import Write
 
 
 class RankBackend:
-    """The backend of a process that holds every role. All ranks receive the same calls in the same order; eager has one."""
+    """The backend of a process that holds every role.
+
+    All ranks receive the same calls in the same order; eager has one.
+    """
 
     def __init__(
-        self, executor: StageExecutor, store: RowStore, world: World, interrupts: Interrupts, trace: TraceWriter | None,
+        self,
+        executor: StageExecutor,
+        store: RowStore,
+        world: World,
+        interrupts: Interrupts,
+        trace: TraceWriter | None,
         any_stage: bool = False,
-    ) -> None:  # fmt: skip
-        """Store the parts. With `any_stage` stages need not be in the flow, and columns that it does not read any more are kept."""
+    ) -> None:
+        """Store the parts.
+
+        With `any_stage` stages need not be in the flow, and columns that it does not read any more are kept.
+        """
         self.config, self.flow, self.executor, self.store = executor.config, executor.flow, executor, store
         self.loader = store.loader
         self.world, self.interrupts, self.trace = world, interrupts, trace
@@ -81,7 +93,8 @@ class RankBackend:
         if isinstance(origin, Admission):
             samples = self.config.rollout.samples_per_prompt
             group_of = [group for group in origin.numbers for _ in range(samples)]
-            # If selection may not need the last groups, every rank starts with the first ones; else with neighbouring rows.
+            # If selection may not need the last groups, every rank starts with the first ones; else with neighbouring
+            # rows.
             if self.flow.sampling_segment:
                 owner = torch.tensor(in_turn(group_of, size))
             else:
@@ -98,7 +111,10 @@ class RankBackend:
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
-        """Run a stage where its rows are; inference is balanced first. In a `segment` ranks exchange results, and end rows early."""
+        """Run a stage where its rows are; inference is balanced first.
+
+        In a `segment` ranks exchange results, and end rows early.
+        """
         self.exchange.iteration = iteration
         self.world.at(f"step {iteration}, {stage.name}")
         stop = None
@@ -122,9 +138,13 @@ class RankBackend:
             lengths = index["length"] if "length" in index else torch.ones_like(owner)
             rows = self.config.trainer.rows_per_update or len(index)
             updates = update_plan(
-                index["group"].tolist(), index["sample"].tolist(), epochs=1, seed=self.config.seed,
-                rows_per_update=len(index) if len(index) % rows else rows, iteration=self.exchange.iteration,
-            )  # fmt: skip
+                index["group"].tolist(),
+                index["sample"].tolist(),
+                epochs=1,
+                seed=self.config.seed,
+                rows_per_update=len(index) if len(index) % rows else rows,
+                iteration=self.exchange.iteration,
+            )
             for update in updates:
                 owner[update] = balanced_owners(lengths[update].tolist(), owner[update], self.world.size)
             table = self.exchange.move(stage.name, table, owner, needed)

@@ -34,8 +34,8 @@ IN_PLACE = 1.1
 class Shard:
     """One rank's view of a table of B rows.
 
-    `index` holds the index columns of all rows and `owner` (B,) int64 the rank of each row's payload, both the same on every rank;
-    `payload` holds the payload columns of this rank's rows, in the order of the table.
+    `index` holds the index columns of all rows and `owner` (B,) int64 the rank of each row's payload, both the same on
+    every rank; `payload` holds the payload columns of this rank's rows, in the order of the table.
     """
 
     index: Rows
@@ -66,7 +66,9 @@ class Shard:
         return iter([*self.index, *self.payload] if len(self.mine) else ())
 
     def with_columns(self, index: Rows, payload: Rows) -> "Shard":
-        """Return the same rows with new index columns of all rows, and new payload of this rank's; a rank without rows has none."""
+        """Return the same rows with new index columns of all rows, and new payload of this rank's; a rank without rows
+        has none.
+        """
         some = len(self.payload) or len(payload)
         new = self.payload.with_columns(dict(payload.items())) if some else Rows({})
         return replace(self, index=self.index.with_columns(dict(index.items())), payload=new)
@@ -95,7 +97,9 @@ class ShardExchange:
         self.iteration = self.version = 0
 
     def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
-        """Return the table with each row's payload, or its columns `needed`, on rank `owner` (B,), by one message per pair of ranks."""
+        """Return the table with each row's payload, or its columns `needed`, on rank `owner` (B,), by one message per
+        pair of ranks.
+        """
         rank, source, rows = self.world.rank, table.owner, table.payload
         if torch.equal(owner, source):
             return table
@@ -114,7 +118,10 @@ class ShardExchange:
         return replace(table, owner=owner, payload=moved)
 
     def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
-        """All-gather each rank's new columns and metric sums. Raises KeyboardInterrupt on every rank if one was asked to stop."""
+        """All-gather each rank's new columns and metric sums.
+
+        Raises KeyboardInterrupt on every rank if one was asked to stop.
+        """
         new = Rows(columns)
         message = own.pairs(), self.interrupts.asked, pack_rows(new.index)
         with traced(self.waits, "ranks", "index columns", self.iteration, state="waiting", version=self.version):

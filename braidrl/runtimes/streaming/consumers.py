@@ -3,11 +3,13 @@
 actor.generate ──▶ verdicts ──▶ reference.log_probs ──▶ train.actor          consumers of the queue, and the main process's verdicts
   verify, shape     select        (a frozen model)       log_probs, advantage, update
 
-* A generate stage, and an infer stage with devices of its own, is a consumer. So is an infer stage of a trained role that another
-  group's stages need.
-* Each trained role has one consumer, named `train.ROLE`: its remaining infer stages, its updates, and every computation they need.
+* A generate stage, and an infer stage with devices of its own, is a consumer. So is an infer stage of a trained role
+  that another group's stages need.
+* Each trained role has one consumer, named `train.ROLE`: its remaining infer stages, its updates, and every computation
+  they need.
 * Computations before the selection, and checks, run beside the last consumer whose columns they need.
-* Selection, and computations on whole groups before it, need only index columns: the main process runs them (`verdicts`).
+* Selection, and computations on whole groups before it, need only index columns: the main process runs them
+  (`verdicts`).
 
 `TrainersProgress` says which step a trainer may make next, and when a batch's version is published.
 """
@@ -40,7 +42,9 @@ class Consumer:
     """The consumers and verdict stages that must process a row first."""
 
     def due(self, iteration: int) -> list[Stage]:
-        """Return its stages that run in an iteration; in iteration 0, an evaluation before the first, those of the first."""
+        """Return its stages that run in an iteration; in iteration 0, an evaluation before the first, those of the
+        first.
+        """
         return [stage for stage in self.stages if stage.when.includes(max(iteration, 1))]
 
     @property
@@ -92,7 +96,9 @@ class Consumers:
         return iter(self.by_name.values())
 
     def before(self, name: str) -> list[str]:
-        """Return the writers of a row when it is ready for a consumer or verdict stage: admission, then in the flow's order."""
+        """Return the writers of a row when it is ready for a consumer or verdict stage: admission, then in the flow's
+        order.
+        """
         found, open_names = {ADMISSION}, [name]
         while open_names:
             one = open_names.pop()
@@ -146,7 +152,9 @@ class Consumers:
         return needed
 
     def _needed(self, names: Iterable[str], role: str | None = None) -> list[str]:
-        """Return these stages and all that they wait for, in the flow's order; with `role` only what runs with its updates."""
+        """Return these stages and all that they wait for, in the flow's order; with `role` only what runs with its
+        updates.
+        """
         found, open_names = set[str](), list(names)
         while open_names:
             name = open_names.pop()
@@ -173,7 +181,9 @@ class Consumers:
 
 
 class TrainersProgress:
-    """The tasks of a flow's consumers, and the batches in training: which steps may be made, and what is due to be published."""
+    """The tasks of a flow's consumers, and the batches in training: which steps may be made, and what is due to be
+    published.
+    """
 
     def __init__(self, flow: Flow, consumers: Consumers) -> None:
         """Begin without batches."""
@@ -199,7 +209,8 @@ class TrainersProgress:
         return self.batches.get(self.published + 1)
 
     def may_step(self, stage: Stage) -> bool:
-        """Return True if a trainer may make its next step: other workers are done with the weights that it uses or changes.
+        """Return True if a trainer may make its next step: other workers are done with the weights that it uses or
+        changes.
 
         The trainer itself waits for the rows of the step, and for its own stages.
         """
@@ -249,7 +260,9 @@ class TrainersProgress:
         return batch.is_known and self._is_done(self.consumers.of_stage[stage], batch)
 
     def rows_trained(self) -> tuple[int, int]:
-        """Return the number of rows that the coming batch's updates have trained, over all roles and epochs, and their total."""
+        """Return the number of rows that the coming batch's updates have trained, over all roles and epochs, and their
+        total.
+        """
         if (batch := self.coming) is None:
             return 0, 0
         stages = [

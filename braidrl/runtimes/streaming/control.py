@@ -44,13 +44,18 @@ class ControlPlane(QueueController):
     """All streams of a run: the training flow's, and an evaluation's while it runs."""
 
     def __init__(
-        self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = (),
-        loading: LoadingSchedule | None = None, episodes: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        stream: Stream,
+        data: DataPlane,
+        lease_s: float,
+        exported: Collection[str] = (),
+        loading: LoadingSchedule | None = None,
+        episodes: int | None = None,
+    ) -> None:
         """Start with the training flow's stream.
 
-        The weights of `exported` roles, which train and generate, must arrive before engines load a version. `episodes` limits
-        the episodes in environments at a time, over all engines.
+        The weights of `exported` roles, which train and generate, must arrive before engines load a version. `episodes`
+        limits the episodes in environments at a time, over all engines.
         """
         super().__init__(lease_s)
         self.data, self.episodes = data, episodes
@@ -95,7 +100,10 @@ class ControlPlane(QueueController):
     # Requests
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
-        """Answer one request, or keep its sender waiting. An error of the user, rather than of a worker, ends the run."""
+        """Answer one request, or keep its sender waiting.
+
+        An error of the user, rather than of a worker, ends the run.
+        """
         if request["request"] in OF_LEADERS and request["holder"] not in self.holders:
             return {}, ()  # the last messages of a replaced trainer
         try:
@@ -284,7 +292,8 @@ class ControlPlane(QueueController):
     def train_again(self, version: int) -> bool:
         """Repeat the training towards the version after this one, with all rows as they are.
 
-        Returns False, with nothing changed, if this is not the newest version with weights, or if some of them are missing.
+        Returns False, with nothing changed, if this is not the newest version with weights, or if some of them are
+        missing.
         """
         with self.changed:
             last = self.training.schedule.published == version == self._loadable >= self.weights.newest
@@ -379,7 +388,9 @@ class ControlPlane(QueueController):
         return stream.take(name, request, self.clock(), seconds, version if stream is self.training else None)
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither is due."""
+        """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither
+        is due.
+        """
         schedule, flow, role = self.training.schedule, self.training.flow, request.get("role")
         iteration = schedule.published + 1
         if role is None:
@@ -407,9 +418,13 @@ class ControlPlane(QueueController):
             outdated, self.outdated = self.outdated, []
             self.stepping.add(stage.name)
             return {
-                "kind": "step", "stage": stage.name, "iteration": iteration, "export": exported, "outdated": outdated,
+                "kind": "step",
+                "stage": stage.name,
+                "iteration": iteration,
+                "export": exported,
+                "outdated": outdated,
                 "weights": weights,
-            }  # fmt: skip
+            }
         return None
 
     def _is_allowed(self, iteration: int) -> bool:
@@ -446,7 +461,9 @@ class ControlPlane(QueueController):
 
     @property
     def _loadable(self) -> int:
-        """Return the newest version up to which all weights have arrived; ranks write the newest ones beside their next step."""
+        """Return the newest version up to which all weights have arrived; ranks write the newest ones beside their next
+        step.
+        """
         newest = self.loading.target
         for version in range(max(newest, 0) + 1, self.training.schedule.published + 1):
             if not all(

@@ -4,8 +4,8 @@ take ──a lease of rows──▶ engine ──▶ finished rows, episodes ─
                              ▲
                              └── new weights, all at once: between rows, or between two tokens of running rows
 
-One request to the queue is always pending, so that rows and weights arrive as soon as they are available. The loop shares the
-engine's event loop: an engine of this process steps in it, others answer in it.
+One request to the queue is always pending, so that rows and weights arrive as soon as they are available. The loop
+shares the engine's event loop: an engine of this process steps in it, others answer in it.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ LOAD, RECEIVE = "load weights", "receive weights"
 Key = tuple[int, int]
 """A row: the number of its lease, and its position in it."""
 Ended = Response | Trajectory | tuple[Response, Drawn]
-"""The result of a row when its engine has finished with it; of a resumed row, also the tokens drawn under this lease."""
+"""The result of a row when its engine has finished with it; of a resumed row, also the tokens drawn under this lease.
+"""
 
 
 class GenerateLoop:
@@ -64,15 +65,19 @@ class GenerateLoop:
         """By lease, the earlier tokens of rows that may be suspended (partial rollout)."""
         self.ended: list[Key] = []
         self.reporting: dict[asyncio.Task[None], list[Key]] = {}
-        """Tasks that check and write finished rows, with these. The rows stay in `flight` until their task has ended."""
+        """Tasks that check and write finished rows, with these.
+
+        The rows stay in `flight` until their task has ended.
+        """
         self.spans: dict[str, tuple[BusySpan, PieceOfWork]] = {}
         """By stage the span in which the engine has rows of it, and the same for stall detection."""
-        self.crowd = 0
+        self.peak_rows = 0
         """The largest number of rows at once since the engine was idle."""
         self.ahead: tuple[OfferedWeights, asyncio.Future[WeightFile | None]] | None = None
         """Weights that are received into host memory ahead of their load, and their file."""
         self.loaded: WeightFile | None = None
-        """The file of the version that engines hold, if it was received ahead; an engine that recovers reads it again."""
+        """The file of the version that engines hold, if it was received ahead; an engine that recovers reads it again.
+        """
 
     async def serve(self, own: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
@@ -107,7 +112,9 @@ class GenerateLoop:
         return await asked
 
     def _ended_by_lease(self) -> list[tuple[int, int]]:
-        """Return the rows of each lease that do not need a slot any more; the queue learns of others when they are reported."""
+        """Return the rows of each lease that do not need a slot any more; the queue learns of others when they are
+        reported.
+        """
         return [(number, lease.ended) for number, lease in self.leases.items() if lease.ended]
 
     def _gone(self, lost: Collection[int], dropped: Iterable[tuple[int, Sequence[int]]]) -> list[Key]:
@@ -153,7 +160,7 @@ class GenerateLoop:
         if stage.name not in self.spans:
             span = self.context.trace.begin(stage.name, work.iteration, self.version)
             self.spans[stage.name] = span, WORK.begin(stage.name)
-        self.crowd = max(self.crowd, len(self.flight))
+        self.peak_rows = max(self.peak_rows, len(self.flight))
 
     def _row_ended(self, uid: Uid, result: Response | BaseException) -> None:
         key = self.keys.pop(uid)
@@ -175,7 +182,9 @@ class GenerateLoop:
         self.news.set()
 
     def _deliver(self) -> None:
-        """Begin to check, write and report finished rows, while the engine continues; rows of lost leases are another worker's."""
+        """Begin to check, write and report finished rows, while the engine continues; rows of lost leases are another
+        worker's.
+        """
         for task in [task for task in self.reporting if task.done()]:
             del self.reporting[task]
             # Raises the error of a check.
@@ -193,7 +202,8 @@ class GenerateLoop:
             alike[lease.consumer, is_suspended].append(key)
             lease.ended += 1
         if len(self.flight) >= self.own.load().slots:
-            # The pending request may be for slots that only now are free: it is answered before these rows are reported.
+            # The pending request may be for slots that only now are free: it is answered before these rows are
+            # reported.
             self.client.tell("ended", ended=self._ended_by_lease())
         for (_, unfinished), keys in alike.items():
             WORK.advanced()
@@ -228,7 +238,7 @@ class GenerateLoop:
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)
-        usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
+        usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.peak_rows)
         usage.note_memory(stage, sums)
         reports = [{**report, "sums": sums.pairs()}]
         whole = rows.with_columns(columns)
@@ -276,17 +286,21 @@ class GenerateLoop:
             span, piece = self.spans.pop(stage)
             self.context.trace.end(span)
             WORK.end(piece)
-        self.crowd = self.crowd if self.flight else 0
+        self.peak_rows = self.peak_rows if self.flight else 0
 
     # Weights
 
     def _source(self, work: WorkItem) -> tuple[WeightFile | OfferedWeights | None, int]:
-        """Return the source of this role's weights among those of an order, None if they have not changed, and their bytes."""
+        """Return the source of this role's weights among those of an order, None if they have not changed, and their
+        bytes.
+        """
         place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
         return (source_of(place), place["bytes"]) if place else (None, 0)
 
     async def _receive(self, work: WorkItem) -> None:
-        """Begin to receive a version into host memory while the engine generates; a file of this machine is there already."""
+        """Begin to receive a version into host memory while the engine generates; a file of this machine is there
+        already.
+        """
         await self._received(None)
         (source, _), rollout = self._source(work), self.context.executor.config.rollout
         # Servers, and engines that span nodes, cannot read this machine's memory: they receive when they load.

@@ -1,6 +1,7 @@
 """The worker groups of a flow, their activity for metrics, and the check that a flow can stream.
 
-actor.generate    engines with their own weights, one group per generating role; each process has, starts or calls engines
+actor.generate    engines with their own weights, one group per generating role; each process has, starts or calls
+                  engines
 actor, critic     the model of a role that changes: its inference and its updates, as the ranks of its layout
 reference         a frozen role's model: independent workers, or the ranks of a layout that shards it
 """
@@ -26,7 +27,10 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class Group:
-    """Processes with the same consumers. Those that share a role's model, or its changes, are one worker; else each process is one."""
+    """Processes with the same consumers.
+
+    Those that share a role's model, or its changes, are one worker; else each process is one.
+    """
 
     name: str
     kind: Literal["generate", "model", "rows"]
@@ -136,50 +140,60 @@ def check_streaming(config: Config, flow: Flow) -> None:
         )
     if config.streaming.storage != "shared_memory" and config.cluster.launcher == "ray":
         raise UserError(
-            f"streaming.storage={config.streaming.storage} is one machine's; write cluster.launcher=local or shared_memory"
+            f"streaming.storage={config.streaming.storage} is one machine's; write cluster.launcher=local or "
+            "shared_memory"
         )
     modelled = {stage.role for stage in flow.stages if stage.kind in (Kind.INFER, Kind.TRAIN)}
     for stage in flow.stages:
         source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
         if source is not None and source not in modelled:
             raise UserError(
-                f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, which neither "
+                f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, "
+                "which neither "
                 "infers nor trains; write runtime=eager, hybrid or distributed"
             )
     groups = worker_groups(config, flow, None)
     for group in groups:
         check_group(group, config, flow)
-    most_out(config, groups)
+    max_draining(config, groups)
     older_groups(config)
     samplers_of(config, flow)
 
 
 def older_groups(config: Config) -> int | None:
-    """Return how many groups of a batch may be stale; None is all. Raises UserError for a share without effect or out of reach."""
+    """Return how many groups of a batch may be stale; None is all. Raises UserError for a share without effect or out
+    of reach.
+    """
     share, trainer = config.streaming.on_policy_share, config.trainer
     places = older_places(share, trainer.prompts_per_step)
     if places is None:
         return None
     if trainer.max_staleness == 0:
         raise UserError(
-            f"streaming.on_policy_share={share:g} says how many rows may not be late, and with trainer.max_staleness=0 none is; "
+            f"streaming.on_policy_share={share:g} says how many rows may not be late, and with "
+            "trainer.max_staleness=0 none is; "
             "write trainer.max_staleness=1, or remove it"
         )
     if trainer.surplus == "keep":
         raise UserError(
-            f"streaming.on_policy_share={share:g} has places for so many late groups, and trainer.surplus=keep brings others; "
+            f"streaming.on_policy_share={share:g} has places for so many late groups, and trainer.surplus=keep "
+            "brings others; "
             "write trainer.surplus=drop"
         )
     if places == 0:
         raise UserError(
-            f"streaming.on_policy_share={share:g} lets none of the {trainer.prompts_per_step} prompts of a batch be late; "
+            f"streaming.on_policy_share={share:g} lets none of the {trainer.prompts_per_step} prompts of a batch be "
+            "late; "
             "write trainer.max_staleness=0 in its place, or a smaller share"
         )
     return places
 
 
-def most_out(config: Config, groups: Sequence[Group]) -> int:
-    """Return how many engines may be draining at a time: half of them under `rolling`. Raises UserError for a single engine."""
+def max_draining(config: Config, groups: Sequence[Group]) -> int:
+    """Return how many engines may be draining at a time: half of them under `rolling`.
+
+    Raises UserError for a single engine.
+    """
     engines = sum(group.processes // group.ranks for group in groups if group.kind == "generate")
     if config.streaming.weights != "rolling":
         return engines

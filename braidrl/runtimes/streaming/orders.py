@@ -18,7 +18,7 @@ from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.observe.metrics import Sums
 from braidrl.queue.table import StoredRows
-from braidrl.runtimes.interfaces import BegunBatch
+from braidrl.runtimes.interfaces import StartedBatch
 from braidrl.runtimes.row_store import Origin, Recording, Surplus, as_order
 from braidrl.runtimes.saving.checkpoints import check_written
 from braidrl.runtimes.streaming.control import ControlPlane
@@ -36,20 +36,25 @@ class StreamingBackend:
     """Passes a run's requests to the workers of the queue. A table is index columns and payload locations."""
 
     def __init__(
-        self, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[str | None], None],
-        admit: Callable[[], object], resources: ExitStack,
-    ) -> None:  # fmt: skip
+        self,
+        evaluation: Flow,
+        control: ControlPlane,
+        processes: Processes,
+        wait: Callable[[str | None], None],
+        admit: Callable[[], object],
+        resources: ExitStack,
+    ) -> None:
         """Use a queue and workers that have been started; `close` ends `resources`.
 
-        `wait` waits for a change of the queue, with a short limit, and raises the error of a worker, of all groups or of one. `admit`
-        is called while batches that may start on an older version must be generated to their ends.
+        `wait` waits for a change of the queue, with a short limit, and raises the error of a worker, of all groups or
+        of one. `admit` is called while batches that may start on an older version must be generated to their ends.
         """
         self.evaluation, self.control, self.processes = evaluation, control, processes
         self.stream, self._wait, self.admit, self.resources = control.training, wait, admit, resources
         self.evaluating: Stream | None = None
         self.restored: tuple[dict[str, Any], list[StoredRows]] | None = {}, []
         """Selection state and rows of a checkpoint whose weights are to be loaded; None if all rows still exist."""
-        self.begun: list[BegunBatch] = []
+        self.started: list[StartedBatch] = []
         """Its batches that were started ahead."""
         self.forgotten: set[Uid] = set()
         """Rows started by engines, lost with a trainer, and not kept."""
@@ -111,7 +116,9 @@ class StreamingBackend:
     def _ask_for_rows(
         self, order: dict[str, Any], rows: StoredRows | None = None
     ) -> tuple[dict[str, Any], StoredRows | None]:
-        """Return the rows process's result of an order, which is repeated after a restart: then it has a new name at the queue."""
+        """Return the rows process's result of an order, which is repeated after a restart: then it has a new name at
+        the queue.
+        """
         maker = next(member for member in self.processes.members if member.group.name == ROWS)
         content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []
         while True:
@@ -135,7 +142,10 @@ class StreamingBackend:
         self.save_rows(path, StoredRows(table.index.with_columns(later), payload), do="record")
 
     def save_rows(self, path: Path, table: StoredRows, do: str = "keep") -> None:
-        """Write rows into a checkpoint, or `record` them for people and replays. Raises OSError if the disk is full or gone."""
+        """Write rows into a checkpoint, or `record` them for people and replays.
+
+        Raises OSError if the disk is full or gone.
+        """
         result, _ = self._ask_for_rows({"do": do, "path": str(path.resolve()), "payload": table.payload}, table)
         check_written(result["trouble"])
 
@@ -147,7 +157,8 @@ class StreamingBackend:
         return [partial(self._written, *given) for given in self._give({"do": "tell"}).items()]
 
     def load(self, folder: Path, version: int) -> None:
-        """Load every role that changes; generation continues with these weights, and the queue after iteration `version`.
+        """Load every role that changes; generation continues with these weights, and the queue after iteration
+        `version`.
 
         If all rows still exist, engines already have, or load, that version.
         """
@@ -157,8 +168,8 @@ class StreamingBackend:
             if self.restored is not None:
                 # The rows of the checkpoint return to the queue; those that are drawn again are counted.
                 self.stream.resume(version, *self.restored)
-                for batch in self.begun:
-                    self.stream.put_back(batch)
+                for batch in self.started:
+                    self.stream.restore_batch(batch)
                 self.control.loading.target = self.control.allowed = version
                 self.control.loading.pinned = False
                 kept = {*self.stream.schedule.versions, *self.stream.schedule.suspended_rows}
@@ -175,7 +186,10 @@ class StreamingBackend:
                 self._wait_until(limit, holder)
 
     def _give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Give every leader an order; return the leaders by order number. Raises WorkerError if a leader does not register in time."""
+        """Give every leader an order; return the leaders by order number.
+
+        Raises WorkerError if a leader does not register in time.
+        """
         limit, given = time.monotonic() + ORDER_LIMIT_S, {}
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:

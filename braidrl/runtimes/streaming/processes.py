@@ -74,13 +74,20 @@ class Processes:
     """All worker processes of a run."""
 
     def __init__(
-        self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, queue: str, node: StorageNode,
-        secret: str, kept: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        folder: Path,
+        control: ControlPlane,
+        launcher: Launcher,
+        queue: str,
+        node: StorageNode,
+        secret: str,
+        kept: Mapping[str, Any],
+    ) -> None:
         """Store the parts; start nothing yet.
 
-        Workers reach the control plane at the address `queue`, and each other's nodes, by the secret. `kept` are the examples that
-        passed the length limit, for the process that makes rows of them.
+        Workers reach the control plane at the address `queue`, and each other's nodes, by the secret. `kept` are the
+        examples that passed the length limit, for the process that makes rows of them.
         """
         self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
         self.queue, self.secret, self.kept = queue, secret, kept
@@ -172,13 +179,21 @@ class Processes:
         makes_rows = group is ROWS_GROUP
         place = self.here if makes_rows else self.places[self.launcher.node_of(group.name, number)]
         arguments = {
-            "config": self.config.model_dump(mode="json"), "group": asdict(group), "number": number,
-            "rank": number % group.ranks, "starts": starts,
-            "name": f"{group.name}-{number}", "holder": f"{group.name}.{number}.{starts}", "queue": self.queue,
+            "config": self.config.model_dump(mode="json"),
+            "group": asdict(group),
+            "number": number,
+            "rank": number % group.ranks,
+            "starts": starts,
+            "name": f"{group.name}-{number}",
+            "holder": f"{group.name}.{number}.{starts}",
+            "queue": self.queue,
             "leader": f"{group.name}.{number - number % group.ranks}.{starts}",
-            "folder": str(self.folder.resolve()), "meeting": [self.launcher.ip, self._store.port],
-            "secret": self.secret, "place": place, **({"kept": self.kept} if makes_rows else {}),
-        }  # fmt: skip
+            "folder": str(self.folder.resolve()),
+            "meeting": [self.launcher.ip, self._store.port],
+            "secret": self.secret,
+            "place": place,
+            **({"kept": self.kept} if makes_rows else {}),
+        }
         spec = ProcessSpec(f"{group.name}-{number}", f"{__name__}:work", arguments, f"{__name__}:orphaned")
         return (LocalLauncher() if makes_rows else self.launcher).start(group.name, number, spec)
 
@@ -261,8 +276,8 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
     if group.ranks == 1:
         return World()
     host, port = arguments["meeting"]
-    begun = f"{arguments['secret']}/{group.name}.{arguments['starts']}"
-    store = connect_store(host, port, RANKS_LIMIT_S, begun)
+    started = f"{arguments['secret']}/{group.name}.{arguments['starts']}"
+    store = connect_store(host, port, RANKS_LIMIT_S, started)
     return world_at(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
 
 

@@ -1,4 +1,5 @@
-"""The controller of a streaming run: opens the queue, admits prompts, permits optimizer steps, and reports finished iterations.
+"""The controller of a streaming run: opens the queue, admits prompts, permits optimizer steps, and reports finished
+iterations.
 
 loader ──admit──▶ queue ◀──take, done── workers
                     │
@@ -27,7 +28,7 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import HeldBlocks, StoredRows
 from braidrl.queue.transport import QueueServer
-from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
+from braidrl.runtimes.interfaces import IterationResult, Position, Restart, StartedBatch, needed
 from braidrl.runtimes.prepare.checks import check_spanning_engines
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import Admission, Surplus
@@ -35,7 +36,7 @@ from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import (
     Group,
-    most_out,
+    max_draining,
     older_groups,
     samplers_of,
     worker_groups,
@@ -47,7 +48,7 @@ from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.weights.versions import LoadingSchedule
 
 
-class StreamingProgram:
+class StreamingController:
     """Drives iterations by admission and permits; the available rows decide which stage runs when."""
 
     def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress) -> None:
@@ -56,11 +57,19 @@ class StreamingProgram:
         self.loader, self.progress = loader, progress
         trainer, samples = config.trainer, config.rollout.samples_per_prompt
         sizes = Sizes(
-            trainer.steps, trainer.prompts_per_step, samples,
-            check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update), trainer.epochs,
-            trainer.max_staleness, trainer.surplus, loader.epoch_size, config.seed, trainer.over_sampling,
-            older_groups(config), config.rollout.tokens_per_iteration is not None,
-        )  # fmt: skip
+            trainer.steps,
+            trainer.prompts_per_step,
+            samples,
+            check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update),
+            trainer.epochs,
+            trainer.max_staleness,
+            trainer.surplus,
+            loader.epoch_size,
+            config.seed,
+            trainer.over_sampling,
+            older_groups(config),
+            config.rollout.tokens_per_iteration is not None,
+        )
         self.new_stream = partial(Stream, flow, sizes, samplers=samplers_of(config, flow), held=HeldBlocks())
         self.stream = self.new_stream()
         self.opening: dict[int, Position] = {}
@@ -90,7 +99,7 @@ class StreamingProgram:
         resources.callback(node.close)
         resources.callback(remove_weights, node.place().run)
         exported = [role for role in prepared.generating if role in prepared.flow.changed_roles]
-        loading = LoadingSchedule(streaming.weights, most_out(config, self.groups))
+        loading = LoadingSchedule(streaming.weights, max_draining(config, self.groups))
         episodes = config.rollout.environment.at_once
         self.control = ControlPlane(self.stream, node.data, streaming.lease_s, exported, loading, episodes)
         self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*", secret)
@@ -112,7 +121,9 @@ class StreamingProgram:
         train: bool = True,
         before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[StoredRows]:
-        """Wait until an iteration is published, and admit prompts meanwhile; `before_training` is called before its first step."""
+        """Wait until an iteration is published, and admit prompts meanwhile; `before_training` is called before its
+        first step.
+        """
         assert recorded is None and train, "checked when the run was set up"
         with self.progress.stage("generation") as generation, self.progress.stage("training") as training:
             while not self.control.finished:
@@ -139,28 +150,30 @@ class StreamingProgram:
         return self._result(finished)
 
     def position(self) -> Position:
-        """Return the resume position after the last finished iteration; started work of the next one is repeated then."""
+        """Return the resume position after the last finished iteration; started work of the next one is repeated
+        then.
+        """
         following = self.stream.schedule.published + 1
         with self.control.changed:
-            begun = self.opening.get(following) or self._current()
+            started = self.opening.get(following) or self._current()
         # The states at the start of the next iteration, which may have moved them already.
         ran = self.stream.record_of(following).states
-        return begun._replace(stages={name: dict(ran.get(name, now)) for name, now in self.stream.states.items()})
+        return started._replace(stages={name: dict(ran.get(name, now)) for name, now in self.stream.states.items()})
 
-    def begun_ahead(self) -> list[BegunBatch]:
+    def started_ahead(self) -> list[StartedBatch]:
         """Wait for rows started on older versions and return their batches; rows started on newer versions continue."""
         stream, loading = self.stream, self.control.loading
         with self.progress.stage("generation") as bar:
             while True:
                 with self.control.changed:
-                    numbers = stream.begun()
+                    numbers = stream.started()
                     if loading.target >= stream.schedule.published and all(map(stream.schedule.is_drawn, numbers)):
-                        return [self._begun(number) for number in numbers]
+                        return [self._started(number) for number in numbers]
                     self._show(bar)
                 self._admit()
                 self.wait()
 
-    def _begun(self, number: int) -> BegunBatch:
+    def _started(self, number: int) -> StartedBatch:
         """Return a batch after its recorded stages, in the form of a checkpoint."""
         stream = self.stream
         uids, record = stream.schedule.batches[number].uids, stream.record_of(number)
@@ -171,12 +184,14 @@ class StreamingProgram:
         reports = [report for report in record.reports if report["stage"] in drawn]
         assert record.outcome is not None, "its groups are known"
         after = self.opening.get(number + 1) or self._current()
-        return BegunBatch(number, table, left_out, record.outcome, reports, after)
+        return StartedBatch(number, table, left_out, record.outcome, reports, after)
 
     def begin_again(self, version: int) -> Restart:
-        """Replace the training processes. Rows are kept if the checkpoint is of the last published version, else forgotten.
+        """Replace the training processes. Rows are kept if the checkpoint is of the last published version, else
+        forgotten.
 
-        Otherwise rows drawn by versions newer than the checkpoint would be trained by a run that never made those versions.
+        Otherwise rows drawn by versions newer than the checkpoint would be trained by a run that never made those
+        versions.
         """
         self.control.unloaded = frozenset(group.name for group in self.groups if group.trained)
         # Also healthy ones: their gradients contain lost rows.
@@ -185,7 +200,7 @@ class StreamingProgram:
             self.backend.restored = None
             return Restart.WITH_ROWS
         with self.control.changed:
-            self.backend.forgotten = set(self.stream.schedule.begun) | set(self.stream.schedule.versions)
+            self.backend.forgotten = set(self.stream.schedule.started) | set(self.stream.schedule.versions)
         self.stream, self.opening = self.new_stream(), {}
         self.control.begin_again(self.stream)
         self.backend.stream, self.backend.evaluating = self.stream, None
@@ -193,8 +208,8 @@ class StreamingProgram:
 
     def restore(self, position: Position) -> None:
         """Resume from a checkpoint's loader, selection, surplus rows and stages' states; `load` names the iteration."""
-        begun = list[BegunBatch]()
-        for batch in position.begun:
+        started = list[StartedBatch]()
+        for batch in position.started:
             table, left_out, *surplus = (
                 self.backend.make_rows(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
             )
@@ -203,13 +218,13 @@ class StreamingProgram:
             if batch.iteration > sizes.iterations or not admissible(batch.iteration, oldest, sizes.max_staleness):
                 break
             after = batch.after._replace(surplus=surplus)
-            begun.append(replace(batch, table=table, left_out=left_out, after=after))
-        befores = [position, *(batch.after for batch in begun)]
-        self.opening = {batch.iteration: before for batch, before in zip(begun, befores, strict=False)}
+            started.append(replace(batch, table=table, left_out=left_out, after=after))
+        befores = [position, *(batch.after for batch in started)]
+        self.opening = {batch.iteration: before for batch, before in zip(started, befores, strict=False)}
         last = befores[-1]
         self.loader.restore(last.loader)
         self.backend.restored = last.sampling, last.surplus
-        self.backend.begun = begun
+        self.backend.started = started
         known = self.stream.states
         known |= {name: dict(state) for name, state in position.stages.items() if name in known}
 
@@ -236,9 +251,9 @@ class StreamingProgram:
             following = schedule.opened + 1
             if begins and not schedule.may_open(version):
                 return
-            before, known = self._current() if begins else None, (schedule.opened, schedule.horizon)
+            before, known = self._current() if begins else None, (schedule.opened, schedule.lookahead)
             count = schedule.groups_wanted(version)
-            changed = count or known != (schedule.opened, schedule.horizon)
+            changed = count or known != (schedule.opened, schedule.lookahead)
             if before is not None and schedule.is_open:
                 self.opening[following] = before
             # Back, if groups admitted ahead were returned.
@@ -251,12 +266,13 @@ class StreamingProgram:
             self.control.change(lambda: None)
 
     def _current(self) -> Position:
-        """Return the state of selection and loader between two batches, with the kept surplus; groups admitted ahead are repeated.
+        """Return the state of selection and loader between two batches, with the kept surplus; groups admitted ahead
+        are repeated.
 
         If rows may be suspended, all rows in work are kept with their tokens.
         """
         schedule, surplus = self.stream.schedule, list[StoredRows]()
-        sampling = schedule.sampling.settled(schedule.sizes.sets_aside)
+        sampling = schedule.sampling.settled(schedule.sizes.partial_rollout)
         waiting = [uid for group in schedule.sampling.waiting for uid in schedule.rows_of[group]]
         if waiting:
             surplus.append(self.stream.stored(waiting, recorded=True))
@@ -307,9 +323,11 @@ def stage_seconds(flow: Flow, groups: Sequence[Group], reports: Sequence[Report]
     consumers = Consumers(flow)
     workers = {
         stage.name: group.processes // group.ranks
-        for group in groups for name in group.consumers if name in consumers.by_name
+        for group in groups
+        for name in group.consumers
+        if name in consumers.by_name
         for stage in consumers.by_name[name].stages
-    }  # fmt: skip
+    }
     for report in reports:
         seconds[report["stage"]] += report["seconds"] / workers.get(report["stage"], 1)
     return seconds

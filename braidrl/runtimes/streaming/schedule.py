@@ -1,4 +1,5 @@
-"""The decisions of the streaming runtime as one state machine: admission, leases, steps, publications. No clock, no socket, no payload.
+"""The decisions of the streaming runtime as one state machine: admission, leases, steps, publications. No clock, no
+socket, no payload.
 
     groups_wanted ─▶ admit ─▶ [rows of each consumer: ready, leased, done] ◀─ take, complete ─ workers
           ▲                        │ verdicts on complete groups ─▶ close: the batch is known
@@ -13,7 +14,7 @@ from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes, TrainingBatch, admissible, check_staleness, trained_on
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow
-from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many
+from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, started_too_many
 from braidrl.flow.stage import Kind
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.table import Lease
@@ -26,12 +27,12 @@ SET_ASIDE = 4
 class StreamSchedule(TrainersProgress):
     """The schedule of all rows in work.
 
-    Each consumer is a task. Its rows are in the table (iteration, 0) while their batch is open, then in (iteration, 1); a trainer
-    takes them from there once their updates are certain. Rows that need an engine with the batch's own version are in (iteration, 2),
-    then in (iteration, 3).
+    Each consumer is a task. Its rows are in the table (iteration, 0) while their batch is open, then in (iteration, 1);
+    a trainer takes them from there once their updates are certain. Rows that need an engine with the batch's own
+    version are in (iteration, 2), then in (iteration, 3).
 
-    A group with a suspended row continues with the next batch, in (iteration, 4), as long as it is fresh enough for that batch;
-    other groups are drawn to their ends. Another group takes its place in the open batch.
+    A group with a suspended row continues with the next batch, in (iteration, 4), as long as it is fresh enough for
+    that batch; other groups are drawn to their ends. Another group takes its place in the open batch.
     """
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
@@ -43,7 +44,7 @@ class StreamSchedule(TrainersProgress):
         self.sampling = GroupSelector(
             sizes.prompts_per_step, sizes.epoch_groups, sizes.surplus, sizes.max_staleness, sizes.over_sampling
         )
-        segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
+        segment = flow.stages[: flow.recorded_stages] if sizes.partial_rollout else flow.sampling_segment
         self.segment = [c for c in every if c.stages[0] in segment and c.kind is not Kind.TRAIN]
         """Consumers of groups that may not be in the batch."""
         self.after = [c for c in every if c not in self.segment and c.takes_rows]
@@ -57,16 +58,16 @@ class StreamSchedule(TrainersProgress):
         """The oldest version among a row's tokens, once it is generated."""
         self.tokens: dict[Uid, int] = {}
         """The known length of a row."""
-        self.begun: dict[Uid, int] = {}
+        self.started: dict[Uid, int] = {}
         """The oldest version of an engine that got a row."""
         self.suspended_rows: dict[Uid, int] = {}
         """The oldest version among the tokens of suspended rows."""
-        self.going_on: set[int] = set()
+        self.resumed_groups: set[int] = set()
         """Groups with rows suspended in an earlier batch, or in the open one."""
         self.ending: set[int] = set()
         """Groups among them that must finish because the open batch lacks them."""
         self.opened = 0
-        self.horizon = 1
+        self.lookahead = 1
         """Number of batches to admit groups for: the open one, and later ones whose rows engines may start."""
         self.is_open = self.decided = False
         self.released: dict[int, list[Uid]] = {}
@@ -76,13 +77,16 @@ class StreamSchedule(TrainersProgress):
         self.max_staleness_seen = 0
 
     def resume(
-        self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int],
+        self,
+        done: int,
+        sampling: GroupSelector,
+        surplus: Mapping[Uid, int],
         unfinished: Mapping[Uid, int | None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Resume after `done` iterations.
 
-        `surplus` are the rows that wait for the next batch, with the oldest version among their tokens; `unfinished` the rows of
-        pending groups, generated or suspended, likewise, with None for rows without tokens.
+        `surplus` are the rows that wait for the next batch, with the oldest version among their tokens; `unfinished`
+        the rows of pending groups, generated or suspended, likewise, with None for rows without tokens.
         """
         self.published = self.opened = done
         self.sampling = sampling
@@ -96,12 +100,12 @@ class StreamSchedule(TrainersProgress):
         self._admit(list(rows), self.opened + 1)
         drawn = {uid: version for uid, version in rows.items() if version is not None}
         self.suspended_rows.update(drawn)
-        self.begun.update(drawn)
-        self.going_on = {uid[1] for uid in rows}
-        for group in self.going_on:
+        self.started.update(drawn)
+        self.resumed_groups = {uid[1] for uid in rows}
+        for group in self.resumed_groups:
             self._continue_in(group, self.opened + 1)
 
-    def put_back(self, versions: Mapping[Uid, int]) -> None:
+    def restore_batch(self, versions: Mapping[Uid, int]) -> None:
         """Restore the next batch of a checkpoint, whose rows, of these versions, have passed the recorded stages."""
         self.opened += 1
         batch = self.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
@@ -116,10 +120,10 @@ class StreamSchedule(TrainersProgress):
 
     def older_batches(self) -> list[int]:
         """Return the batches from the next to the last open or known one with rows started on an older version."""
-        begun = (self._begun_with(group) for group in self.iteration_of)
+        started = (self._started_with(group) for group in self.iteration_of)
         older = [
             iteration
-            for iteration, version in zip(self.iteration_of.values(), begun, strict=True)
+            for iteration, version in zip(self.iteration_of.values(), started, strict=True)
             if iteration <= self.opened and version is not None and version < self.published
         ]
         return list(range(self.published + 1, max(older, default=0) + 1))
@@ -129,8 +133,8 @@ class StreamSchedule(TrainersProgress):
     def may_open(self, engine_version: int | None, early: bool = True) -> bool:
         """Return True if the next batch may be opened while engines hold a version; None stands for no version.
 
-        With `early`, an on-policy batch opens one version before its rows may start, so that they are in the queue by then. Under
-        staleness the horizon does the same.
+        With `early`, an on-policy batch opens one version before its rows may start, so that they are in the queue by
+        then. Under staleness the lookahead does the same.
         """
         if engine_version is None or self.opened >= self.sizes.iterations:
             return False
@@ -145,14 +149,14 @@ class StreamSchedule(TrainersProgress):
             self.sampling.begin(trained_on(self.opened))
             self._assign()
             self.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
-        before = self.horizon
+        before = self.lookahead
         last = min(engine_version + 1 + self.sizes.ahead, self.sizes.iterations)
         if self.sizes.older_groups is not None:
             last = min(last, self.opened + (engine_version >= trained_on(self.opened)))
-        self.horizon = max(1, last - self.opened + 1) if self.segment else 1
-        if self.horizon != before:
+        self.lookahead = max(1, last - self.opened + 1) if self.segment else 1
+        if self.lookahead != before:
             self._assign()
-        return self.sampling.groups_wanted(self.horizon)
+        return self.sampling.groups_wanted(self.lookahead)
 
     def admit(self, uids: Sequence[Uid]) -> None:
         """Admit the rows of a wave; group numbers rise."""
@@ -161,7 +165,7 @@ class StreamSchedule(TrainersProgress):
             groups.setdefault(uid[1], []).append(uid)
         # A group is expected in the first iteration that needs it: its rows must be fresh enough for that.
         numbers, start = list(groups), 0
-        ends = [min(self.sampling.groups_wanted(batches), len(numbers)) for batches in range(1, self.horizon)]
+        ends = [min(self.sampling.groups_wanted(batches), len(numbers)) for batches in range(1, self.lookahead)]
         for ahead, end in enumerate([*ends, len(numbers)]):
             if end > start:
                 among, start = numbers[start:end], end
@@ -178,7 +182,10 @@ class StreamSchedule(TrainersProgress):
             self.sampling.decide({group: Verdict() for group in groups})
 
     def close(self) -> Selection | None:
-        """Add groups guaranteed to be selected to the open batch. When it is complete, close it and release the rest."""
+        """Add groups guaranteed to be selected to the open batch.
+
+        When it is complete, close it and release the rest.
+        """
         if not self.is_open or not self.decided:
             return None
         self.decided = False
@@ -192,7 +199,7 @@ class StreamSchedule(TrainersProgress):
                 self._continue_in(group, self.opened)
             return None
         places = self.sizes.older_groups
-        too_many = set[int]() if places is None else begun_too_many(self._begun(self.rows_of), places)
+        too_many = set[int]() if places is None else started_too_many(self._started(self.rows_of), places)
         outcome = self.sampling.finish(lambda group: group not in too_many and self._is_young(group))
         self.is_open, batch.is_known = False, True
         self.released = {group: self.rows_of[group] for group in (*outcome.released, *outcome.returned)}
@@ -203,7 +210,7 @@ class StreamSchedule(TrainersProgress):
             self.tasks[name].move(carried, (self.opened + 1, 0))
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         self._hold_back(self.opened + 1)
-        for group in self.going_on.intersection(self.sampling.pending):
+        for group in self.resumed_groups.intersection(self.sampling.pending):
             self._continue_in(group, self.opened + 1)
         self.ending.clear()
         return outcome
@@ -211,8 +218,9 @@ class StreamSchedule(TrainersProgress):
     def is_generation_over(self, engine_version: int | None = None) -> bool:
         """Return True if nothing is, or can be, generated with this version: all engines can load weights at once.
 
-        This holds between two batches, and while the open batch waits for rows that only a newer version may start. It does not
-        hold while the next batch may start on this version and is not open yet: else the time of its opening decided its version.
+        This holds between two batches, and while the open batch waits for rows that only a newer version may start. It
+        does not hold while the next batch may start on this version and is not open yet: else the time of its opening
+        decided its version.
         """
         if self.is_open:
             lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
@@ -230,12 +238,20 @@ class StreamSchedule(TrainersProgress):
     # Work
 
     def take(
-        self, name: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None, ranks: int = 1
-    ) -> Lease | None:  # fmt: skip
-        """Lease up to `most` ready rows to a worker of a consumer, or return None; whole batches for a consumer of these.
+        self,
+        name: str,
+        holder: str,
+        now: float,
+        seconds: float,
+        most: int,
+        engine_version: int | None = None,
+        ranks: int = 1,
+    ) -> Lease | None:
+        """Lease up to `most` ready rows to a worker of a consumer, or return None; whole batches for a consumer of
+        these.
 
-        An engine that holds `engine_version` gets no rows that would be too stale for training. Other arguments are as for
-        `Tasks.take`.
+        An engine that holds `engine_version` gets no rows that would be too stale for training. Other arguments are as
+        for `Tasks.take`.
         """
         consumer = self.consumers.by_name[name]
         if most <= 0 or not consumer.takes_rows:
@@ -266,8 +282,8 @@ class StreamSchedule(TrainersProgress):
             return None
         if consumer.kind is Kind.GENERATE and engine_version is not None and self.sizes.max_staleness:
             for row in lease.rows:
-                self.begun[row] = min(
-                    engine_version, self.suspended_rows.get(row, engine_version), self.begun.get(row, engine_version)
+                self.started[row] = min(
+                    engine_version, self.suspended_rows.get(row, engine_version), self.started.get(row, engine_version)
                 )
         if consumer.kind is Kind.TRAIN:
             versions = [self.versions[row] for row in lease.rows]
@@ -276,7 +292,9 @@ class StreamSchedule(TrainersProgress):
         return lease
 
     def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
-        """Record that a consumer has completed rows of its leases; of a generate stage, with the oldest version of each."""
+        """Record that a consumer has completed rows of its leases; of a generate stage, with the oldest version of
+        each.
+        """
         self.tasks.write(name, rows)
         if versions and name in self.generating:
             known = self.versions
@@ -284,7 +302,7 @@ class StreamSchedule(TrainersProgress):
                 known.update(versions)
             else:
                 known.update({row: min(version, known.get(row, version)) for row, version in versions.items()})
-        if self.sizes.sets_aside and name in self.generating and not self.selects:
+        if self.sizes.partial_rollout and name in self.generating and not self.selects:
             # Without selection a group is kept once its rows are all generated.
             written = [self.tasks.written[stage] for stage in self.generating]
             for group in {row[1] for row in rows}.intersection(self.sampling.pending):
@@ -302,7 +320,7 @@ class StreamSchedule(TrainersProgress):
         for row, version in rows.items():
             self.suspended_rows[row] = min(version, self.suspended_rows.get(row, version))
         for group, row in {row[1]: row for row in rows}.items():
-            self.going_on.add(group)
+            self.resumed_groups.add(group)
             if self.may_suspend(row):
                 self._continue_in(group, self.opened + 1)
                 if self.is_open and group in self.sampling.pending:
@@ -318,9 +336,12 @@ class StreamSchedule(TrainersProgress):
         return rows
 
     def judged(
-        self, name: str, rows: Sequence[Uid], reasons: Mapping[int, str] | None = None,
+        self,
+        name: str,
+        rows: Sequence[Uid],
+        reasons: Mapping[int, str] | None = None,
         scores: Mapping[int, tuple[float, float]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record a verdict stage's result on the rows of some complete groups.
 
         A select stage drops groups for `reasons`; `scores` are their lowest and highest scores.
@@ -348,7 +369,9 @@ class StreamSchedule(TrainersProgress):
         return Candidate(uid, group, len(self.rows_of[group]), self.tokens.get(uid, 0), self.versions.get(uid, 0))
 
     def _join_groups(self, batch: TrainingBatch, members: Iterable[tuple[int, int, int]]) -> None:
-        """Add groups to a batch; trainers get those whose updates are the same for every position from the least to the largest."""
+        """Add groups to a batch; trainers get those whose updates are the same for every position from the least to the
+        largest.
+        """
         joined, sure = list[Uid](), list[Uid]()
         for group, least, largest in members:
             if group not in batch.joined:
@@ -370,25 +393,25 @@ class StreamSchedule(TrainersProgress):
                 self.tasks[consumer.name].admit(rows, table)
                 self._skip([consumer], rows)
 
-    def _begun_with(self, group: int) -> int | None:
+    def _started_with(self, group: int) -> int | None:
         """Return the oldest version on which a group's rows were started, or None before the start."""
         uids = self.rows_of[group]
         known = (
-            *(self.begun[uid] for uid in uids if uid in self.begun),
+            *(self.started[uid] for uid in uids if uid in self.started),
             *(self.versions[uid] for uid in uids if uid in self.versions),
         )
         return min(known, default=None)
 
     def _is_young(self, group: int) -> bool:
         """Return True if a group's started rows may be in the batch after the open one."""
-        version = self._begun_with(group)
+        version = self._started_with(group)
         return version is None or admissible(self.opened + 1, version, self.sizes.max_staleness)
 
     # Suspended rows
 
     def may_suspend(self, row: Uid) -> bool:
         """Return True if a row may train with the batch after the open one, and so does not delay the open one."""
-        return self.sizes.sets_aside and row[1] not in self.ending and self._is_young(row[1])
+        return self.sizes.partial_rollout and row[1] not in self.ending and self._is_young(row[1])
 
     def _continue_in(self, group: int, iteration: int) -> None:
         """Move a group to an iteration; its unfinished rows continue there."""
@@ -399,7 +422,9 @@ class StreamSchedule(TrainersProgress):
     # A share of rows of the batch's own version
 
     def _may_begin(self, table: tuple[int, int], engine_version: int | None) -> bool:
-        """Return True if an engine's version is fresh enough for the rows of a table; None stands for a worker that is no engine."""
+        """Return True if an engine's version is fresh enough for the rows of a table; None stands for a worker that is
+        no engine.
+        """
         if table[1] == SET_ASIDE:
             is_open = table[0] <= self.opened
             return is_open and (
@@ -412,10 +437,12 @@ class StreamSchedule(TrainersProgress):
         return engine_version is None or admissible(table[0], engine_version, bound)
 
     def _assign(self) -> None:
-        """Assign undecided groups to the open batch as far as needed, and the others to later ones; hold back groups without a place."""
+        """Assign undecided groups to the open batch as far as needed, and the others to later ones; hold back groups
+        without a place.
+        """
         if self.sizes.older_groups is None or not self.is_open:
             return
-        needed = self.sampling.under_way() if self.horizon > 1 else len(self.sampling.pending)
+        needed = self.sampling.under_way() if self.lookahead > 1 else len(self.sampling.pending)
         for place, group in enumerate(sorted(self.sampling.pending)):
             self.iteration_of[group] = self.opened + (place >= needed)
         self._hold_back(self.opened)
@@ -426,21 +453,23 @@ class StreamSchedule(TrainersProgress):
         if self.sizes.older_groups is None:
             return
         batch = self.batches.get(iteration)
-        begun = self._begun(group for group, expected in self.iteration_of.items() if expected >= iteration)
-        groups = {group for group in begun if self.iteration_of[group] == iteration}
+        started = self._started(group for group, expected in self.iteration_of.items() if expected >= iteration)
+        groups = {group for group in started if self.iteration_of[group] == iteration}
         version = trained_on(iteration)
-        older = {group for group, with_version in begun.items() if with_version is not None and with_version < version}
+        older = {
+            group for group, with_version in started.items() if with_version is not None and with_version < version
+        }
         waiting = set(sorted(groups - older)[max(0, self.sizes.older_groups - len(older)) :])
         for group in groups:
             table = iteration, (batch is not None and group in batch.joined) + OWN_VERSION * (group in waiting)
             for name in self.generating:
                 self.tasks[name].move(self.rows_of[group], table)
 
-    def _begun(self, groups: Iterable[int]) -> dict[int, int | None]:
+    def _started(self, groups: Iterable[int]) -> dict[int, int | None]:
         """Return, for each of these groups that is not dropped, the oldest version on which its rows were started."""
         verdicts = self.sampling.verdicts
         kept = (group for group in groups if group not in verdicts or verdicts[group].reason is None)
-        return {group: self._begun_with(group) for group in kept}
+        return {group: self._started_with(group) for group in kept}
 
     def _admit(self, uids: Sequence[Uid], iteration: int) -> None:
         for uid in uids:
@@ -464,11 +493,11 @@ class StreamSchedule(TrainersProgress):
         groups = list(groups)
         uids = [uid for group in groups for uid in self.rows_of.pop(group)]
         lost = self.tasks.forget(uids)
-        for known in (self.versions, self.tokens, self.suspended_rows, self.begun):
+        for known in (self.versions, self.tokens, self.suspended_rows, self.started):
             for uid in uids if known else ():
                 known.pop(uid, None)
         for group in groups:
             self.iteration_of.pop(group, None)
-            self.going_on.discard(group)
+            self.resumed_groups.discard(group)
             self.ending.discard(group)
         return lost

@@ -20,7 +20,7 @@ from braidrl.queue.samplers import Sampler
 from braidrl.queue.table import Block, HeldBlocks, StoredRows, Table
 from braidrl.queue.tasks import Places
 from braidrl.queue.transport import Answer
-from braidrl.runtimes.interfaces import BegunBatch
+from braidrl.runtimes.interfaces import StartedBatch
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 
 Report = dict[str, Any]
@@ -50,13 +50,17 @@ class Stream:
     """The rows of one flow."""
 
     def __init__(
-        self, flow: Flow, sizes: Sizes, during: int | None = None, samplers: Mapping[str, Sampler] | None = None,
+        self,
+        flow: Flow,
+        sizes: Sizes,
+        during: int | None = None,
+        samplers: Mapping[str, Sampler] | None = None,
         held: HeldBlocks | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin without rows.
 
-        An evaluation's work is shown under the training iteration `during`. `samplers` are those of stages that do not take the
-        oldest rows first; `held` counts references to the blocks of all streams of a run.
+        An evaluation's work is shown under the training iteration `during`. `samplers` are those of stages that do not
+        take the oldest rows first; `held` counts references to the blocks of all streams of a run.
         """
         self.during = during
         self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes, samplers), Table(held)
@@ -67,9 +71,9 @@ class Stream:
             consumer.name: {column.name for stage in consumer.stages for column in flow.inputs[stage.name]}
             for consumer in self.consumers.by_name.values()
         }
-        self.sets_aside = sizes.sets_aside
+        self.partial_rollout = sizes.partial_rollout
         generates = [flow[name] for name in self.schedule.generating]
-        self.drawn = [name for stage in generates for name in stage.writes] if sizes.sets_aside else []
+        self.drawn = [name for stage in generates for name in stage.writes] if sizes.partial_rollout else []
         """Columns of suspended rows."""
         self.written_before_recording = {name for s in flow.stages[: flow.recorded_stages] for name in s.writes}
         self.written_later = {name for s in flow.stages[flow.recorded_stages :] for name in s.writes}
@@ -93,16 +97,18 @@ class Stream:
             self.table.add(rows.part(DRAWN, drawn))
 
     def resume(self, done: int, state: Mapping[str, Any], tables: Sequence[StoredRows]) -> None:
-        """Resume after `done` iterations with a checkpoint's selection state, and its rows: of groups that wait for the next batch, and
-        of pending ones.
+        """Resume after `done` iterations with a checkpoint's selection state, and its rows: of groups that wait for the
+        next batch, and of pending ones.
         """
         sampling = GroupSelector.restored(state)
         surplus, unfinished = list[StoredRows](), list[StoredRows]()
         for table in tables:
             (unfinished if set(table.index["group"].tolist()) <= set(sampling.pending) else surplus).append(table)
         versions = {
-            uid: version for rows in surplus for uid, version in zip(rows.uids(), rows.index["version"].tolist(), strict=True)
-        }  # fmt: skip
+            uid: version
+            for rows in surplus
+            for uid, version in zip(rows.uids(), rows.index["version"].tolist(), strict=True)
+        }
         known: dict[Uid, int | None] = {}
         for index in (rows.index for rows in unfinished):
             found = zip(index.uids(), index["version"].tolist(), index["action_tokens"].tolist(), strict=True)
@@ -114,7 +120,9 @@ class Stream:
             self._add_admitted(rows)
 
     def unfinished(self, groups: Collection[int]) -> list[StoredRows]:
-        """Return the rows of continuing groups, as the generate stage has left them: first the completed rows, then the others."""
+        """Return the rows of continuing groups, as the generate stage has left them: first the completed rows, then the
+        others.
+        """
         (stage,) = self.schedule.generating
         ended: dict[bool, list[Uid]] = {True: [], False: []}
         for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
@@ -135,30 +143,32 @@ class Stream:
         if self.schedule.samplers:
             self._note_lengths(rows.uids(), rows.index)
 
-    def begun(self) -> list[int]:
+    def started(self) -> list[int]:
         """Return the batches to save: started on older versions; all other rows are drawn again after a resume.
 
-        Empty for flows where a stage changes something permanently, or waits for its turn, before rows are recorded. Empty also if
-        rows may be suspended: the checkpoint then has all rows in work.
+        Empty for flows where a stage changes something permanently, or waits for its turn, before rows are recorded.
+        Empty also if rows may be suspended: the checkpoint then has all rows in work.
         """
         recorded = self.flow.stages[: self.flow.recorded_stages]
         waits = any(
             s.state or s.kind is Kind.TRAIN or (s.kind is Kind.INFER and s.role in self.flow.changed_roles)
             for s in recorded
         )
-        return [] if waits or self.sets_aside else self.schedule.older_batches()
+        return [] if waits or self.partial_rollout else self.schedule.older_batches()
 
-    def put_back(self, batch: BegunBatch) -> None:
+    def restore_batch(self, batch: StartedBatch) -> None:
         """Restore a checkpoint's batch as the next one."""
         rows: StoredRows = batch.table
-        self.schedule.put_back(dict(zip(rows.uids(), versions_of(rows.index), strict=True)))
+        self.schedule.restore_batch(dict(zip(rows.uids(), versions_of(rows.index), strict=True)))
         record = self.record_of(self.schedule.opened)
         record.outcome, record.reports = batch.outcome, list(batch.reports)
         record.generated = [batch.left_out.index] if len(batch.left_out) else []
         self.restore(rows)
 
     def stored(self, uids: Sequence[Uid], recorded: bool = False) -> StoredRows:
-        """Return rows with every column that they have; with `recorded` without those of stages after the recorded ones."""
+        """Return rows with every column that they have; with `recorded` without those of stages after the recorded
+        ones.
+        """
         early = {ADMISSION, *self.schedule.recorded, *self.consumers.verdicts}
         writers = [name for name in self.consumers.writers if name in early or not recorded]
         rows = self.table.stored(uids, writers)
@@ -170,7 +180,8 @@ class Stream:
     def take(
         self, name: str, request: Mapping[str, Any], now: float, seconds: float, version: int | None
     ) -> Answer | None:
-        """Lease rows of a consumer as a worker requested (`holder`, `most` rows, `ranks` that share them), or return None.
+        """Lease rows of a consumer as a worker requested (`holder`, `most` rows, `ranks` that share them), or return
+        None.
 
         `version` is the one that the worker's engine holds; other arguments are as for `Tasks.take`.
         """
@@ -179,33 +190,41 @@ class Stream:
         if lease is None:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
-        # All index columns, and the payload that its stages declare. What the main process has computed lies in no block.
+        # All index columns, and the payload that its stages declare. What the main process has computed lies in no
+        # block.
         inline = [writer for writer in self.before[name] if writer in self.consumers.verdicts]
         writers = [writer for writer in self.before[name] if writer not in self.consumers.verdicts]
         payload = self.table.payload(uids, writers, self.inputs[name], index=True)
-        if self.sets_aside and consumer.kind is Kind.GENERATE:
+        if self.partial_rollout and consumer.kind is Kind.GENERATE:
             payload += self.table.payload(uids, [DRAWN], None, index=True)
         answer = {
-            "kind": "rows", "consumer": name, "lease": lease.number, "size": len(uids),
+            "kind": "rows",
+            "consumer": name,
+            "lease": lease.number,
+            "size": len(uids),
             "iteration": schedule.iteration_of[uids[0][1]] if self.during is None else self.during,
             "payload": payload,
             "states": {s.name: self.states[s.name] for s in consumer.stages if s.state},
-        }  # fmt: skip
-        if self.sets_aside and consumer.kind is Kind.GENERATE:
+        }
+        if self.partial_rollout and consumer.kind is Kind.GENERATE:
             answer["to_the_end"] = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
         if consumer.kind is Kind.TRAIN:
             batch = schedule.batches[schedule.published + 1]
             answer |= {
-                "updates": batch.updates_of(uids), "update_rows": batch.size, "steps": batch.steps,
+                "updates": batch.updates_of(uids),
+                "update_rows": batch.size,
+                "steps": batch.steps,
                 "batch_rows": len(batch.plan),
-            }  # fmt: skip
+            }
         computed_here = self.table.index(uids, inline)
         return answer, encode(computed_here) if list(computed_here) else ()
 
     def done(
         self, name: str, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float, unfinished: bool = False
     ) -> tuple[list[int], list[Block]]:
-        """Record rows of a consumer as completed, or as suspended with their tokens; return lost leases, and blocks that are now free."""
+        """Record rows of a consumer as completed, or as suspended with their tokens; return lost leases, and blocks
+        that are now free.
+        """
         lost, held = self.tasks.held(done, parts, now)
         freed, versions = list[Block](), dict[Uid, int]()
         for part, _ in parts:

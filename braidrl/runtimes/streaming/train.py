@@ -1,4 +1,5 @@
-"""A trainer: one rank's share of a trained role's work on a batch. It receives each row once and keeps it until the batch is trained.
+"""A trainer: one rank's share of a trained role's work on a batch. It receives each row once and keeps it until the
+batch is trained.
 
 take_in: a piece of rows ──infer, compute──▶ columns ──▶ updates in progress ──forward_backward, as rows arrive──▶ ready
 step ──optim_step──▶ the next update ... the last one ──▶ later stages ──▶ finish: written columns, reports
@@ -108,7 +109,7 @@ class Trainer:
         report: dict[str, Any] = span.report()
         return report
 
-    def go_on(self, stage: Stage) -> None:
+    def continue_after(self, stage: Stage) -> None:
         """Continue after a step of a train stage: with its next update, or with the stages after its last one."""
         assert self.updates is not None
         if is_optimized(stage):
@@ -133,7 +134,9 @@ class Trainer:
         return bool(self.iteration) and self.at == len(self.stages) and not self.rows_left
 
     def finish(self) -> tuple[StoredRows | None, list[tuple[int, list[int]]], dict[str, Any]]:
-        """End the batch; return the columns that this rank has written, if any, their rows, and the further fields of `Client.done`."""
+        """End the batch; return the columns that this rank has written, if any, their rows, and the further fields of
+        `Client.done`.
+        """
         names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
         own = [piece for piece in self.pieces if piece.own]
         part = None

@@ -1,8 +1,10 @@
-"""Weight publication under streaming: training ranks write or offer a version beside the next batch; the control plane announces it.
+"""Weight publication under streaming: training ranks write or offer a version beside the next batch; the control plane
+announces it.
 
 trainer ranks ──file, collective──▶ control plane: role, version, location ──▶ an engine loads from there when the policy allows
 
-A file in shared memory serves the engines of a machine; other machines, and devices, request slices from the ranks that hold them.
+A file in shared memory serves the engines of a machine; other machines, and devices, request slices from the ranks that
+hold them.
 """
 
 import secrets
@@ -25,8 +27,8 @@ from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter, remove_versi
 from braidrl.weights.shards import Parts, snapshot
 
 WeightLocation = dict[str, Any]
-"""The location of a version as plain data: `path`, `machines` that see it (empty: all do), `offer`, its `number` at the ranks, and
-`bytes`.
+"""The location of a version as plain data: `path`, `machines` that see it (empty: all do), `offer`, its `number` at the
+ranks, and `bytes`.
 """
 Weights = tuple[str, int, WeightLocation]
 """A role, its version, and the location."""
@@ -40,7 +42,9 @@ def source_of(place: WeightLocation) -> WeightFile | OfferedWeights:
 
 
 def free(places: Collection[WeightLocation]) -> None:
-    """Remove files of versions that no engine loads any more; on other machines the ranks that wrote them remove them."""
+    """Remove files of versions that no engine loads any more; on other machines the ranks that wrote them remove
+    them.
+    """
     for place in places:
         if place["path"]:
             remove_version(Path(place["path"]))
@@ -58,8 +62,8 @@ class VersionWriter:
     def __init__(self, role: str, parts: Parts, world: World, config: Config, run: str, ip: str = LOOPBACK) -> None:
         """Plan the publication; publish nothing yet.
 
-        `parts` returns this rank's shards of the model, `run` is the name of the run's files, and `ip` this machine's address for
-        engines on others.
+        `parts` returns this rank's shards of the model, `run` is the name of the run's files, and `ip` this machine's
+        address for engines on others.
         """
         self.role, self.parts, self.world, self.run = role, parts, world, run
         # A separate group, because a thread uses it beside other collectives.
@@ -120,7 +124,9 @@ class VersionWriter:
 
 
 def beside_computing(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which a thread reads completed results of a device: on CUDA a stream beside the main one."""
+    """Return the context in which a thread reads completed results of a device: on CUDA a stream beside the main
+    one.
+    """
     if device.type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream(device)
@@ -169,7 +175,9 @@ class Versions:
 
 @dataclass
 class Copy:
-    """Source weights for an update without a loss (EMA or copy): the worker that was asked for them, and their location once given."""
+    """Source weights for an update without a loss (EMA or copy): the worker that was asked for them, and their location
+    once given.
+    """
 
     giver: str
     place: WeightLocation | None = None

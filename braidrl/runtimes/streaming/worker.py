@@ -1,7 +1,7 @@
 """The common parts of all streaming workers, and the loop of those that do not generate.
 
-The ranks of a role, in any layout, are one worker. The leader takes leases and orders; every rank does its share of a lease, by
-the partition function, and the collective work of its layout; the leader reports.
+The ranks of a role, in any layout, are one worker. The leader takes leases and orders; every rank does its share of a
+lease, by the partition function, and the collective work of its layout; the leader reports.
 
 leader: take ──▶ share ──▶ each rank: its rows ──executor──▶ columns in shared memory, loss sums ──▶ gather ──▶ leader: done, stepped
                             thread:   its slices of the new weights ──▶ shared memory ──▶ each rank, in the leader's name: weights
@@ -81,9 +81,11 @@ class StageLoop:
             self.trainer = Trainer(trained, *parts, world, self.most)
         self.writing = BackgroundWriter()
         self.exports = BackgroundWriter("new weights")
-        """Writes this rank's share of a version while the next rows are trained on; no step may change the weights meanwhile."""
+        """Writes this rank's share of a version while the next rows are trained on; no step may change the weights
+        meanwhile.
+        """
         self.versions: VersionWriter | None = None
-        self.asked: int | None = None
+        self.pending_order: int | None = None
         """The order that waits for the result of the write."""
 
     def lead(self) -> None:
@@ -100,9 +102,9 @@ class StageLoop:
                     break
                 # Also without work, as a heartbeat of the leader for the others.
                 self._together(work)
-                if self.asked is not None and not self.writing.goes_on:
+                if self.pending_order is not None and not self.writing.is_running:
                     self._together(WorkItem("written", self.context.data, {}, Rows({})))
-                is_heard_soon = self.asked is not None or self.exports.goes_on
+                is_heard_soon = self.pending_order is not None or self.exports.is_running
                 wait_s = min(SOON_S, settings.wait_s) if is_heard_soon else settings.wait_s
         self._broadcast(pack_message([{"kind": "stop"}, []]))
 
@@ -153,8 +155,8 @@ class StageLoop:
                 # All ranks: the result of the write.
                 trouble = next(filter(None, self.world.gather("what is written", self.writing.trouble())), "")
                 if self.client is not None:
-                    self.client.ask("ordered", order=self.asked, result={"trouble": trouble})
-                self.asked = None
+                    self.client.ask("ordered", order=self.pending_order, result={"trouble": trouble})
+                self.pending_order = None
 
     def _forward(self, consumer: Consumer, work: WorkItem) -> None:
         """Run the stages of a consumer on the rows of a lease, and write their columns."""
@@ -196,14 +198,18 @@ class StageLoop:
             self.client.done(trainer.consumer.name, written=written, **fields)
 
     def _gathered(self, part: StoredRows | None, rows: Any) -> list[tuple[StoredRows, Any]]:
-        """Return the locations of all ranks' columns, with their rows as for `Client.done`, for the leader to report."""
+        """Return the locations of all ranks' columns, with their rows as for `Client.done`, for the leader to
+        report.
+        """
         frames = list[Frame]()
         own = None if part is None else (part.message(frames), [bytes(frame) for frame in frames], rows)
         found = filter(None, self.world.gather("columns", own))
         return [(StoredRows.received(message, frames), rows) for message, frames, rows in found]
 
     def _optim_step(self, work: WorkItem) -> None:
-        """Make an optimizer step, or move the role's weights towards those of another role, which its ranks have published."""
+        """Make an optimizer step, or move the role's weights towards those of another role, which its ranks have
+        published.
+        """
         assert self.trainer is not None
         self.exports.wait()
         stage = next(stage for stage in self.trainer.consumer.updates if stage.name == work.message["stage"])
@@ -227,7 +233,7 @@ class StageLoop:
         if work.message["export"] is not None:
             self._begin_export(work.message["export"])
         if self.trainer.consumer.takes_rows:
-            self.trainer.go_on(stage)
+            self.trainer.continue_after(stage)
             self._report_batch(self.trainer)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
@@ -247,7 +253,7 @@ class StageLoop:
             self.writing.begin(executor.save(Path(order["folder"]), writes, copy=True))
         else:
             # Not before it is written.
-            self.asked = order["order"]
+            self.pending_order = order["order"]
             return
         if self.client is not None:
             self.client.ask("ordered", order=order["order"], result={})
@@ -263,9 +269,13 @@ class StageLoop:
                 return
             # From a thread of the first rank, in the leader's name.
             told = {
-                "request": "weights", "holder": self.context.leader, "role": self.role, "version": version,
-                "place": place, "seconds": time.monotonic() - start,
-            }  # fmt: skip
+                "request": "weights",
+                "holder": self.context.leader,
+                "role": self.role,
+                "version": version,
+                "place": place,
+                "seconds": time.monotonic() - start,
+            }
             self.context.data.connections.ask(self.context.queue, told)
 
         self.exports.begin([publish_and_report])
@@ -282,7 +292,9 @@ class StageLoop:
 
 
 def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
-    """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main process."""
+    """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main
+    process.
+    """
     store = RowStore(with_data(without_data(config), kept))
     while (work := client.take([], 0, wait_s)).kind != "stop":
         order = work.message

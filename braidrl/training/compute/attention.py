@@ -1,13 +1,14 @@
-"""The attention of every model that Braid loads: an attention context, passed beside the forward pass, decides which keys a query sees.
+"""The attention of every model that Braid loads: an attention context, passed beside the forward pass, decides which
+keys a query sees.
 
     with attending(context): model.model(input_ids=..., position_ids=..., use_cache=False)
                                  |
     each attention layer:  queries, keys, values ---> context.attend(...)
     each other mixer:      hidden states -----------> context.mix(...)
 
-`PackedSequences` is the context of training, inference and prefill: sequences packed into one row without padding, each attending only
-to itself. The embedded engine decodes from slots with another context. A mixer is a module that mixes tokens outside the attention
-interface: linear attention, convolutions, state-space layers.
+`PackedSequences` is the context of training, inference and prefill: sequences packed into one row without padding, each
+attending only to itself. The embedded engine decodes from slots with another context. A mixer is a module that mixes
+tokens outside the attention interface: linear attention, convolutions, state-space layers.
 
 Shapes: N tokens packed, S sequences of equal length L, H query heads, K key/value heads, D head width (of values: E).
 """
@@ -36,7 +37,8 @@ ATTENTION = "braid"
 COMPILED = "compiled_attention"
 """Attribute that marks attention modules which may use the compiled kernel."""
 SHORT = 256
-"""Longest sequence (tokens) whose attention scores are kept for the backward pass on a CPU without the compiled kernel."""
+"""Longest sequence (tokens) whose attention scores are kept for the backward pass on a CPU without the compiled kernel.
+"""
 HEADS_RANK = "heads_rank"
 """Attribute of an attention layer whose heads are sharded: the rank whose heads it has, for parameters of all heads."""
 UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
@@ -102,11 +104,23 @@ def parameters_of(forward: Forward) -> frozenset[str]:
 
 
 def braid_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    sequences: AttentionContext | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute a layer's attention for transformers. Raises ValueError without a context, and for unsupported arguments."""
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    sequences: AttentionContext | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute a layer's attention for transformers.
+
+    Raises ValueError without a context, and for unsupported arguments.
+    """
     sequences = sequences or running.get()
     if sequences is None:
         raise ValueError(
@@ -140,8 +154,8 @@ AttentionInterface.register(ATTENTION, braid_attention)
 class PackedSequences(AttentionContext):
     """Causal attention within each of the consecutively packed sequences of `lengths`.
 
-    `offsets` (S + 1,) int32, on the model's device, are the starts of the sequences and the end of the last. `keep_scores` is for
-    training: see `attend_equal`.
+    `offsets` (S + 1,) int32, on the model's device, are the starts of the sequences and the end of the last.
+    `keep_scores` is for training: see `attend_equal`.
     """
 
     lengths: tuple[int, ...]
@@ -169,9 +183,17 @@ class PackedSequences(AttentionContext):
             back, wide = -1 if scores.window is None else scores.window - 1, max(query.shape[-1], out)
             query, key, value = (pad(s, (0, wide - s.shape[-1])).contiguous() for s in (query, key, value))
             output = varlen_attn(
-                query, key, value, self.offsets, self.offsets, longest, longest,
-                scale=scores.scaling, window_size=(back, 0), **(GROUPED if query.shape[1] != key.shape[1] else {}),
-            )  # fmt: skip
+                query,
+                key,
+                value,
+                self.offsets,
+                self.offsets,
+                longest,
+                longest,
+                scale=scores.scaling,
+                window_size=(back, 0),
+                **(GROUPED if query.shape[1] != key.shape[1] else {}),
+            )
             assert isinstance(output, Tensor)
             return output[None, ..., :out]
         if plain and longest and getattr(module, COMPILED, False):
@@ -184,13 +206,20 @@ class PackedSequences(AttentionContext):
         return batches.join([attend_equal(q, k, v, scores, self.keep_scores) for q, k, v in states])[None]
 
     def mix(
-        self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any],
-        more: Callable[[list[int]], dict[str, Any]] | None = None, multiple: int = MULTIPLE,
-    ) -> Any:  # fmt: skip
-        """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no earlier token.
+        self,
+        module: nn.Module,
+        forward: Forward,
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+        more: Callable[[list[int]], dict[str, Any]] | None = None,
+        multiple: int = MULTIPLE,
+    ) -> Any:
+        """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no
+        earlier token.
 
-        Tensors (1, N, ...) among its arguments hold the tokens of all sequences. `more` returns further named arguments for the sequences
-        of a batch, given their numbers. Sequences whose lengths round up to one multiple of `multiple` are one batch.
+        Tensors (1, N, ...) among its arguments hold the tokens of all sequences. `more` returns further named arguments
+        for the sequences of a batch, given their numbers. Sequences whose lengths round up to one multiple of
+        `multiple` are one batch.
         """
         total, batches, columns = sum(self.lengths), self.in_batches(multiple), list[list[Any]]()
         leaves, form = tree_flatten((given, named))
@@ -239,7 +268,9 @@ class PackedSequences(AttentionContext):
 
 @dataclass(frozen=True, eq=False)
 class RowBatches:
-    """Packed tokens (N, ...) arranged as batches (S, L, ...) of sequences, one behind the other; shorter ones repeat their last token."""
+    """Packed tokens (N, ...) arranged as batches (S, L, ...) of sequences, one behind the other; shorter ones repeat
+    their last token.
+    """
 
     numbers: list[list[int]]
     """The sequences of each batch."""
@@ -316,9 +347,11 @@ class EqualRows(AttentionContext):
 def attend_equal(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep_scores: bool = False, mask: Tensor | None = None
 ) -> Tensor:
-    """Attend within S sequences of L tokens, (S, L, heads, D) each, causally or under another mask; returns (S * L, H, E).
+    """Attend within S sequences of L tokens, (S, L, heads, D) each, causally or under another mask; returns (S * L, H,
+    E).
 
-    `keep_scores` lets a CPU keep the scores of short sequences for the backward pass: faster, but not bitwise equal for every S.
+    `keep_scores` lets a CPU keep the scores of short sequences for the backward pass: faster, but not bitwise equal for
+    every S.
     """
     (sequences, length, heads, _), groups = query.shape, key.shape[2]
     if mask is None and min(scores.window or length, scores.chunk or length) < length:
@@ -327,11 +360,17 @@ def attend_equal(
     kept = keep_scores and query.device.type == "cpu" and length <= SHORT
     if not kept and scores.softcap is None and scores.sinks is None:
         output = scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-            attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=heads != groups,
-        )  # fmt: skip
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scores.scaling,
+            enable_gqa=heads != groups,
+        )
         return output.transpose(1, 2).flatten(0, 1)
-    # Two matrix products: the blocked kernel's backward is slow on short sequences. Query heads that share a key head are more queries.
+    # Two matrix products: the blocked kernel's backward is slow on short sequences. Query heads that share a key head
+    # are more queries.
     queries = query.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     sinks = scores.sinks
@@ -352,7 +391,8 @@ def attend_plainly(
 ) -> Tensor:
     """Attend with queries (..., Q, D) to keys (..., K, D) by plain operations in at least float32; returns (..., Q, E).
 
-    Supports what fused kernels do not: soft caps, and sinks (..., Q, 1), which take a part of the weight. `mask` is additive.
+    Supports what fused kernels do not: soft caps, and sinks (..., Q, 1), which take a part of the weight. `mask` is
+    additive.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     products = torch.matmul(query.to(dtype) * rule.scaling, key.to(dtype).transpose(-1, -2))

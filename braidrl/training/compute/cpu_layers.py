@@ -1,14 +1,16 @@
-"""Layers that a CPU computes faster than transformers does: norms and gated activations in C, and the experts of a mixture.
+"""Layers that a CPU computes faster than transformers does: norms and gated activations in C, and the experts of a
+mixture.
 
-Norms and gated activations take one pass over memory instead of five to ten. Modules keep transformers' parameters and names, and
-compute as before on another device or in another dtype.
+Norms and gated activations take one pass over memory instead of five to ten. Modules keep transformers' parameters and
+names, and compute as before on another device or in another dtype.
 
 Experts sort their tokens, and take one matrix product for each expert over its slice of rows:
 
 tokens (S) ──sort by expert──▶ | rows of expert 0 | rows of expert 1 | ... | ──up, gate, down──▶ weighted sums by token
 
-On CUDA transformers' grouped products do the same in one kernel. On a CPU they loop over MKL's products, which are the faster ones for
-the few rows of decoding, and they support no float64. Here each slice goes through `product`, which also adds the bias.
+On CUDA transformers' grouped products do the same in one kernel. On a CPU they loop over MKL's products, which are the
+faster ones for the few rows of decoding, and they support no float64. Here each slice goes through `product`, which
+also adds the bias.
 
 Shapes: T tokens, K experts of a token, S = T·K rows, E experts.
 """
@@ -28,7 +30,10 @@ from braidrl.training.compute.attention import COMPILED
 EXPERTS = "braid"
 """The name of this implementation of experts in transformers."""
 MANY = 32
-"""From this many rows per expert on, `product` is faster than grouped products. With gradients it always takes two thirds of the time."""
+"""From this many rows per expert on, `product` is faster than grouped products.
+
+With gradients it always takes two thirds of the time.
+"""
 NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"}
 SILU = {"SiLUActivation", "SiLU"}
 GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
@@ -83,9 +88,15 @@ class _Norm(torch.autograd.Function):
         out, rows = torch.empty_like(x), x.numel() // x.shape[-1]
         scales = torch.empty(rows)
         library("layers", dtype).norm_forward(
-            address(x, dtype), address(weight, dtype), address(out, dtype), address(scales, torch.float32),
-            rows, x.shape[-1], epsilon, torch.get_num_threads(),
-        )  # fmt: skip
+            address(x, dtype),
+            address(weight, dtype),
+            address(out, dtype),
+            address(scales, torch.float32),
+            rows,
+            x.shape[-1],
+            epsilon,
+            torch.get_num_threads(),
+        )
         ctx.save_for_backward(x, weight, scales)
         return out
 
@@ -95,10 +106,17 @@ class _Norm(torch.autograd.Function):
         grad, dtype = grads[0].contiguous(), x.dtype
         grad_x, grad_weight = torch.empty_like(x), torch.zeros((PARTS, x.shape[-1]))
         library("layers", dtype).norm_backward(
-            address(grad, dtype), address(x, dtype), address(weight, dtype), address(scales, torch.float32),
-            address(grad_x, dtype), address(grad_weight, torch.float32),
-            len(scales), x.shape[-1], PARTS, torch.get_num_threads(),
-        )  # fmt: skip
+            address(grad, dtype),
+            address(x, dtype),
+            address(weight, dtype),
+            address(scales, torch.float32),
+            address(grad_x, dtype),
+            address(grad_weight, torch.float32),
+            len(scales),
+            x.shape[-1],
+            PARTS,
+            torch.get_num_threads(),
+        )
         return grad_x, grad_weight.sum(0).to(dtype), None
 
 
@@ -119,14 +137,21 @@ class _Gate(torch.autograd.Function):
         grad, dtype = grads[0].contiguous(), gate.dtype
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         library("layers", dtype).gate_backward(
-            address(grad, dtype), address(gate, dtype), address(up, dtype),
-            address(grad_gate, dtype), address(grad_up, dtype), gate.numel(), torch.get_num_threads(),
-        )  # fmt: skip
+            address(grad, dtype),
+            address(gate, dtype),
+            address(up, dtype),
+            address(grad_gate, dtype),
+            address(grad_up, dtype),
+            gate.numel(),
+            torch.get_num_threads(),
+        )
         return grad_gate, grad_up
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sums (T, D) of the experts `top_k_index` (T, K) of tokens (T, D); `self` is transformers' module."""
+    """Return the weighted sums (T, D) of the experts `top_k_index` (T, K) of tokens (T, D); `self` is transformers'
+    module.
+    """
     many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
     # transformers 5.17 has no such attribute.
     is_sharded = getattr(self, "_is_expert_parallel", False)
@@ -142,9 +167,13 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         weights = getattr(self, name).unbind()
         biases = getattr(self, f"{name}_bias").unbind() if self.has_bias else [None] * self.num_experts
         parts = zip(rows.split(counts), weights, biases, strict=True)
-        return torch.cat([
-            product(part, weight.t() if self.is_transposed else weight, bias) for part, weight, bias in parts if len(part)
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                product(part, weight.t() if self.is_transposed else weight, bias)
+                for part, weight, bias in parts
+                if len(part)
+            ]
+        )
 
     states = multiplied(hidden_states[order // each], "gate_up_proj" if self.has_gate else "up_proj")
     states = multiplied(self._apply_gate(states) if self.has_gate else self.act_fn(states), "down_proj")

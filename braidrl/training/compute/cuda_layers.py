@@ -45,7 +45,8 @@ def layer_kernels() -> LayerKernels | None:
     """Return the kernels for this machine's CUDA devices, or None for plain torch; log the choice once."""
     if not has_triton():  # both kinds of kernels need it
         logger.warning(
-            "no Triton for this device, so torch computes what kernels would: install triton, or write trainer.compile=false"
+            "no Triton for this device, so torch computes what kernels would: install triton, or write "
+            "trainer.compile=false"
         )
         return None
     kind = "liger" if importlib.util.find_spec(LIGER) is not None else "compiled"
@@ -57,7 +58,9 @@ NOTICES = {"liger": "liger-kernel", "compiled": "torch.compile; `pip install lig
 
 
 def kernels_by(kind: str) -> LayerKernels:
-    """Return liger-kernel's kernels (`liger`), or the functions below under torch.compile, for any number of tokens (`compiled`)."""
+    """Return liger-kernel's kernels (`liger`), or the functions below under torch.compile, for any number of tokens
+    (`compiled`).
+    """
     if kind == "compiled":
         compiled = partial(torch.compile, dynamic=True)
         return LayerKernels("cuda", compiled(rms_norm), compiled(silu_gate), compiled(rotary))
@@ -100,7 +103,9 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def use_kernels(model: PreTrainedModel, kernels: LayerKernels | None = None) -> None:
-    """Switch the norms, gated activations and attention layers of a model to these kernels, or to this machine's, if it has any."""
+    """Switch the norms, gated activations and attention layers of a model to these kernels, or to this machine's, if it
+    has any.
+    """
     if (kernels := kernels or layer_kernels()) is None:
         return
     for module in model.modules():
@@ -140,6 +145,8 @@ def forward_of(kind: Any, kernels: LayerKernels) -> Any:
 
 
 def fits(kernels: LayerKernels, *tensors: Tensor) -> bool:
-    """Return whether all are plain tensors on the kernels' device in one supported dtype; not DTensors or pending collectives."""
+    """Return whether all are plain tensors on the kernels' device in one supported dtype; not DTensors or pending
+    collectives.
+    """
     plain = all(not isinstance(t, NOT_PLAIN) and t.device.type == kernels.device for t in tensors)
     return plain and tensors[0].dtype in DTYPES and len({tensor.dtype for tensor in tensors}) == 1

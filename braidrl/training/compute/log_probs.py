@@ -4,11 +4,11 @@ hidden_ND ──chunk──▶ logits_CV ──▶ log_prob_C, entropy_C        
                         ▲
 backward: logits are recomputed, overwritten by their gradient, and folded into the gradients of hidden and weight
 
-N action tokens, D model width, V vocabulary. With a sharded vocabulary, V is this rank's shard, and global quantities (the sum of
-exponentials, the target's logit, the entropy) are reduced over the ranks.
+N action tokens, D model width, V vocabulary. With a sharded vocabulary, V is this rank's shard, and global quantities
+(the sum of exponentials, the target's logit, the entropy) are reduced over the ranks.
 
-Fused kernels read the logits of a chunk without copying them: made by torch.compile on CUDA, compiled C on a CPU. Where there are none,
-`Vocabulary` computes the same by separate operations.
+Fused kernels read the logits of a chunk without copying them: made by torch.compile on CUDA, compiled C on a CPU. Where
+there are none, `Vocabulary` computes the same by separate operations.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,9 @@ class ChunkKernels(NamedTuple):
 
 
 def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs at the targets (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in float32."""
+    """Return log-probs at the targets (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in
+    float32.
+    """
     scaled = logits.float() / temperature
     log_sum = scaled.logsumexp(-1)
     log_softmax = scaled - log_sum[:, None]
@@ -44,9 +46,14 @@ def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tup
 
 
 def chunk_gradient(
-    logits: Tensor, targets: Tensor, temperature: float, log_sum: Tensor, entropy: Tensor, grad_log_prob: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_log_prob: Tensor,
     grad_entropy: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the gradient with respect to the logits, (C, V) in their dtype.
 
     d log p_y / dz = 1[y] − p;   d H / dz = −p (log p + H);   z = logits / temperature
@@ -79,20 +86,26 @@ CHUNK_BYTES = 64 << 20
 
 
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
-    chunk_elements: int | None = None, compiled: bool = False, cap: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return log_softmax(logits / temperature) at `targets`, and the entropy of that distribution; logits are hidden @ weight.T.
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    with_entropy_grad: bool = False,
+    chunk_elements: int | None = None,
+    compiled: bool = False,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log_softmax(logits / temperature) at `targets`, and the entropy of that distribution; logits are hidden @
+    weight.T.
 
     Args:
         hidden: (N, D).
         weight: The output layer's weight, (V, D); may be a DTensor sharded by rows.
         targets: (N,) int64 token ids.
         temperature: Divides the logits.
-        with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the backward.
-        chunk_elements: Logits held at once; None for CHUNK_BYTES.
-        compiled: Use compiled kernels, if there are any for the weight's device.
-        cap: Soft cap: logits over temperature z become cap · tanh(z / cap).
+        with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the
+        backward. chunk_elements: Logits held at once; None for CHUNK_BYTES. compiled: Use compiled kernels, if there
+        are any for the weight's device. cap: Soft cap: logits over temperature z become cap · tanh(z / cap).
 
     Returns:
         Log-probs and entropy in nats, (N,) float32 each, or float64 for float64 weights.
@@ -115,9 +128,16 @@ def linear_log_probs(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool,
-        parts: list[slice], kernels: "ChunkKernels | Vocabulary", group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        with_entropy_grad: bool,
+        parts: list[slice],
+        kernels: "ChunkKernels | Vocabulary",
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         log_probs, log_sums, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         for part in parts:
@@ -135,9 +155,14 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = zero_gradient(weight, ctx.dtype) if ctx.needs_input_grad[1] else None
         for part in ctx.parts:
             grad = ctx.kernels.gradient(
-                product(hidden[part], weight), targets[part], ctx.temperature, log_sums[part], entropy[part],
-                grads[0][part], grads[1][part] if ctx.with_entropy_grad else None,
-            )  # fmt: skip
+                product(hidden[part], weight),
+                targets[part],
+                ctx.temperature,
+                log_sums[part],
+                entropy[part],
+                grads[0][part],
+                grads[1][part] if ctx.with_entropy_grad else None,
+            )
             grad_hidden[part] = product(grad, weight.T)
             if grad_weight is not None:
                 add_weight_gradient(grad_weight, grad, hidden[part])
@@ -149,7 +174,9 @@ class _LinearLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Log-probs by separate operations in at least float32; with a group over this rank's shard of the vocabulary, from entry `start`."""
+    """Log-probs by separate operations in at least float32; with a group over this rank's shard of the vocabulary, from
+    entry `start`.
+    """
 
     start: int = 0
     group: dist.ProcessGroup | None = None
@@ -176,9 +203,15 @@ class Vocabulary:
         return at_target - log_sum, log_sum, entropy
 
     def gradient(
-        self, logits: Tensor, targets: Tensor, temperature: float, log_sum: Tensor, entropy: Tensor, grad_log_prob: Tensor,
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        log_sum: Tensor,
+        entropy: Tensor,
+        grad_log_prob: Tensor,
         grad_entropy: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return what `chunk_gradient` does, for this rank's logits."""
         dtype, logits = logits.dtype, self.scaled(logits, temperature)
         slope = None if self.cap is None else 1 - (logits / self.cap).square_()
@@ -203,7 +236,9 @@ class Vocabulary:
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def columns(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local ones, None if all are local."""
+        """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local ones, None if all are
+        local.
+        """
         if self.group is None:
             return targets, None
         columns = targets - self.start

@@ -8,8 +8,8 @@ A shared prompt can be computed once for all of its responses; gradients equal t
 separate  p p p a a a | p p p b b | p p p c c c c
 shared    p p p a a a b b c c c c                      a, b and c each see p and themselves, not each other
 
-Prompt tokens have the same activations in each row, so their keys and values serve all responses, and their gradients are summed.
-The first token of every response is predicted from the prompt's last position.
+Prompt tokens have the same activations in each row, so their keys and values serve all responses, and their gradients
+are summed. The first token of every response is predicted from the prompt's last position.
 
 Shapes: N tokens packed, P of a prompt, R of its responses, H query heads, K key/value heads, D head width.
 """
@@ -60,7 +60,9 @@ class Family:
 
     @cached_property
     def blocks(self) -> list[list[int]]:
-        """Group responses into attention calls of at most the prompt's length, so that masked scores cost no more than the prompt."""
+        """Group responses into attention calls of at most the prompt's length, so that masked scores cost no more than
+        the prompt.
+        """
         blocks: list[list[int]] = []
         for length in self.responses:
             if blocks and sum(blocks[-1]) + length <= self.prompt:
@@ -121,7 +123,10 @@ class Packed:
 
 
 def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packed:
-    """Pack rows for one forward pass, with `share_prompts` each prompt once. Raises ValueError if an action begins a sequence."""
+    """Pack rows for one forward pass, with `share_prompts` each prompt once.
+
+    Raises ValueError if an action begins a sequence.
+    """
     tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
     actions = rows["action_mask"].values.nonzero().flatten()
     starts = offsets_of(lengths)
@@ -148,14 +153,21 @@ def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packe
         shared_ids[place], shared_positions[place] = ids, positions
         ids, positions, predictors, row_ends = shared_ids, shared_positions, place[predictors], place[row_ends]
     return Packed(
-        ids.to(device), positions.to(device), tuple(lengths.tolist()), predictors.to(device),
-        tokens.values[actions].to(device), offsets_of(per_row), row_ends.to(device),
+        ids.to(device),
+        positions.to(device),
+        tuple(lengths.tolist()),
+        predictors.to(device),
+        tokens.values[actions].to(device),
+        offsets_of(per_row),
+        row_ends.to(device),
         families=None if families is None else tuple(families),
-    )  # fmt: skip
+    )
 
 
 def families_of(rows: Rows) -> list[Family] | None:
-    """Group rows by group and tokens before the first action; return None if a row has several sequences or no action."""
+    """Group rows by group and tokens before the first action; return None if a row has several sequences or no
+    action.
+    """
     lengths = rows["tokens"].lengths
     if not torch.equal(rows["sequence_lengths"].values, lengths):
         return None
@@ -184,7 +196,10 @@ def saves_enough(rows: Rows) -> bool:
 
 
 def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
-    """Return each micro-batch's rows, counting shared prompts once and splitting families. Raises UserError for a row over the limit."""
+    """Return each micro-batch's rows, counting shared prompts once and splitting families.
+
+    Raises UserError for a row over the limit.
+    """
     parts: list[Family] = []
     for family in families_of(rows) or []:
         start, held = 0, family.prompt
@@ -212,7 +227,10 @@ class SharedPrompts(AttentionContext):
         raise ValueError(f"{type(module).__name__} cannot continue a prompt's state in several responses")
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D). Raises ValueError for another N."""
+        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D).
+
+        Raises ValueError for another N.
+        """
         sizes = [size for family in self.families for size in (family.prompt, *map(sum, family.blocks))]
         if query.shape[0] != 1 or query.shape[2] != sum(sizes):
             raise ValueError(f"families of {sum(sizes)} tokens, but the input is {tuple(query.shape)}")

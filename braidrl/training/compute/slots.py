@@ -1,11 +1,12 @@
 """The cache of rows in decoding: each row has a slot, and all slots step together.
 
     keys, values    (slots, K, capacity, D)      of each attention layer; a slot is filled from position 0
-    states          (slots, ...)                 of each mixer (convolutions, recurrences); independent of the row's length
+    states          (slots, ...)                 of each mixer (convolutions, recurrences); independent of the row's
+                    length
 
-`SlotStep` is the context of one step: each slot's new key and value are written at its position, and its query sees all positions up to
-it. Positions are read up to the longest row, rounded up. Layers are numbered in call order and sized by the first tensors that they
-receive.
+`SlotStep` is the context of one step: each slot's new key and value are written at its position, and its query sees all
+positions up to it. Positions are read up to the longest row, rounded up. Layers are numbered in call order and sized by
+the first tensors that they receive.
 
 Shapes: B slots in the step, H query heads, K key/value heads, D head width (of values: E), L positions read.
 """

@@ -3,7 +3,8 @@
 ids ──embedding──▶ layers ──norm──▶ hidden states ──head──▶ logits
         `embedding`  `layers`  `norm`                `head` (see `head`)
 
-`PARTS` lists the names that decoders use. Users may register a function in `BODIES` for a decoder with another structure.
+`PARTS` lists the names that decoders use. Users may register a function in `BODIES` for a decoder with another
+structure.
 """
 
 import logging
@@ -24,10 +25,19 @@ PARTS = {
     "embedding": ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in", "tokens_embed", "w"),
     "layers": ("layers", "h", "blocks", "block"),
     "norm": (
-        "norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", "embedding_norm", "layer_norm", "final_norm",
-        "out_norm", "ln_out", "layernorm",
+        "norm",
+        "final_layernorm",
+        "ln_f",
+        "norm_f",
+        "final_layer_norm",
+        "embedding_norm",
+        "layer_norm",
+        "final_norm",
+        "out_norm",
+        "ln_out",
+        "layernorm",
     ),
-}  # fmt: skip
+}
 """Known names of a decoder's parts, in search order."""
 RANDOM = re.compile(r"(dropout|pdrop|layerdrop|jitter)")
 """Names of settings that make the forward pass random."""
@@ -36,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """The execution of a decoder's forward pass: packed, except for mixers (modules that mix tokens outside attention)."""
+    """The execution of a decoder's forward pass: packed, except for mixers (modules that mix tokens outside
+    attention).
+    """
 
     mixers: tuple[str, ...] = ()
     """Names of mixer classes, which run once per length over rows of that length."""
@@ -55,18 +67,25 @@ class ForwardPlan:
 
 PACKED = ForwardPlan()
 RECEIVED = "received_states"
-"""Attribute of a model without its first layers: a list with the placeholder before its first layer, which returns `hidden`."""
+"""Attribute of a model without its first layers: a list with the placeholder before its first layer, which returns
+`hidden`.
+"""
 PLAN = "forward_plan"
 """Attribute of a model with the plan of `use_plan`."""
 
 
 class Body:
-    """The parts of one decoder: the module that holds them, and its attributes `embedding`, `layers` and `norm` by their own names."""
+    """The parts of one decoder: the module that holds them, and its attributes `embedding`, `layers` and `norm` by
+    their own names.
+    """
 
     def __init__(self, decoder: Any, embedding_name: str, layers_name: str, norm_name: str) -> None:
         self.decoder, self.embedding_name, self.layers_name, self.norm_name = (
-            decoder, embedding_name, layers_name, norm_name,
-        )  # fmt: skip
+            decoder,
+            embedding_name,
+            layers_name,
+            norm_name,
+        )
         self.embedding, self.layers, self.norm = (
             getattr(decoder, name) for name in (embedding_name, layers_name, norm_name)
         )
@@ -94,7 +113,8 @@ def body_of(model: Any) -> Body:
         name = next((n for n in names if isinstance(getattr(decoder, n, None), nn.Module)), None)
         if name is None:
             raise UserError(
-                f"model: {type(decoder).__name__} has no {part} under a name that Braid knows; register it in decoders.body.BODIES"
+                f"model: {type(decoder).__name__} has no {part} under a name that Braid knows; register it in "
+                "decoders.body.BODIES"
             )
         found.append(name)
     return Body(decoder, *found)
@@ -124,13 +144,18 @@ def mixer_forward(self: Any, *given: Any, **named: Any) -> Any:
 
 
 def run_body(
-    model: Any, input_ids: Tensor | None, position_ids: Tensor, context: attention.AttentionContext, hidden: Tensor | None = None,
+    model: Any,
+    input_ids: Tensor | None,
+    position_ids: Tensor,
+    context: attention.AttentionContext,
+    hidden: Tensor | None = None,
     **options: Any,
-) -> Tensor:  # fmt: skip
-    """Return the last hidden states (B, N, D) of tokens (B, N), at `position_ids` within their sequences, in an attention context.
+) -> Tensor:
+    """Return the last hidden states (B, N, D) of tokens (B, N), at `position_ids` within their sequences, in an
+    attention context.
 
-    `hidden`, without `input_ids`, replaces the embedded tokens, or the output of layers on earlier pipeline ranks; `options` are further
-    arguments of the decoder's forward.
+    `hidden`, without `input_ids`, replaces the embedded tokens, or the output of layers on earlier pipeline ranks;
+    `options` are further arguments of the decoder's forward.
     """
     decoder = decoder_of(model)
     inputs = {"input_ids": input_ids, "inputs_embeds": hidden, "position_ids": position_ids, "use_cache": False}
@@ -142,7 +167,8 @@ def run_body(
     if plan_of_model(model).by_rows:
         if not isinstance(context, attention.PackedSequences):
             raise ValueError(
-                f"{type(decoder).__name__} runs over rows of equal length, which {type(context).__name__} does not support"
+                f"{type(decoder).__name__} runs over rows of equal length, which {type(context).__name__} does not "
+                "support"
             )
         mixed: Tensor = context.mix(decoder, lambda **named: decoder(**named).last_hidden_state, (), given, multiple=1)
         return mixed
@@ -151,15 +177,16 @@ def run_body(
     return found
 
 
-def still(config: Any) -> list[str]:
+def disable_dropout(config: Any) -> list[str]:
     """Set all settings that make the forward pass random to 0, in place; return their names.
 
-    A router's jitter stays: PhiMoE computes with it also where nothing is random, and routers are never in training mode.
+    A router's jitter stays: PhiMoE computes with it also where nothing is random, and routers are never in training
+    mode.
     """
     found = []
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and name.endswith("config"):
-            found += still(value)
+            found += disable_dropout(value)
         elif RANDOM.search(name) and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
             if "jitter" not in name:
                 setattr(config, name, 0.0)
@@ -176,7 +203,9 @@ def set_training(model: Any, training: bool) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Enable activation checkpointing: the backward pass recomputes each layer, with the attention context of its forward pass."""
+    """Enable activation checkpointing: the backward pass recomputes each layer, with the attention context of its
+    forward pass.
+    """
 
     def recomputed(layer: Callable[..., Any], *given: Any, **options: Any) -> Any:
         return checkpoint(copy_context().run, layer, *given, use_reentrant=False, **options)
@@ -185,5 +214,6 @@ def checkpoint_activations(model: Any) -> None:
         model._set_gradient_checkpointing(True, recomputed)
     except ValueError as error:
         raise UserError(
-            f"trainer.checkpoint_activations: {type(model).__name__} has no layers that support recomputation; write false"
+            f"trainer.checkpoint_activations: {type(model).__name__} has no layers that support recomputation; write "
+            "false"
         ) from error

@@ -3,8 +3,8 @@
     begin:  prompts of one length ──own forward──▶ a cohort: its slots and their transformers cache
     step:   each cohort ──own forward, one token per row──▶ hidden states of its slots
 
-Rows that start together with prompts of one length stay equally long, so a cohort only shrinks. Its batch is padded to a multiple of
-16 rows with copies of the first, so that a row's bits do not depend on the number of rows.
+Rows that start together with prompts of one length stay equally long, so a cohort only shrinks. Its batch is padded to
+a multiple of 16 rows with copies of the first, so that a row's bits do not depend on the number of rows.
 
 Shapes: B slots in the step, C rows of a cohort with its padding.
 """

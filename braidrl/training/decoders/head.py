@@ -2,8 +2,8 @@
 
     logits = cap · tanh(scale · (hidden Wᵀ) / cap)          Cohere, Granite, Falcon H1: a scale; Gemma, NanoChat: a cap
 
-Scale and cap are measured on the model's own forward, not read from its configuration. Other heads (with a bias or further layers) run
-as the model's own forward, one chunk of tokens at a time.
+Scale and cap are measured on the model's own forward, not read from its configuration. Other heads (with a bias or
+further layers) run as the model's own forward, one chunk of tokens at a time.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,9 @@ class Head:
 
 @torch.no_grad()
 def head_of(model: Any) -> Head:
-    """Return a causal model's head, measured once with a small probe in place of its output layer; works without weights."""
+    """Return a causal model's head, measured once with a small probe in place of its output layer; works without
+    weights.
+    """
     known: Head | None = getattr(model, HEAD, None)
     if known is not None:
         return known
@@ -83,10 +85,16 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
 
 
 def predicted_log_probs(
-    model: Any, hidden: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
+    model: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    with_entropy_grad: bool = False,
     compiled: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return log-probs of `targets` (N,) and entropies, as `linear_log_probs`, from hidden states (N, D) by the model's head."""
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs of `targets` (N,) and entropies, as `linear_log_probs`, from hidden states (N, D) by the model's
+    head.
+    """
     head, output = head_of(model), model.get_output_embeddings()
     if head.is_own:
 
@@ -106,13 +114,20 @@ def predicted_log_probs(
     cap = None if head.cap is None else head.cap / temperature
     # some decoders (Mamba) end in float32
     return linear_log_probs(
-        hidden.to(output.weight.dtype), output.weight, targets, temperature / head.scale, with_entropy_grad,
-        compiled=compiled, cap=cap,
-    )  # fmt: skip
+        hidden.to(output.weight.dtype),
+        output.weight,
+        targets,
+        temperature / head.scale,
+        with_entropy_grad,
+        compiled=compiled,
+        cap=cap,
+    )
 
 
 def own_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward, in which the decoder returns these states."""
+    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward, in which the decoder returns
+    these states.
+    """
     # OPT's forward calls the decoder within its base model
     holders = {decoder_of(model), model.base_model} - {model}
     for holder in holders:

@@ -1,12 +1,14 @@
-"""The proof: Braid and transformers (row by row) must compute equal results on a tiny twin of a decoder, in training and decoding.
+"""The proof: Braid and transformers (row by row) must compute equal results on a tiny twin of a decoder, in training
+and decoding.
 
 config ──shrink──▶ twin ──packed, mixers by rows, or all by rows──▶ log-probs, gradients ─┬─ equal? ──▶ a `ForwardPlan`, or a refusal
                      └──── transformers' own attention, each row alone ──────────────────┘
 
-Plans are found by experiment. The twin first runs fully packed. If a module's output differs from that of single rows although its
-inputs agree, the module mixes tokens outside attention: its class then runs over rows of equal length, and the comparison is repeated.
-If no set of mixers works, the whole decoder runs over rows of equal length with transformers' own attention. If results still differ,
-the model is refused, with the name of the module. A machine keeps what it has proven, by configuration, transformers version and code.
+Plans are found by experiment. The twin first runs fully packed. If a module's output differs from that of single rows
+although its inputs agree, the module mixes tokens outside attention: its class then runs over rows of equal length, and
+the comparison is repeated. If no set of mixers works, the whole decoder runs over rows of equal length with
+transformers' own attention. If results still differ, the model is refused, with the name of the module. A machine keeps
+what it has proven, by configuration, transformers version and code.
 """
 
 import contextlib
@@ -33,7 +35,15 @@ from braidrl.native.building import cache_folder
 from braidrl.observe.metrics import whole_file
 from braidrl.training.compute.attention import PackedSequences, parameters_of
 from braidrl.training.compute.slots import PrefillSequences, SlotCache, SlotStep
-from braidrl.training.decoders.body import PACKED, ForwardPlan, decoder_of, run_body, set_training, still, use_plan
+from braidrl.training.decoders.body import (
+    PACKED,
+    ForwardPlan,
+    decoder_of,
+    disable_dropout,
+    run_body,
+    set_training,
+    use_plan,
+)
 from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of, predicted_log_probs
 from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, tiny_model
@@ -53,8 +63,15 @@ PROMPTS = (2, 9, 8, 1, 1, 9, 5, 1)
 FAILURES = (Exception,)
 """Errors of transformers' models under unexpected calls: any type; the model is then refused in one line."""
 UNNAMED = (
-    "_name_or_path", "dtype", "torch_dtype", "transformers_version", "_attn_implementation", "num_labels", "id2label", "label2id",
-)  # fmt: skip
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_attn_implementation",
+    "num_labels",
+    "id2label",
+    "label2id",
+)
 """Settings that do not affect a model's structure."""
 KNOWN: dict[str, dict[str, Any]] = {}
 """What `remembered` has read or measured in this process."""
@@ -90,13 +107,17 @@ class Twin:
     """A tiny model with the structure of a configuration, random rows, and transformers' results on them."""
 
     def __init__(
-        self, config: Any, seed: int = 0, alter: Callable[[Any], None] | None = None, head_width: int = HEAD_WIDTH,
+        self,
+        config: Any,
+        seed: int = 0,
+        alter: Callable[[Any], None] | None = None,
+        head_width: int = HEAD_WIDTH,
         device: str = "cpu",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Shrink a configuration; tests inject faults into Braid's models by `alter`."""
         self.config, self.device = shrink_config(config, head_width), torch.device(device)
         self._plain = copy.deepcopy(self.config)
-        still(self.config)
+        disable_dropout(self.config)
         self.seed, self._alter = seed, alter
         text = self.config.get_text_config()
         generator = torch.Generator().manual_seed(seed)
@@ -181,7 +202,8 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
         whole, part = (twin.own(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, row[:9]))
     if float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > BOUND:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
-    # The innermost leaking module is the first candidate for one more mixer, then its parents; rows alone are the last resort.
+    # The innermost leaking module is the first candidate for one more mixer, then its parents; rows alone are the last
+    # resort.
     reasons, plans = list[str](), [ForwardPlan(by_rows=True), PACKED]
     while plans:
         plan = plans.pop()
@@ -207,7 +229,9 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
 
 
 def best_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
-    """Return the first plan that trains correctly, preferring one that also decodes, with its findings; the last is of decoding."""
+    """Return the first plan that trains correctly, preferring one that also decodes, with its findings; the last is of
+    decoding.
+    """
     plan, findings = find_plan(twin)
     decoding = decoding_finding(twin, plan)
     rows = ForwardPlan(by_rows=True)
@@ -220,7 +244,9 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
 
 @torch.no_grad()
 def leaking_modules(twin: Twin, model: Any) -> list[str]:
-    """Return the class of the first module that mixes packed rows (its output differs, its inputs agree), then those of its parents."""
+    """Return the class of the first module that mixes packed rows (its output differs, its inputs agree), then those of
+    its parents.
+    """
     set_training(model, False)
     packed, alone = _calls(model, [twin.rows]), _calls(model, [[row] for row in twin.rows])
     for (name, given, theirs), (other, also, ours) in zip(alone, packed, strict=False):
@@ -240,7 +266,9 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
 
 
 def _calls(model: Any, batches: Sequence[Sequence[Tensor]]) -> list[tuple[str, Tensor, Tensor]]:
-    """Run batches of packed rows; return (name, inputs, output) of each module call, joined over batches, in the order of their ends."""
+    """Run batches of packed rows; return (name, inputs, output) of each module call, joined over batches, in the order
+    of their ends.
+    """
     names = {module: name for name, module in model.named_modules()}
     found: list[list[tuple[str, Tensor, Tensor]]] = []
 
@@ -278,7 +306,9 @@ def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
 
 @torch.no_grad()
 def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Return the greatest difference of log-probs decoded token by token, from slots between which rows move, or by rows; and its bound."""
+    """Return the greatest difference of log-probs decoded token by token, from slots between which rows move, or by
+    rows; and its bound.
+    """
     model, rows = twin.model(plan), twin.rows
     cohorts, cache = Cohorts(model), SlotCache(SLOTS, torch.float32, twin.device)
     if plan.by_rows:
@@ -319,7 +349,8 @@ def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> ForwardPlan:
     """Return the proven forward plan of a configuration, measured once on this machine; messages name its `folder`.
 
-    Raises UserError if no plan is proven correct, and with `decodes` if the embedded engine does not compute the trainer's log-probs.
+    Raises UserError if no plan is proven correct, and with `decodes` if the embedded engine does not compute the
+    trainer's log-probs.
     """
 
     def measured() -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 config.json ──▶ widths, counts and windows made small ──▶ a configuration of the same class ──▶ a random model
 
-Every combination of layer kinds (`layer_types`, `mlp_layer_types`, rotary or not, ...) is kept. Windows become shorter than the
-proof's sequences; scale factors are unchanged.
+Every combination of layer kinds (`layer_types`, `mlp_layer_types`, rotary or not, ...) is kept. Windows become shorter
+than the proof's sequences; scale factors are unchanged.
 """
 
 import copy
@@ -14,51 +14,113 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 LEFT_OUT = {
-    "quantization_config", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type",
-}  # fmt: skip
+    "quantization_config",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "model_type",
+}
 VOCABULARY = 96
 HEAD_WIDTH = 16
 WINDOW = 6
 MOST_LAYERS = 8
 LAYERS = (
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "num_blocks",
-)  # fmt: skip
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_blocks",
+)
 HEADS = (
-    "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
-    "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
-)  # fmt: skip
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "attention_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+    "num_decoder_attention_heads",
+    "num_encoder_attention_heads",
+)
 HEAD_WIDTHS = (
-    "head_dim", "d_head", "dim_head", "d_kv", "attention_head_size", "kv_channels", "hidden_size_per_head", "linear_head_dim",
-    "index_head_dim", "indexer_head_dim",
-)  # fmt: skip
+    "head_dim",
+    "d_head",
+    "dim_head",
+    "d_kv",
+    "attention_head_size",
+    "kv_channels",
+    "hidden_size_per_head",
+    "linear_head_dim",
+    "index_head_dim",
+    "indexer_head_dim",
+)
 OTHER_WIDTHS = ("qk_", "v_", "index", "linear", "mamba", "attention_head")
 """Beginnings of head widths that do not keep their ratio to `head_dim`."""
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "moe_num_active_experts",
-)  # fmt: skip
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+    "moe_num_active_experts",
+)
 WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
 """Names of widths, which keep their ratio to the model's width."""
 KEPT = re.compile(r"(max_position|n_positions|n_ctx|^vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
 PERIODS = re.compile(r"(period|interval|_pattern|_every_n_layers|_step)$")
 """Names of numbers of layers after which kinds repeat."""
 EXACT = {
-    "mamba_d_state": 8, "state_size": 8, "ssm_state_size": 8, "time_step_rank": 8, "mamba_dt_rank": 8, "rotary_dim": 8,
-    "linear_num_heads": 2, "zero_expert_num": 4,
-}  # fmt: skip
+    "mamba_d_state": 8,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "time_step_rank": 8,
+    "mamba_dt_rank": 8,
+    "rotary_dim": 8,
+    "linear_num_heads": 2,
+    "zero_expert_num": 4,
+}
 """Settings with the same small value in every model."""
 MOST = {
-    "sliding_window": WINDOW, "sliding_window_size": WINDOW, "attention_window_size": WINDOW, "attention_chunk_size": WINDOW,
-    "window_size": WINDOW, "local_attention": WINDOW, "chunk_size": 8, "mamba_chunk_size": 8, "block_size": 8,
-    "index_block_size": 8, "floor_scale": 8, "n_groups": 2, "mamba_n_groups": 2, "mamba_ngroups": 2, "encoder_layers": 2,
-    "num_encoder_layers": 2, "num_global_layers": 2, "depth": 2, "num_layers_per_stack": 2, "first_k_dense_replace": 1,
-    "num_dense_layers": 1, "moe_layer_start_index": 1, "index_topk": 4, "index_topk_blocks": 4, "indexer_budget": 4,
-    "indexer_compress_ratio": 2, "o_groups": 2, "num_embeddings": 64, "num_position_embeddings": 64,
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "attention_window_size": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "window_size": WINDOW,
+    "local_attention": WINDOW,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "block_size": 8,
+    "index_block_size": 8,
+    "floor_scale": 8,
+    "n_groups": 2,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "encoder_layers": 2,
+    "num_encoder_layers": 2,
+    "num_global_layers": 2,
+    "depth": 2,
+    "num_layers_per_stack": 2,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "index_topk": 4,
+    "index_topk_blocks": 4,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "o_groups": 2,
+    "num_embeddings": 64,
+    "num_position_embeddings": 64,
     # fewer heads would give many keys a score of 0, and the choice among equals is arbitrary
     "index_n_heads": 16,
-}  # fmt: skip
+}
 """Upper limits of settings."""
 
 
@@ -68,10 +130,11 @@ def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
 
 
 def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """Create a random model from a small configuration; parameters initialised to 0 or 1 get noise, and matrices are enlarged.
+    """Create a random model from a small configuration; parameters initialised to 0 or 1 get noise, and matrices are
+    enlarged.
 
-    Otherwise untrained norms, sinks, biases and gates would hide that they are not computed. Decays and time steps of state-space
-    layers stay: larger ones would forget a state at once.
+    Otherwise untrained norms, sinks, biases and gates would hide that they are not computed. Decays and time steps of
+    state-space layers stay: larger ones would forget a state at once.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -195,8 +258,10 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
 def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     inner = int(given.get("mamba_expand", given.get("expand", 2)) * sizes.small)
     for heads, width in (
-        ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", "mamba_headdim"),
-    ):  # fmt: skip
+        ("mamba_n_heads", "mamba_d_head"),
+        ("mamba_num_heads", "mamba_head_dim"),
+        ("n_mamba_heads", "mamba_headdim"),
+    ):
         if isinstance(given.get(heads), int):
             found[heads] = min(given[heads], 4)
             if isinstance(given.get(width), int):
@@ -238,19 +303,22 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
         return
     total = given[name]
     kinds = {
-        key: value for key, value in given.items()
+        key: value
+        for key, value in given.items()
         if isinstance(value, list) and len(value) == total and total > 2 and key not in ("hybrid_layer_ids",)
-    }  # fmt: skip
+    }
     kept = _kept_layers(kinds, total, given)
     for key, value in kinds.items():
         found[key] = [value[number] for number in kept]
     if isinstance(given.get("per_layer_config"), dict):
         found["per_layer_config"] = {
             kept.index(int(number)): {
-                name: max(8, sizes.head_width * v // sizes.base) if name == "head_dim" else found.get(name, v) for name, v in own.items()
+                name: max(8, sizes.head_width * v // sizes.base) if name == "head_dim" else found.get(name, v)
+                for name, v in own.items()
             }
-            for number, own in given["per_layer_config"].items() if int(number) in kept
-        }  # fmt: skip
+            for number, own in given["per_layer_config"].items()
+            if int(number) in kept
+        }
     if isinstance(given.get("hybrid_layer_ids"), list):
         found["hybrid_layer_ids"] = [kept.index(n) for n in given["hybrid_layer_ids"] if n in kept]
     for key in LAYERS:

@@ -2,10 +2,11 @@
 
 weights ─ gradient sums ─ master weights ─ AdamW's moments      from the parameters' number and types
 weights gathered while it computes                              from the layout
-activations of a micro-batch                                    from the tensors that autograd saves in a forward pass on meta tensors
+activations of a micro-batch                                    from the tensors that autograd saves in a forward pass
+                                                                on meta tensors
 
-All axes of a layout are assumed to divide everything evenly (norms are replicated, but are a ten-thousandth of a model). The fullest
-pipeline rank is counted: the first or the last, which hold the vocabulary.
+All axes of a layout are assumed to divide everything evenly (norms are replicated, but are a ten-thousandth of a
+model). The fullest pipeline rank is counted: the first or the last, which hold the vocabulary.
 """
 
 import contextlib
@@ -44,7 +45,9 @@ ALONE = ParallelLayout(data=1)
 
 
 class ModelSizes(NamedTuple):
-    """A model configuration's sizes by the same names, cached because attribute access in transformers takes microseconds."""
+    """A model configuration's sizes by the same names, cached because attribute access in transformers takes
+    microseconds.
+    """
 
     num_hidden_layers: int
     hidden_size: int
@@ -65,9 +68,14 @@ class ModelSizes(NamedTuple):
 
         heads, width = first(HEADS), first(WIDTHS)
         return ModelSizes(
-            first(LAYERS), width, text.vocab_size, heads, first(KEY_HEADS, heads),
-            int(own_setting(text, "head_dim") or width // heads), bool(getattr(config, "tie_word_embeddings", False)),
-        )  # fmt: skip
+            first(LAYERS),
+            width,
+            text.vocab_size,
+            heads,
+            first(KEY_HEADS, heads),
+            int(own_setting(text, "head_dim") or width // heads),
+            bool(getattr(config, "tie_word_embeddings", False)),
+        )
 
 
 def own_setting(config: Any, name: str) -> Any:
@@ -107,11 +115,16 @@ class Shape:
 
 
 MEASURED: dict[tuple[str, torch.dtype, bool, str], Shape] = {}
-"""The cache of this process: checks, plans and dry runs ask repeatedly, and a large model with adapters takes half a second."""
+"""The cache of this process: checks, plans and dry runs ask repeatedly, and a large model with adapters takes half a
+second.
+"""
 
 
 def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
-    """Measure the model that a folder's config.json describes, with its adapters. Raises UserError as `load_decoder`."""
+    """Measure the model that a folder's config.json describes, with its adapters.
+
+    Raises UserError as `load_decoder`.
+    """
     config = read_model_config(folder)
     key = config.to_json_string(use_diff=False), dtype, scalar_head, lora.model_dump_json() if lora else ""
     if key not in MEASURED:
@@ -160,7 +173,9 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
 def resident_bytes(
     shape: Shape, trained: bool, layout: ParallelLayout = ALONE, moment_bytes: float = MASTER_BYTES
 ) -> dict[str, int]:
-    """Return the resident bytes between steps, by kind; `moment_bytes` is the size of one moment of a float32 weight."""
+    """Return the resident bytes between steps, by kind; `moment_bytes` is the size of one moment of a float32
+    weight.
+    """
     layers = shape.sizes.num_hidden_layers // layout.pipeline
     whole = layers * shape.layer_parameters + beside_layers(shape, layout)
     own = whole // (layout.tensor * layout.shard_ranks)
@@ -181,10 +196,11 @@ def resident_bytes(
 def working_bytes(
     shape: Shape, layout: ParallelLayout, tokens: int, trained: bool, activations: int = 0, scalar: bool = False
 ) -> dict[str, int]:
-    """Return the bytes, beside the resident ones, of computing a micro-batch, by kind; `activations` are those saved for a backward pass.
+    """Return the bytes, beside the resident ones, of computing a micro-batch, by kind; `activations` are those saved
+    for a backward pass.
 
-    `shard: full` gathers two layers (one computes while the next is prefetched) and everything outside layers, `shard: optimizer` all
-    layers. A `scalar` model has no logits.
+    `shard: full` gathers two layers (one computes while the next is prefetched) and everything outside layers, `shard:
+    optimizer` all layers. A `scalar` model has no logits.
     """
     layers, width, parts = shape.sizes.num_hidden_layers // layout.pipeline, shape.element_bytes, dict[str, int]()
     if layout.shard != "none":
@@ -208,7 +224,9 @@ def working_bytes(
 
 
 def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
-    """Count the parameters of embedding, norm and head; in a pipeline, on the first or last rank, whichever has more."""
+    """Count the parameters of embedding, norm and head; in a pipeline, on the first or last rank, whichever has
+    more.
+    """
     both = shape.parameters - shape.sizes.num_hidden_layers * shape.layer_parameters
     if layout.pipeline == 1:
         return both
@@ -244,7 +262,9 @@ CACHED: dict[str, tuple[int, int]] = {}
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
-    """Return the bytes saved for a micro-batch's backward pass: all layers, or with checkpointing one layer and all layers' inputs."""
+    """Return the bytes saved for a micro-batch's backward pass: all layers, or with checkpointing one layer and all
+    layers' inputs.
+    """
     share, layers = -(-tokens // (layout.sequence * layout.tensor)), shape.sizes.num_hidden_layers
     inputs = share * shape.sizes.hidden_size * shape.element_bytes
     kinds = set(own_setting(shape.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
@@ -306,7 +326,9 @@ def kept_bytes(model: Any, tokens: int) -> int:
 
 
 def divide_tokens(model: Any, ranks: int) -> None:
-    """Make a model scatter and gather tokens as one of `ranks` tensor-parallel ranks does, with this rank's tokens for all others'."""
+    """Make a model scatter and gather tokens as one of `ranks` tensor-parallel ranks does, with this rank's tokens for
+    all others'.
+    """
 
     def own(states: Tensor) -> Tensor:
         return states[:, : states.shape[1] // ranks].clone()
@@ -329,7 +351,9 @@ def divide_tokens(model: Any, ranks: int) -> None:
 
 
 class FusedAttention(AttentionContext):
-    """An attention context for the meta device that saves what a fused kernel saves for the backward pass: no scores."""
+    """An attention context for the meta device that saves what a fused kernel saves for the backward pass: no
+    scores.
+    """
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         return _Shapes.apply(query, key, value)

@@ -20,15 +20,16 @@ from braidrl.weights.shards import empty, storages
 
 
 class OffloadableTensors:
-    """A set of tensors that can be offloaded. It is listed again at each move, as optimizer state appears with the first step.
+    """A set of tensors that can be offloaded. It is listed again at each move, as optimizer state appears with the
+    first step.
 
     The next move, in either direction, completes an interrupted one.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        # By storage id, with the number of bytes: a copy in host memory, or the place in the file. The storage is referenced so that its
-        # id is not reused.
+        # By storage id, with the number of bytes: a copy in host memory, or the place in the file. The storage is
+        # referenced so that its id is not reused.
         self._away: dict[int, tuple[UntypedStorage, int, Tensor | int]] = {}
         self._file: IO[bytes] | None = None
 
@@ -55,7 +56,8 @@ class OffloadableTensors:
                     transfer(storage, self._file, kept, write=True)
                 except OSError as error:
                     raise UserError(
-                        f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {size:,} bytes of weights ({error.strerror}); "
+                        f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {size:,} bytes of weights "
+                        f"({error.strerror}); "
                         "set TMPDIR to a folder on a larger disk"
                     ) from error
             self._away[storage._cdata] = storage, size, kept
@@ -80,7 +82,10 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def transfer(storage: UntypedStorage, file: IO[bytes], place: int, write: bool) -> None:
-    """Write a storage's bytes to an offset in a file, or read them from there. Raises OSError if the file ends early."""
+    """Write a storage's bytes to an offset in a file, or read them from there.
+
+    Raises OSError if the file ends early.
+    """
     view = memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
     done = 0
     while done < len(view):

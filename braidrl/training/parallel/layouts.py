@@ -9,8 +9,8 @@ tokens      all, or with sequence > 1 a share of the replica's        `predict_o
             between matrices, half of these on each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
 
-The ranks of one replica compute the same rows: each contributes its own rows. In a layout with data parallelism alone, each rank has a
-replica, and ranks exchange only gradients.
+The ranks of one replica compute the same rows: each contributes its own rows. In a layout with data parallelism alone,
+each rank has a replica, and ranks exchange only gradients.
 """
 
 import math
@@ -60,9 +60,14 @@ class DataParallel(Ranks):
     """Whether no rank holds the full model."""
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     mesh: DeviceMesh | None = None
-    """Mesh with dimensions (pipeline, node, shard, tensor); ranks along `node` and `shard` have different tokens. None for replicas."""
+    """Mesh with dimensions (pipeline, node, shard, tensor); ranks along `node` and `shard` have different tokens.
+
+    None for replicas.
+    """
     token_mesh: DeviceMesh | None = None
-    """Mesh with dimensions (pipeline, node, tokens), where `tokens` are `shard` and `tensor`; None without tensor parallelism."""
+    """Mesh with dimensions (pipeline, node, tokens), where `tokens` are `shard` and `tensor`; None without tensor
+    parallelism.
+    """
     replica_group: dist.ProcessGroup | None = None
     """All ranks of this replica."""
     sequence_group: dist.ProcessGroup | None = None
@@ -77,7 +82,9 @@ class DataParallel(Ranks):
     """Whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
-        """Shard a model in place, which may be on the meta device until `read_parameters`; return the function to call for `predict`."""
+        """Shard a model in place, which may be on the meta device until `read_parameters`; return the function to call
+        for `predict`.
+        """
         if self.mesh is None:
             read_parameters(model)
             return predict
@@ -116,7 +123,8 @@ class DataParallel(Ranks):
             if not {"tensor", "tokens"} & {*(axes or ())}:
                 self.partial_gradients.append(parameter)
         if self.uses_fsdp:
-            # `predict` uses the output layer's weight without its forward: register it as a forward method of the model.
+            # `predict` uses the output layer's weight without its forward: register it as a forward method of the
+            # model.
             model.predict = predict
             register_fsdp_forward_method(model, "predict")
             predict = model.predict
@@ -164,7 +172,9 @@ class DataParallel(Ranks):
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
     ) -> None:
-        """Compute each micro-batch, call `on_prediction` on the rank with predictions, and run backward from the returned loss."""
+        """Compute each micro-batch, call `on_prediction` on the rank with predictions, and run backward from the
+        returned loss.
+        """
         if self.pipeline is not None:
             self.pipeline.run_micro_batches(model, compute, micro_batches, on_prediction)
             return
@@ -184,7 +194,8 @@ class DataParallel(Ranks):
     ) -> Iterator[tuple[list[str], Tensor]]:
         """Yield each tensor of the model with its names; `materialize` builds it from its local form.
 
-        All ranks of a sharded model call this at the same time. Each pipeline rank broadcasts its own; tied tensors may appear twice.
+        All ranks of a sharded model call this at the same time. Each pipeline rank broadcasts its own; tied tensors may
+        appear twice.
         """
         if self.pipeline is None:
             for names, tensor in by_tensor(named):
@@ -219,7 +230,10 @@ class DataParallel(Ranks):
                     sum_in_buckets(shared, group)
 
     def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """Return the global 2-norm of the gradients; some may be None. Each rank weights its squares so that every element counts once."""
+        """Return the global 2-norm of the gradients; some may be None.
+
+        Each rank weights its squares so that every element counts once.
+        """
         if self.mesh is None:
             return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
         squares = torch.zeros((), dtype=torch.float64)
@@ -239,7 +253,10 @@ class DataParallel(Ranks):
 
 
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
-    """Return this rank's view of a layout; all ranks call this at once. Raises UserError if it does not fit the number of ranks."""
+    """Return this rank's view of a layout; all ranks call this at once.
+
+    Raises UserError if it does not fit the number of ranks.
+    """
     layout = layout.resolve(world.size)
     if layout.is_replicated:
         return world
@@ -262,15 +279,21 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
     replica = subgroup(pools)
     assert replica is not None
     return DataParallel(
-        world.group, world.supervisor,
+        world.group,
+        world.supervisor,
         # The first rank of the replica's last pipeline stage.
         is_reporting_rank=replica.rank() == layout.ranks_per_replica - layout.ranks_per_replica // layout.pipeline,
         forward_is_collective=True,
         has_predictions=pipeline is None or pipeline.group.rank() == layout.pipeline - 1,
         is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None,
-        layout=layout, mesh=mesh, token_mesh=tokens, replica_group=replica,
-        sequence_group=subgroup(sequence_group), pipeline=pipeline, uses_fsdp=layout.shard != "none",
-    )  # fmt: skip
+        layout=layout,
+        mesh=mesh,
+        token_mesh=tokens,
+        replica_group=replica,
+        sequence_group=subgroup(sequence_group),
+        pipeline=pipeline,
+        uses_fsdp=layout.shard != "none",
+    )
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

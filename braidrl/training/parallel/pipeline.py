@@ -3,9 +3,9 @@
 rank 0    embedding, layers 0..n          F0 F1    B0 F2    B1 F3    B2    B3
 rank 1    layers n..2n, norm, head           F0 B0    F1 B1    F2 B2    F3 B3
 
-The schedule is torch's. All messages of a run have one shape, so micro-batches are padded to the longest. The schedule allocates
-buffers for all micro-batches, so a run has at most `RUN` of them per pipeline rank. A rank holds transformers' own model with
-`PassThrough` in place of other ranks' layers.
+The schedule is torch's. All messages of a run have one shape, so micro-batches are padded to the longest. The schedule
+allocates buffers for all micro-batches, so a run has at most `RUN` of them per pipeline rank. A rank holds
+transformers' own model with `PassThrough` in place of other ranks' layers.
 """
 
 from collections.abc import Sequence
@@ -62,13 +62,19 @@ class Pipeline:
             )
             # The last pipeline rank outputs its loss; sums are divided once, at `step`.
             output = message if rank < size - 1 else torch.empty((), device="meta", requires_grad=train)
-            # The module that torch's schedule calls with a micro-batch's number and the previous pipeline rank's output.
+            # The module that torch's schedule calls with a micro-batch's number and the previous pipeline rank's
+            # output.
             module: Any = nn.Module()
             module.forward = partial(forward, own * self.divisor)
             pipeline_stage = PipelineStage(
-                module, rank, size, self.device,
-                input_args=() if rank == 0 else (message,), output_args=(output,), group=self.group,
-            )  # fmt: skip
+                module,
+                rank,
+                size,
+                self.device,
+                input_args=() if rank == 0 else (message,),
+                output_args=(output,),
+                group=self.group,
+            )
             loss = (lambda output, number: output) if train else None
             schedule = Schedule1F1B(pipeline_stage, len(numbers), loss, scale_grads=False)
             try:
@@ -105,7 +111,9 @@ class Nothing(nn.Module):
 
 
 class Received(PassThrough):
-    """A placeholder for the layer before a rank's first: it returns the previous rank's output in place of the embedded tokens."""
+    """A placeholder for the layer before a rank's first: it returns the previous rank's output in place of the embedded
+    tokens.
+    """
 
     hidden: Tensor
 

@@ -3,9 +3,9 @@
 rank 0   tokens 0..n    all heads ╮              ╭ all tokens   heads 0..h    ╮              ╭ tokens 0..n
 rank 1   tokens n..2n   all heads ┴─ all-to-all ─┴ all tokens   heads h..2h   ┴─ all-to-all ─┴ tokens n..2n
 
-Everything but attention and mixers works token by token. Mixers need whole sequences: before a mixer, each rank receives all tokens of
-some sequences. Predictions are gathered, so that each rank computes the global loss; its backward pass covers the local tokens, and the
-gradient is the sum over ranks.
+Everything but attention and mixers works token by token. Mixers need whole sequences: before a mixer, each rank
+receives all tokens of some sequences. Predictions are gathered, so that each rank computes the global loss; its
+backward pass covers the local tokens, and the gradient is the sum over ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,10 @@ class UlyssesAttention(AttentionContext):
     group: dist.ProcessGroup
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attend with local queries (1, H, n, D) to keys and values (1, K, n, D); returns (1, n, H, D). S must divide H and K."""
+        """Attend with local queries (1, H, n, D) to keys and values (1, K, n, D); returns (1, n, H, D).
+
+        S must divide H and K.
+        """
         by_rank = (self.group.size(), -1)
         if scores.sinks is not None:
             scores = replace(scores, sinks=scores.sinks.unflatten(0, by_rank)[self.group.rank()])
@@ -77,10 +80,11 @@ class UlyssesAttention(AttentionContext):
 
     @cached_property
     def _exchange(self) -> tuple[PackedSequences, Tensor, Tensor, list[int], list[int]]:
-        """Plan the all-to-all that gives a rank all tokens of some sequences: each goes to the rank with the fewest tokens, longest first.
+        """Plan the all-to-all that gives a rank all tokens of some sequences: each goes to the rank with the fewest
+        tokens, longest first.
 
-        Returns this rank's sequences, with one filler token if it has none; the local tokens (n,) sorted by receiver; the place of each
-        local token in that order; the numbers of tokens for each rank and from each rank.
+        Returns this rank's sequences, with one filler token if it has none; the local tokens (n,) sorted by receiver;
+        the place of each local token in that order; the numbers of tokens for each rank and from each rank.
         """
         assert isinstance(self.sequences, PackedSequences), "models with mixers do not share prompts"
         lengths, device, rank = self.sequences.lengths, self.sequences.offsets.device, self.group.rank()
@@ -92,9 +96,12 @@ class UlyssesAttention(AttentionContext):
         owner = torch.tensor(assigned).repeat_interleave(torch.tensor(lengths)).view(len(held), -1)
         order = owner[rank].argsort(stable=True)
         return (
-            PackedSequences.of(mine or [1], device, self.sequences.keep_scores), order.to(device),
-            order.argsort().to(device), owner[rank].bincount(minlength=len(held)).tolist(), (owner == rank).sum(1).tolist(),
-        )  # fmt: skip
+            PackedSequences.of(mine or [1], device, self.sequences.keep_scores),
+            order.to(device),
+            order.argsort().to(device),
+            owner[rank].bincount(minlength=len(held)).tolist(),
+            (owner == rank).sum(1).tolist(),
+        )
 
 
 def predict_own_tokens(
@@ -102,8 +109,8 @@ def predict_own_tokens(
 ) -> dict[str, Tensor]:
     """Call `predict` on this rank's share of the tokens; all ranks of `group` call this with the same rows.
 
-    Tokens are padded to a `multiple` of the number of ranks. With `join` every rank gets the predictions of all tokens, else only of
-    its own.
+    Tokens are padded to a `multiple` of the number of ranks. With `join` every rank gets the predictions of all tokens,
+    else only of its own.
     """
     packed = packed.padded(-(-len(packed.input_ids) // multiple) * multiple)
     if group.size() == 1:
@@ -116,10 +123,14 @@ def predict_own_tokens(
         places[(places >= first) & (places < first + count)] for places in (packed.predictors, packed.row_ends)
     )
     local = replace(
-        packed, input_ids=packed.input_ids[own], position_ids=packed.position_ids[own], predictors=here - first,
-        targets=packed.targets[(packed.predictors >= first) & (packed.predictors < first + count)], row_ends=ends - first,
+        packed,
+        input_ids=packed.input_ids[own],
+        position_ids=packed.position_ids[own],
+        predictors=here - first,
+        targets=packed.targets[(packed.predictors >= first) & (packed.predictors < first + count)],
+        row_ends=ends - first,
         context=UlyssesAttention(packed.attention(), group),
-    )  # fmt: skip
+    )
     found = predict(local, *objective)
     for name, values in found.items() if join else ():
         # Ranks have different numbers of predictions.
@@ -136,7 +147,9 @@ def predict_own_tokens(
 
 
 class _AllToAll(torch.autograd.Function):
-    """The all-to-all of (n, ...): `sent` rows to each rank and `arriving` ones from each; equal parts without these counts."""
+    """The all-to-all of (n, ...): `sent` rows to each rank and `arriving` ones from each; equal parts without these
+    counts.
+    """
 
     @staticmethod
     def forward(

@@ -5,10 +5,11 @@ rank 0    tokens 0..n   ╮  all tokens ───── its columns ─── al
 rank 1    tokens n..2n  ┴  all tokens ───── its columns ─── all tokens, part of the sum ┴  tokens n..2n
                     gathered                                              summed and scattered
 
-The plan is the model's own (`base_model_tp_plan` of transformers). Between a layer's blocks (attention, MLP), tokens are sharded as in
-Megatron's sequence parallelism: one rank computes, and saves for the backward pass, the norms and residuals of each token. Within a
-block every plain tensor has all tokens, and its gradient on a rank is a part of the sum over ranks: for this rank's columns, heads or
-tokens. So the gradient of a replicated weight is also summed over ranks.
+The plan is the model's own (`base_model_tp_plan` of transformers). Between a layer's blocks (attention, MLP), tokens
+are sharded as in Megatron's sequence parallelism: one rank computes, and saves for the backward pass, the norms and
+residuals of each token. Within a block every plain tensor has all tokens, and its gradient on a rank is a part of the
+sum over ranks: for this rank's columns, heads or tokens. So the gradient of a replicated weight is also summed over
+ranks.
 
     matrices    column-wise and row-wise products; where heads cannot be split, the ranks gather the outputs of columns
     attention   that the plan does not split: every rank computes all tokens
@@ -16,11 +17,11 @@ tokens. So the gradient of a replicated weight is also summed over ranks.
 
 The weights of the last two are sharded too: FSDP2 gathers them, over the tensor ranks, while a block computes.
 
-Embedding and output layer are sharded by vocabulary. The output layer is never called: `linear_log_probs` reads this rank's shard of
-its weight.
+Embedding and output layer are sharded by vocabulary. The output layer is never called: `linear_log_probs` reads this
+rank's shard of its weight.
 
-Adapters (down, up): the factor next to the sharded dimension is sharded too: `up` of a column-wise product by rows, `down` of a row-wise
-one by columns. The other factor is replicated.
+Adapters (down, up): the factor next to the sharded dimension is sharded too: `up` of a column-wise product by rows,
+`down` of a row-wise one by columns. The other factor is replicated.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -77,7 +78,9 @@ class Replicated(torch.autograd.Function):
 
 
 def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
-    """Shard a matrix in place by a style of COLUMNS or ROWS; ranks gather outputs, and split inputs, where heads cannot be split."""
+    """Shard a matrix in place by a style of COLUMNS or ROWS; ranks gather outputs, and split inputs, where heads cannot
+    be split.
+    """
     if style in ROWS:
         if style == "rowwise_split_input":
             module.register_forward_pre_hook(lambda _, given: (local_chunk(given[0], mesh, -1), *given[1:]))
@@ -103,7 +106,10 @@ def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tenso
 
 
 def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
-    """Return `plan_of` by full module names, with a linear output layer, for decoding. Raises UserError for a style without slices."""
+    """Return `plan_of` by full module names, with a linear output layer, for decoding.
+
+    Raises UserError for a style without slices.
+    """
     whole = plan_of(model, key, remedy)
     if unknown := sorted(set(whole.values()) - {"colwise", "rowwise", "embedding_rowwise", *REPLICATED[:1]}):
         raise UserError(
@@ -128,7 +134,10 @@ class LayerBlock:
 
 
 def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[LayerBlock]:
-    """Return the blocks of a layer that are sharded by the styles of `plan_of`; others are replicated. `mixers` are names of classes."""
+    """Return the blocks of a layer that are sharded by the styles of `plan_of`; others are replicated.
+
+    `mixers` are names of classes.
+    """
     styles: dict[str, dict[str, str]] = {}
     for name, _ in layer.named_modules():
         around = [name.rsplit(".", up)[0] for up in range(name.count("."), -1, -1)]
@@ -157,7 +166,9 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
 def parallelize_layer(
     layer: nn.Module, blocks: Iterable[LayerBlock], mesh: DeviceMesh, shard: Callable[[nn.Module], None]
 ) -> None:
-    """Shard a layer's blocks in place over the tensor ranks; `shard` shards weights over ranks that compute different tokens."""
+    """Shard a layer's blocks in place over the tensor ranks; `shard` shards weights over ranks that compute different
+    tokens.
+    """
     for block in blocks:
         module = layer.get_submodule(block.name)
         for name, style in block.products.items():
@@ -189,7 +200,9 @@ def parallelize_layer(
 
 
 def gather_tokens(block: nn.Module, gather: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor] | None) -> None:
-    """Gather the tokens of a block's first argument; with `own`, return this rank's tokens of all hidden states in its output."""
+    """Gather the tokens of a block's first argument; with `own`, return this rank's tokens of all hidden states in its
+    output.
+    """
 
     def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         states = gather(given[0] if given else named["hidden_states"])
@@ -202,7 +215,9 @@ def gather_tokens(block: nn.Module, gather: Callable[[Tensor], Tensor], own: Cal
 
 
 def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
-    """Shard everything outside the layers: the vocabulary of embedding and output layer, and the tokens of the last norm."""
+    """Shard everything outside the layers: the vocabulary of embedding and output layer, and the tokens of the last
+    norm.
+    """
     output, tied, body = model.get_output_embeddings(), is_tied(model), body_of(model)
     if not isinstance(body.embedding, PassThrough):
         parallelize_module(body.embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS))

@@ -35,14 +35,22 @@ OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
-    "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
-)  # fmt: skip
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
 Write = Callable[[], object]
 """Writes one file or folder of a checkpoint."""
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a model's Hugging Face directory without its generation settings, which transformers may refuse to write."""
+    """Write a model's Hugging Face directory without its generation settings, which transformers may refuse to
+    write.
+    """
     generation = model.generation_config if model.can_generate() else None
     if generation is not None:
         model.generation_config = GenerationConfig()
@@ -54,7 +62,9 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> Non
 
 
 def side_files(model: Any, path: Path) -> dict[str, bytes]:
-    """Return the files of a Hugging Face directory besides weights, by name; those that transformers refuses are copied, with a warning."""
+    """Return the files of a Hugging Face directory besides weights, by name; those that transformers refuses are
+    copied, with a warning.
+    """
     generation: Any = model.generation_config if model.can_generate() else None
     with TemporaryDirectory(prefix="braid-side-files-") as name:
         folder = Path(name)
@@ -72,7 +82,8 @@ def side_files(model: Any, path: Path) -> dict[str, bytes]:
                 write()
             except Exception as error:
                 tell(
-                    f"{path}: its {part} cannot be written as transformers would ({first_line(error)}); it is copied as it is"
+                    f"{path}: its {part} cannot be written as transformers would ({first_line(error)}); it is copied "
+                    "as it is"
                 )
                 for file in (GENERATION,) if part == GENERATION else TOKENIZER_FILES:
                     for found in path.glob(file):
@@ -93,7 +104,10 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved state of any layout. Raises UserError for damaged files, LookupError for another model's."""
+    """Return this rank's shards of a saved state of any layout.
+
+    Raises UserError for damaged files, LookupError for another model's.
+    """
     try:
         if (folder / OPTIMIZER).is_file():
             tensors = load_file(folder / OPTIMIZER)
@@ -127,13 +141,18 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
 
 
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """Return the tensor whose sharding a state tensor has: its parameter, or itself if it is a scalar or never sharded."""
+    """Return the tensor whose sharding a state tensor has: its parameter, or itself if it is a scalar or never
+    sharded.
+    """
     number, _, name = key.partition(".")
     return optimizer.by_number[int(number)] if tensor.dim() and name not in UNDIVIDED else tensor
 
 
 def own_keys(optimizer: MasterOptimizer, parameters: int, shapes: Mapping[str, torch.Size]) -> list[str]:
-    """Return the keys of saved state whose parameters this rank holds. Raises LookupError if their names or shapes do not match."""
+    """Return the keys of saved state whose parameters this rank holds.
+
+    Raises LookupError if their names or shapes do not match.
+    """
     found, names = list[str](), {number: set[str]() for number in optimizer.by_number}
     for key, shape in shapes.items():
         number, _, name = key.partition(".")

@@ -52,7 +52,10 @@ class RoleCopy:
 
 
 def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
-    """Return the worker's parts as targets of an EMA copy from the role `source`. Raises UserError if it has an optimizer."""
+    """Return the worker's parts as targets of an EMA copy from the role `source`.
+
+    Raises UserError if it has an optimizer.
+    """
     check_copies(worker, source, worker.base_shapes)
     worker.weight_updates += 1
     return {name: replace(part, kept=decay) for name, part in worker.weights().items()}

@@ -1,4 +1,5 @@
-"""The built-in training backend: a rank's part of one role on plain torch, its micro-batches, and copies of its weights.
+"""The built-in training backend: a rank's part of one role on plain torch, its micro-batches, and copies of its
+weights.
 
 folder ──read──▶ model ──adapters──▶ sharded ──▶ optimizer
 
@@ -68,7 +69,9 @@ class MicroBatch:
 
 
 class RoleWorker(ShardedBackend):
-    """The built-in backend, on torch: a rank's part of a role, which is a decoder or a scalar critic or reward model, trained or frozen."""
+    """The built-in backend, on torch: a rank's part of a role, which is a decoder or a scalar critic or reward model,
+    trained or frozen.
+    """
 
     def __init__(self, spec: BackendSpec) -> None:
         self.role, self.config = spec.role, spec.config
@@ -123,7 +126,9 @@ class RoleWorker(ShardedBackend):
         self.offloadable = offloadable
 
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
-        """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
+        """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left
+        `on_meta`.
+        """
         if self.is_scalar:
             return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
         return load_decoder(folder, self.dtype, on_meta=on_meta)
@@ -136,15 +141,19 @@ class RoleWorker(ShardedBackend):
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference.
 
-        A decoder gives `log_probs` and `entropy` of the A action tokens, (A,) float32 or float64 in nats at the run's temperature, a
-        scalar model `values` (A,) and `scores` (B,), one per row.
+        A decoder gives `log_probs` and `entropy` of the A action tokens, (A,) float32 or float64 in nats at the run's
+        temperature, a scalar model `values` (A,) and `scores` (B,), one per row.
         """
         hidden = self.hidden_states(packed)
         if not self.is_scalar:
             log_probs, entropy = predicted_log_probs(
-                self.model, hidden[packed.predictors], packed.targets, self.config.rollout.temperature,
-                with_entropy_grad=objective is not None and objective.entropy_coef != 0, compiled=self.config.trainer.compile,
-            )  # fmt: skip
+                self.model,
+                hidden[packed.predictors],
+                packed.targets,
+                self.config.rollout.temperature,
+                with_entropy_grad=objective is not None and objective.entropy_coef != 0,
+                compiled=self.config.trainer.compile,
+            )
             return {"log_probs": log_probs, "entropy": entropy}
         wanted = {"values": packed.predictors, "scores": packed.row_ends}
         if objective is not None:
@@ -158,8 +167,11 @@ class RoleWorker(ShardedBackend):
         return self.config.trainer.share_prompts and plan_of_model(self.model) == PACKED and saves_enough(rows)
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """Pack rows into micro-batches of at most `max_tokens`, with `whole_groups` by group, plus empty ones up to all ranks' number."""
-        # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was planned for.
+        """Pack rows into micro-batches of at most `max_tokens`, with `whole_groups` by group, plus empty ones up to all
+        ranks' number.
+        """
+        # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was
+        # planned for.
         plan, shares = list[list[int]](), self.shares_prompts(rows)
         if shares and not whole_groups:
             plan = plan_shared(rows, self.max_tokens)
@@ -210,8 +222,11 @@ class RoleWorker(ShardedBackend):
             self.optimizer.collect(term.denominator)
 
             def loss_of(
-                number: int, predicted: dict[str, Tensor], term: Objective | Likelihood = term, batches: list[MicroBatch] = batches
-            ) -> Tensor:  # fmt: skip
+                number: int,
+                predicted: dict[str, Tensor],
+                term: Objective | Likelihood = term,
+                batches: list[MicroBatch] = batches,
+            ) -> Tensor:
                 batch = batches[number]
                 if not batch.numbers:
                     # A zero loss over every output, so that all ranks run the same collectives.
@@ -229,8 +244,11 @@ class RoleWorker(ShardedBackend):
                 return loss
 
             self.ranks.run_micro_batches(
-                self.model, lambda packed, term=term: self.compute(packed, term), [batch.packed for batch in batches], loss_of
-            )  # fmt: skip
+                self.model,
+                lambda packed, term=term: self.compute(packed, term),
+                [batch.packed for batch in batches],
+                loss_of,
+            )
         set_training(self.model, False)
         return totals
 
@@ -240,10 +258,11 @@ class RoleWorker(ShardedBackend):
         return None if self.ranks.is_sharded or merges_adapters(self.lora, self.config) else self.model
 
     def full_state_dict(self, wanted: bool = True) -> dict[str, Tensor]:
-        """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their names.
+        """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their
+        names.
 
-        All ranks of a sharded model call this at the same time. Gathered tensors go to host memory, so that a device holds one full
-        tensor at a time. Ranks without `wanted` get an empty dict.
+        All ranks of a sharded model call this at the same time. Gathered tensors go to host memory, so that a device
+        holds one full tensor at a time. Ranks without `wanted` get an empty dict.
         """
         self.ranks.reshard(self.model)
         named = lora.plain_names(self.model, self.model.state_dict(keep_vars=True))
@@ -259,7 +278,9 @@ class RoleWorker(ShardedBackend):
         return self.full_state_dict().items()
 
     def weights(self, adapters_alone: bool = False) -> Mapping[str, WeightPart]:
-        """Return the local shards by name, adapters merged on demand; with `adapters_alone`, only trained parameters by peft's names."""
+        """Return the local shards by name, adapters merged on demand; with `adapters_alone`, only trained parameters by
+        peft's names.
+        """
         self.ranks.reshard(self.model)
         if adapters_alone:
             return weight_parts(lora.adapters_of(dict(self.model.named_parameters())))
@@ -277,9 +298,10 @@ class RoleWorker(ShardedBackend):
     def saving_tasks(self, folder: Path, write: bool = True, copy: bool = False) -> list[checkpoint.Write]:
         """Return the calls that write model, tokenizer and optimizer into a new folder, in order.
 
-        Every rank of a sharded model calls this; otherwise one rank of the role does. Rank 0 writes what all ranks have in full, as
-        transformers writes nothing on others. `copy` copies the tensors to host memory first, so that a thread can write while training
-        continues. Raises UserError if a tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
+        Every rank of a sharded model calls this; otherwise one rank of the role does. Rank 0 writes what all ranks have
+        in full, as transformers writes nothing on others. `copy` copies the tensors to host memory first, so that a
+        thread can write while training continues. Raises UserError if a tensor holds infinity or NaN; such a checkpoint
+        must not replace a usable one.
         """
         kept = checkpoint.copied if copy else dict[str, Tensor]
         weights, adapters = self.full_state_dict(wanted=write), dict[str, Tensor]()
@@ -293,7 +315,8 @@ class RoleWorker(ShardedBackend):
         if not all_finite(local_shard(tensor) for tensor in tensors.values()):
             first = next(name for name, tensor in tensors.items() if not all_finite([local_shard(tensor)]))
             raise UserError(
-                f"{self.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with a lower "
+                f"{self.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with "
+                "a lower "
                 "trainer.learning_rate or with trainer.max_grad_norm"
             )
         parts: list[checkpoint.Write] = []
@@ -381,7 +404,9 @@ class RoleWorker(ShardedBackend):
 def make_worker(
     role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
 ) -> TrainingBackend:
-    """Create a role's backend, with an optimizer if the flow trains it; without `training` a frozen copy that receives its weights."""
+    """Create a role's backend, with an optimizer if the flow trains it; without `training` a frozen copy that receives
+    its weights.
+    """
     trained, is_scalar = role in flow.trained_roles, role in flow.scalar_roles
     spec = BackendSpec(role, config, training and trained, ranks or DataParallel(), trained and not training, is_scalar)
     worker: TrainingBackend = BACKENDS.make(settings_of(role, config).backend, spec)
@@ -389,6 +414,8 @@ def make_worker(
 
 
 def torch_worker(worker: TrainingBackend) -> RoleWorker:
-    """Return the worker as a `RoleWorker`; only the built-in backend supports offloading, sharded generation and copies."""
+    """Return the worker as a `RoleWorker`; only the built-in backend supports offloading, sharded generation and
+    copies.
+    """
     assert isinstance(worker, RoleWorker), f"check_backends lets {worker.role} have no other here"
     return worker

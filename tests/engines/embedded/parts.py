@@ -1,4 +1,6 @@
-"""Work of ranks with a sharded model: one case after the other on the same processes, each compared with a full engine."""
+"""Work of ranks with a sharded model: one case after the other on the same processes, each compared with a full
+engine.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
 
 
 def compare(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return, by case: whether all ranks have the same bits, the rows with other tokens than a full engine's, and the largest gap."""
+    """Return, by case: whether all ranks have the same bits, the rows with other tokens than a full engine's, and the
+    largest gap.
+    """
     torch.set_num_threads(1)
     found = {}
     assert world.group is not None

@@ -1,7 +1,8 @@
 """Replayed steps use the recorded addresses and give the rows the same bits.
 
-CUDA graphs need CUDA. The replacement here keeps a step's operations with the very tensors that they touched, and repeats them
-in the same memory. It therefore reveals everything that a step computes outside of tensors, or from tensors that have moved.
+CUDA graphs need CUDA. The replacement here keeps a step's operations with the very tensors that they touched, and
+repeats them in the same memory. It therefore reveals everything that a step computes outside of tensors, or from
+tensors that have moved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Compiled decoding samples from the model in every dtype; where it is unavailable, the model's own forward pass does."""
+"""Compiled decoding samples from the model in every dtype; where it is unavailable, the model's own forward pass
+does.
+"""
 
 from __future__ import annotations
 

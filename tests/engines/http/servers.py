@@ -27,17 +27,34 @@ from tests.engines.served import LIMIT, vllm_python
 from tests.tiny import ROOT, free_port
 
 STOCK = (
-    "--enforce-eager", "--dtype", "float32", "--max-model-len", str(LIMIT), "--max-num-seqs", "16",
-    "--kv-cache-memory-bytes", str(8 << 20),
-)  # fmt: skip
+    "--enforce-eager",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    str(LIMIT),
+    "--max-num-seqs",
+    "16",
+    "--kv-cache-memory-bytes",
+    str(8 << 20),
+)
 ARGUMENTS = (
-    *STOCK, "--logprobs-mode", "processed_logits", "--logits-processors", "braidrl.engines.vllm.logits_processor:DrawByRow",
-    "--worker-extension-cls", "braidrl.engines.vllm.vllm_worker.TakesWeights",
-)  # fmt: skip
+    *STOCK,
+    "--logprobs-mode",
+    "processed_logits",
+    "--logits-processors",
+    "braidrl.engines.vllm.logits_processor:DrawByRow",
+    "--worker-extension-cls",
+    "braidrl.engines.vllm.vllm_worker.TakesWeights",
+)
 SETTINGS = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT),
-}  # fmt: skip
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONPATH": str(ROOT),
+}
 
 
 FORKED = """
@@ -56,10 +73,23 @@ class VllmServer:
         self.model, port, python = model, free_port(), vllm_python()
         self.url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
-            [str(python or sys.executable), "-W", "ignore", "-c", FORKED, *arguments,
-             "--model", str(model), "--host", "127.0.0.1", "--port", str(port)],
-            env={**os.environ, **SETTINGS}, start_new_session=True,
-        )  # fmt: skip
+            [
+                str(python or sys.executable),
+                "-W",
+                "ignore",
+                "-c",
+                FORKED,
+                *arguments,
+                "--model",
+                str(model),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ],
+            env={**os.environ, **SETTINGS},
+            start_new_session=True,
+        )
         try:
             self._wait(time.monotonic() + limit_s)
         except BaseException:
@@ -99,11 +129,13 @@ class SglangSpeaker:
         app = web.Application()
         app.add_routes(
             [
-                web.get("/get_server_info", self._settings), web.get("/get_model_info", self._info),
-                web.post("/generate", self._generate), web.post("/abort_request", self._abort),
+                web.get("/get_server_info", self._settings),
+                web.get("/get_model_info", self._info),
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
                 web.post("/update_weights_from_disk", self._load),
             ]
-        )  # fmt: skip
+        )
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         port = free_port()
@@ -123,9 +155,14 @@ class SglangSpeaker:
         body = await asked.json()
         said, prompt = body["sampling_params"], torch.tensor(body["input_ids"])
         sampling = SamplingParams(
-            said["temperature"], said["top_p"], max(said["top_k"], 0), said["max_new_tokens"],
-            tuple(said["stop_token_ids"]), tuple(said["stop"]), ends=not said["ignore_eos"],
-        )  # fmt: skip
+            said["temperature"],
+            said["top_p"],
+            max(said["top_k"], 0),
+            said["max_new_tokens"],
+            tuple(said["stop_token_ids"]),
+            tuple(said["stop"]),
+            ends=not said["ignore_eos"],
+        )
         uid = self._uids[body["rid"]] = (0, said["sampling_seed"], 0)
         finished = await self.engine.submit(Request(uid, prompt, sampling, first_draw=len(prompt)))
         drawn = zip(finished.log_probs.tolist(), finished.tokens.tolist(), strict=True)

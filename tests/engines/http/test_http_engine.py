@@ -1,4 +1,6 @@
-"""HTTP servers as engines: the engine contract on a real vLLM server and on SGLang's protocol, weights, and refusals."""
+"""HTTP servers as engines: the engine contract on a real vLLM server and on SGLang's protocol, weights, and
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -160,9 +162,11 @@ def test_a_run_with_a_server_trains_like_a_run_without(
     before.close()
     (workshop.folder / "parity.py").write_text(EVEN)
     settings = {
-        "model": str(vllm_server.model), "trainer": {"steps": 2, "learning_rate": 3e-3},
-        "reward": {"verify": f"{workshop.folder}/parity.py:even"}, "algorithm": {"old": "recompute"},
-    }  # fmt: skip
+        "model": str(vllm_server.model),
+        "trainer": {"steps": 2, "learning_rate": 3e-3},
+        "reward": {"verify": f"{workshop.folder}/parity.py:even"},
+        "algorithm": {"old": "recompute"},
+    }
     room = {"max_sequence_tokens": 100}
     servers = {"urls": vllm_server.url, "weights": weights}
     run = workshop.run("http", **settings, rollout={"engine": "http", "reproducible": True, "servers": servers, **room})

@@ -70,7 +70,9 @@ def makespan(
 
 
 def over_lower_bound(time: float, lengths: dict[Uid, int]) -> float:
-    """Return the ratio to a lower bound: no schedule beats its longest row alone, or engines that are busy to the end."""
+    """Return the ratio to a lower bound: no schedule beats its longest row alone, or engines that are busy to the
+    end.
+    """
     return time / max(max(lengths.values()), sum(lengths.values()) / ENGINES)
 
 

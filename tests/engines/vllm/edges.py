@@ -1,4 +1,6 @@
-"""Cases that runs seldom meet: tensors that end in the middle, and a stop text within a step: `python -m tests.engines.vllm.edges`."""
+"""Cases that runs seldom meet: tensors that end in the middle, and a stop text within a step: `python -m
+tests.engines.vllm.edges`.
+"""
 
 from __future__ import annotations
 

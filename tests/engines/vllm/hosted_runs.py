@@ -1,4 +1,6 @@
-"""Runs with vLLM on the ranks that train, made by the interpreter that has vLLM: `python -m tests.engines.vllm.hosted_runs TASK.json`."""
+"""Runs with vLLM on the ranks that train, made by the interpreter that has vLLM: `python -m
+tests.engines.vllm.hosted_runs TASK.json`.
+"""
 
 from __future__ import annotations
 

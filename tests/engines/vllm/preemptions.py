@@ -44,13 +44,17 @@ def main(model: Path, adapts: bool) -> dict[str, Any]:
         at_once.append(engine.in_flight)
         return ()
 
-    begun = time.perf_counter()
+    started = time.perf_counter()
     rows = engine.generate(wanted, rows_to_end=looked)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     return {
-        "tokens": [row.tokens.tolist() for row in rows], "preempted": len(preempted), "seen": engine.preemptions,
-        "steps": len(at_once), "most": max(at_once), "seconds": round(seconds, 1),
-    }  # fmt: skip
+        "tokens": [row.tokens.tolist() for row in rows],
+        "preempted": len(preempted),
+        "seen": engine.preemptions,
+        "steps": len(at_once),
+        "most": max(at_once),
+        "seconds": round(seconds, 1),
+    }
 
 
 if __name__ == "__main__":

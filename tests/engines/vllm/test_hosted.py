@@ -1,4 +1,6 @@
-"""vLLM on the ranks that train, in place: a run is that of the embedded engine, in every layout and runtime, and after a kill."""
+"""vLLM on the ranks that train, in place: a run is that of the embedded engine, in every layout and runtime, and after
+a kill.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def run_in_place(workshop: Workshop, runs: dict[str, dict[str, Any]], workers: i
 
 
 def assert_equal_runs(ours: Path, theirs: Path, steps: int = 2, step: float = 1e-3) -> None:
-    """Tokens are identical; weights differ by less than half a step of the learning rate, since Adam magnifies what float32 rounds."""
+    """Tokens are identical; weights differ by less than half a step of the learning rate, since Adam magnifies what
+    float32 rounds.
+    """
     for number in range(1, steps + 1):
         one, other = (recorded(folder, number).ordered() for folder in (ours, theirs))
         assert one.uids() == other.uids()

@@ -1,4 +1,6 @@
-"""vLLM's engines over several nodes: the shape that each node gets, and a run over two nodes that equals the run on one."""
+"""vLLM's engines over several nodes: the shape that each node gets, and a run over two nodes that equals the run on
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ STEPS = 8
 def streamed(nodes: int) -> dict[str, Any]:
     python = vllm_python()
     rollout: dict[str, Any] = {
-        "engine": "vllm", "tensor": 2, "nodes": nodes, "weights": "collective", "reproducible": True,
+        "engine": "vllm",
+        "tensor": 2,
+        "nodes": nodes,
+        "weights": "collective",
+        "reproducible": True,
         "max_response_tokens": 40,
         **({"python": str(python)} if python else {}),
-    }  # fmt: skip
+    }
     trainer = {"steps": STEPS, "max_staleness": 0}
     return {"runtime": "streaming", "algorithm": {"kl_coef": 0.0}, "rollout": rollout, "trainer": trainer}
 

@@ -1,4 +1,6 @@
-"""vLLM draws several tokens at once, by a draft model or by the model's own MTP layer: log-probs are the trainer's, also after updates."""
+"""vLLM draws several tokens at once, by a draft model or by the model's own MTP layer: log-probs are the trainer's,
+also after updates.
+"""
 
 from __future__ import annotations
 

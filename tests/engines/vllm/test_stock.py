@@ -1,4 +1,6 @@
-"""A stock vLLM: it draws by its own numbers and computes ahead, and each token has the version and the log-prob that drew it."""
+"""A stock vLLM: it draws by its own numbers and computes ahead, and each token has the version and the log-prob that
+drew it.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,11 @@ def test_a_stock_vllm_draws_other_tokens_each_time(stock: Served) -> None:
 
 def test_settings_of_vllm_reach_its_engine_in_both_modes(model: Path) -> None:
     own = {
-        "enable_prefix_caching": False, "enable_chunked_prefill": False, "kv_cache_dtype": "fp8", "quantization": "fp8",
-    }  # fmt: skip
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "kv_cache_dtype": "fp8",
+        "quantization": "fp8",
+    }
     ngram = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}
     asked = json.dumps([(own | ngram, False), (own, True)])
     done = subprocess.run(

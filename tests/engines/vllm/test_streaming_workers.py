@@ -1,4 +1,6 @@
-"""Streaming with vLLM over two tensor ranks: new weights reach its workers between rows and in the middle of them, also after a kill."""
+"""Streaming with vLLM over two tensor ranks: new weights reach its workers between rows and in the middle of them, also
+after a kill.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,30 @@ STEPS = 6
 def streamed(weights: str, max_staleness: int = 1) -> dict[str, Any]:
     python = vllm_python()
     return {
-        "runtime": "streaming", "algorithm": {"old": "recompute"},
+        "runtime": "streaming",
+        "algorithm": {"old": "recompute"},
         # While one engine of `rolling` loads, another one generates.
         "streaming": {"weights": weights, "workers": {"actor.generate": 2 if weights == "rolling" else 1}},
         "rollout": {
-            # Two long rows at a time: when a batch's last one ends and the batch is trained on, the other is under way. With one
-            # slot a quick trainer publishes before the next row has a token.
-            "engine": "vllm", "tensor": 2, "weights": "collective", "samples_per_prompt": 2, "slots": 2,
+            # Two long rows at a time: when a batch's last one ends and the batch is trained on, the other is under way.
+            # With one slot a quick trainer publishes before the next row has a token.
+            "engine": "vllm",
+            "tensor": 2,
+            "weights": "collective",
+            "samples_per_prompt": 2,
+            "slots": 2,
             "max_response_tokens": 200 if max_staleness else 40,
-            "reproducible": not max_staleness, **({"python": str(python)} if python else {}),
+            "reproducible": not max_staleness,
+            **({"python": str(python)} if python else {}),
         },
         "trainer": {
-            "steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "max_staleness": max_staleness,
+            "steps": STEPS,
+            "prompts_per_step": 4,
+            "rows_per_update": 8,
+            "max_staleness": max_staleness,
             "checkpoint_every": 0 if max_staleness else 2,
         },
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("weights", ["rolling", "interrupt"])
@@ -47,7 +58,8 @@ def test_each_token_has_the_log_prob_of_the_version_that_drew_it(workshop: Works
     rows = [recorded(folder, step) for step in range(1, STEPS + 1)]
     versions = [set(own["rollout_versions"][row].tolist()) for own in rows for row in range(len(own))]
     assert max(max(own) for own in versions) >= STEPS - 2
-    # Gaps of one version are rounding; a row that was begun before the last update differs from the trainer's newest weights.
+    # Gaps of one version are rounding; a row that was started before the last update differs from the trainer's newest
+    # weights.
     current = [
         float((own["rollout_log_probs"][row] - own["old_log_probs"][row]).abs().max())
         for step, own in enumerate(rows, 1)

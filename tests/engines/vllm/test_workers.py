@@ -1,4 +1,6 @@
-"""vLLM with its model divided between two worker processes: the contract, weights that each worker takes its part of, and their ends."""
+"""vLLM with its model divided between two worker processes: the contract, weights that each worker takes its part of,
+and their ends.
+"""
 
 from __future__ import annotations
 

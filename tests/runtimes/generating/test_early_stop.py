@@ -29,10 +29,11 @@ from tests.runtimes.spmd.ranks import WAIT_S
 from tests.tiny import Workshop, recorded, weights_of
 
 SECTIONS: dict[str, Any] = {
-    "flow": "dapo", "algorithm": {"overlong_cache": 2},
+    "flow": "dapo",
+    "algorithm": {"overlong_cache": 2},
     "rollout": {"samples_per_prompt": 4, "slots": 16, "reflection_phrases": ["+", "="]},
     "trainer": {"steps": 3, "prompts_per_step": 3, "learning_rate": 3e-3, "over_sampling": 3.0},
-}  # fmt: skip
+}
 
 
 def assert_same_batches(ours: Path, theirs: Path) -> None:

@@ -1,4 +1,6 @@
-"""Flows with environments: any recipe runs with episodes, episodes are trained on, and failures appear in the metrics."""
+"""Flows with environments: any recipe runs with episodes, episodes are trained on, and failures appear in the
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,11 @@ def test_an_invalid_environment_is_refused_before_a_model_loads(name: str, messa
 
 def test_run_trains_on_episodes_and_counts_failures(workshop: Workshop) -> None:
     run = workshop.run(
-        "played", algorithm={"kl_coef": 0.0}, rollout={"max_response_tokens": 4, "environment": FAILING},
+        "played",
+        algorithm={"kl_coef": 0.0},
+        rollout={"max_response_tokens": 4, "environment": FAILING},
         trainer={"rows_per_update": 8},
-    )  # fmt: skip
+    )
     lines = read_metrics(run)
     assert [line["environment/failures/ValueError"] for line in lines] == [2, 2]
     assert all(2 < line["environment/turns"] < 3 for line in lines)
@@ -86,8 +90,9 @@ def test_run_trains_on_episodes_and_counts_failures(workshop: Workshop) -> None:
             "failed trajectories are not trained on"
         )
         assert [uid[1:] for uid, f in zip(rows.uids(), failed.tolist(), strict=True) if f] == [
-            (4 * step - 4, 1), (4 * step - 2, 1),
-        ]  # fmt: skip
+            (4 * step - 4, 1),
+            (4 * step - 2, 1),
+        ]
         assert rows["sequence_lengths"].lengths.tolist() == [1 if f else 2 for f in failed.tolist()]
         gap = (rows["old_log_probs"].values - rows["rollout_log_probs"].values).abs().max()
         assert gap < 1e-5

@@ -28,10 +28,15 @@ SECTIONS: dict[str, Any] = {
     "dtype": "float64",
     "rollout": {"max_response_tokens": 40, "tokens_per_iteration": 12},
     "trainer": {
-        "steps": STEPS, "prompts_per_step": 3, "max_staleness": 2, "surplus": "keep", "learning_rate": 3e-3,
-        "checkpoint_every": 1, "keep_checkpoints": 9,
+        "steps": STEPS,
+        "prompts_per_step": 3,
+        "max_staleness": 2,
+        "surplus": "keep",
+        "learning_rate": 3e-3,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 9,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,8 @@ def test_rows_have_tokens_of_several_versions_and_none_is_too_old(eager: Path) -
         for i in range(len(rows)):
             versions, counts = rows["rollout_versions"][i].unique(return_counts=True)
             spans.append(len(versions))
-            # Without a budget, an iteration samples the last tokens that staleness allows, or the tokens that the batch lacked.
+            # Without a budget, an iteration samples the last tokens that staleness allows, or the tokens that the batch
+            # lacked.
             assert all(count <= 12 for count in counts[:-1].tolist())
     assert max(spans) > 1 and len(responses(eager, STEPS)) == STEPS * 12
 
@@ -138,7 +144,9 @@ def test_resumed_run_continues_suspended_responses(workshop: Workshop, eager: Pa
 
 
 def check_each_row(run: Path, steps: int) -> int:
-    """Assert that rows are trained once and in time, with versions that never decrease; return the most versions of a row."""
+    """Assert that rows are trained once and in time, with versions that never decrease; return the most versions of a
+    row.
+    """
     responses(run, steps)
     most = 0
     for step in range(1, steps + 1):

@@ -29,9 +29,12 @@ def test_pairs_distributed_over_ranks_train_as_in_one_process(
 ) -> None:
     """Return five pairs on two ranks: single rows could be split equally, pairs cannot."""
     settings: dict[str, Any] = {
-        "flow": "dpo", "dtype": "float64", "data": {"train": str(write_data(tmp_path))}, "rollout": {"samples_per_prompt": 2},
+        "flow": "dpo",
+        "dtype": "float64",
+        "data": {"train": str(write_data(tmp_path))},
+        "rollout": {"samples_per_prompt": 2},
         "trainer": {"steps": 2, "prompts_per_step": 5, "checkpoint_every": 1},
-    }  # fmt: skip
+    }
     ours = workshop.run("hybrid", **merged(settings, {"runtime": "hybrid", "workers": 2}))
     theirs = workshop.run("eager", **settings)
     assert_same_weights(weights(ours / "checkpoints" / "step-2"), weights(theirs / "checkpoints" / "step-2"))

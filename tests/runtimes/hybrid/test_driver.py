@@ -39,9 +39,13 @@ def given(workshop: Workshop, tokens: int, rows: int = 8) -> dict[str, Any]:
         settings = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 16_384}))
     return {
-        "flow": "sft", "model": str(model), "data": {"train": str(path)}, "runtime": "hybrid",
-        "trainer": {"prompts_per_step": rows, "max_tokens_per_device": 20_000}, "rollout": {"samples_per_prompt": 1},
-    }  # fmt: skip
+        "flow": "sft",
+        "model": str(model),
+        "data": {"train": str(path)},
+        "runtime": "hybrid",
+        "trainer": {"prompts_per_step": rows, "max_tokens_per_device": 20_000},
+        "rollout": {"samples_per_prompt": 1},
+    }
 
 
 def all_stages(backend: HybridBackend, flow: Flow, groups: int) -> Any:
@@ -69,10 +73,10 @@ def test_roles_in_three_pools_take_as_long_as_the_longest(workshop: Workshop, wa
         rehearse(backend, **NAPS)
         start = time.perf_counter()
         table = all_stages(backend, THREE, 8)
-        begun = time.perf_counter() - start
+        started = time.perf_counter() - start
         backend.index(table)
         ended = time.perf_counter() - start
-    assert begun < 0.5, "a call waited for its result"
+    assert started < 0.5, "a call waited for its result"
     assert 2.0 <= ended <= 1.15 * 2.0
 
 

@@ -17,9 +17,16 @@ from tests.runtimes.test_layouts import PPO
 from tests.tiny import Workshop
 
 GRPO: dict[str, Any] = {
-    "flow": "grpo", "dtype": "float64",
-    "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3, "checkpoint_every": 1, "keep_checkpoints": 9},
-}  # fmt: skip
+    "flow": "grpo",
+    "dtype": "float64",
+    "trainer": {
+        "prompts_per_step": 4,
+        "rows_per_update": 8,
+        "learning_rate": 3e-3,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 9,
+    },
+}
 
 
 def pools(*sizes: tuple[str, int]) -> dict[str, Any]:
@@ -37,12 +44,16 @@ def trained(workshop: Workshop, name: str, sections: dict[str, Any], **more: Any
     ("sections", "placed", "more"),
     [
         pytest.param(GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {}, marks=pytest.mark.soak),
-        (PPO, pools(("actor", 2), ("critic reference", 1), ("actor.generate", 1)), {"roles": {"actor": {"layout": {"shard": "full"}}}}),
+        (
+            PPO,
+            pools(("actor", 2), ("critic reference", 1), ("actor.generate", 1)),
+            {"roles": {"actor": {"layout": {"shard": "full"}}}},
+        ),
         (GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {"rollout": {"tensor": 2}}),
         (GRPO, pools(("actor.generate", 1), ("actor reference", 2)), {"rollout": {"engines": 1}}),
     ],
     ids=["two engines", "sharded trainer", "engine of two ranks", "engine process"],
-)  # fmt: skip
+)
 def test_generation_in_a_separate_pool_gives_the_same_result(
     workshop: Workshop,
     warm_cluster: WarmCluster,

@@ -1,4 +1,6 @@
-"""Layouts over a pool's processes give the result of one process, wherever roles are placed and however they are sharded."""
+"""Layouts over a pool's processes give the result of one process, wherever roles are placed and however they are
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def test_sharded_pools_equal_single_process(workshop: Workshop, warm_cluster: Wa
 
 
 def test_pool_reshards_weights_for_inference_and_frees_them(workshop: Workshop, warm_cluster: WarmCluster) -> None:
-    """The ranks also decode together. The budget is five and a half models in float64; actor, critic and their optimizers need more."""
+    """The ranks also decode together.
+
+    The budget is five and a half models in float64; actor, critic and their optimizers need more.
+    """
     sections = {**RECOMPUTED, "data": {"max_prompt_tokens": 12}}
     trainer = {"inference_layout": {"tensor": 2}, "resident_gib": 5.5 * 8 * 17_000 / GIB}
     roles = {"critic": {"layout": {"shard": "full"}, "inference_layout": {"data": 2}}}

@@ -1,4 +1,6 @@
-"""Worker methods and a transfer protocol in a file outside the package, named in the configuration and called from a session."""
+"""Worker methods and a transfer protocol in a file outside the package, named in the configuration and called from a
+session.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,14 @@ class Probe:
 
 def settings(methods: Path, name: str, **more: Any) -> dict[str, Any]:
     return {
-        "flow": "grpo", "runtime": "hybrid", "dtype": "float64", "workers": 2, "trainer": {"prompts_per_step": 3},
-        "roles": {"actor": {"methods": f"{methods}:{name}"}}, **more,
-    }  # fmt: skip
+        "flow": "grpo",
+        "runtime": "hybrid",
+        "dtype": "float64",
+        "workers": 2,
+        "trainer": {"prompts_per_step": 3},
+        "roles": {"actor": {"methods": f"{methods}:{name}"}},
+        **more,
+    }
 
 
 @pytest.fixture
@@ -179,11 +186,20 @@ def test_the_example_runs_and_its_protocol_keeps_the_contract(
 ) -> None:
     monkeypatch.chdir(ROOT)
     check_protocol(vars(load_module(EXAMPLE / "methods.py"))["IN_TURN"])
-    load_module(EXAMPLE / "run.py").main([
-        f"model={workshop.model}", f"data.train={workshop.data}", "device=cpu", "threads=1", "trainer.steps=2",
-        f"reward.verify={workshop.folder}/verifiers.py:starts_even", "rollout.max_response_tokens=8",
-        "trainer.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.slots=16",
-    ])  # fmt: skip
+    load_module(EXAMPLE / "run.py").main(
+        [
+            f"model={workshop.model}",
+            f"data.train={workshop.data}",
+            "device=cpu",
+            "threads=1",
+            "trainer.steps=2",
+            f"reward.verify={workshop.folder}/verifiers.py:starts_even",
+            "rollout.max_response_tokens=8",
+            "trainer.prompts_per_step=4",
+            "rollout.samples_per_prompt=4",
+            "rollout.slots=16",
+        ]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["workers: 2", "step 1", "step 2"]
 

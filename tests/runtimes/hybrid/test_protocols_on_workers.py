@@ -1,4 +1,6 @@
-"""Each transfer protocol on real workers, by a method of a worker's class: its result equals plain calls in one process."""
+"""Each transfer protocol on real workers, by a method of a worker's class: its result equals plain calls in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,10 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, list[int]]]] = [
     ({"pipeline": 2, "data": 2}, {"three_d": [2, 3], "pp_as_dp": [0, 2, 1, 3], "three_d_micro_dp": [0, 1, 2, 3]}),
     ({"data": 2, "tensor": 2, "generate": 2}, {"three_d": [0, 2], "pp_as_dp": [0, 2], "three_d_micro_dp": [0, 2]}),
 ]
-EIGHT = ({"pipeline": 2, "data": 2, "tensor": 2, "generate": 2},
-         {"three_d": [4, 6], "pp_as_dp": [0, 4, 2, 6], "three_d_micro_dp": [0, 4, 2, 6]})  # fmt: skip
+EIGHT = (
+    {"pipeline": 2, "data": 2, "tensor": 2, "generate": 2},
+    {"three_d": [4, 6], "pp_as_dp": [0, 4, 2, 6], "three_d_micro_dp": [0, 4, 2, 6]},
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +78,15 @@ def settings(methods: Path, layout: dict[str, int]) -> dict[str, Any]:
     axes = {axis: size for axis, size in layout.items() if axis != "generate"}
     workers = axes.get("pipeline", 1) * axes["data"] * axes.get("tensor", 1)
     return {
-        "flow": "grpo", "dtype": "float64", "algorithm": {"kl_coef": 0}, "trainer": {"prompts_per_step": 4},
-        "runtime": "hybrid", "workers": workers, "roles": {"actor": {"methods": f"{methods}:Every", "layout": axes}},
+        "flow": "grpo",
+        "dtype": "float64",
+        "algorithm": {"kl_coef": 0},
+        "trainer": {"prompts_per_step": 4},
+        "runtime": "hybrid",
+        "workers": workers,
+        "roles": {"actor": {"methods": f"{methods}:Every", "layout": axes}},
         "rollout": {"tensor": layout.get("generate", 1)},
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +107,13 @@ def plain(
     ("layout", "returned"), [*LAYOUTS, pytest.param(*EIGHT, marks=pytest.mark.soak)], ids=lambda one: "-".join(one)
 )
 def test_every_protocol_on_workers_equals_plain_calls(
-    workshop: Workshop, warm_cluster: WarmCluster, methods: Path, plain: tuple[torch.Tensor, torch.Tensor],
-    layout: dict[str, int], returned: dict[str, list[int]],
-) -> None:  # fmt: skip
+    workshop: Workshop,
+    warm_cluster: WarmCluster,
+    methods: Path,
+    plain: tuple[torch.Tensor, torch.Tensor],
+    layout: dict[str, int],
+    returned: dict[str, list[int]],
+) -> None:
     places, expected = plain
     config = workshop.config(**settings(methods, layout))
     ranks, depth = range(config.workers), layout.get("pipeline", 1)

@@ -31,8 +31,12 @@ SAMPLING = [{"roles": ["actor", "reference"], "workers": 2}, {"roles": ["actor.g
     ],
 )
 def test_only_the_pool_that_lost_a_worker_starts_again(
-    workshop: Workshop, ray_cluster: None, pools: list[dict[str, Any]], victim: str, sent: signal.Signals,
-) -> None:  # fmt: skip
+    workshop: Workshop,
+    ray_cluster: None,
+    pools: list[dict[str, Any]],
+    victim: str,
+    sent: signal.Signals,
+) -> None:
     trainer = {"steps": 6, "checkpoint_every": 2, "deterministic": True}
     sections: dict[str, Any] = {"trackers": [], "dtype": "float64"}
     quiet = workshop.run("quiet-pools", **sections, trainer=trainer)

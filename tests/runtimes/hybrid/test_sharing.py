@@ -13,9 +13,11 @@ from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop, metrics_without_times
 
 SECTIONS = {
-    "flow": "grpo", "dtype": "float64", "evaluation": {"every": 1, "samples": 2, "max_prompts": 5, "before_first_step": False},
+    "flow": "grpo",
+    "dtype": "float64",
+    "evaluation": {"every": 1, "samples": 2, "max_prompts": 5, "before_first_step": False},
     "trainer": {"steps": 1, "prompts_per_step": 4, "learning_rate": 3e-3},
-}  # fmt: skip
+}
 
 
 def test_ranks_record_own_rows_and_replay_reads_them(workshop: Workshop, warm_cluster: WarmCluster) -> None:

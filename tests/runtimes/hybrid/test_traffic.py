@@ -96,9 +96,13 @@ def test_the_driver_of_a_step_sends_and_receives_no_payload(
 
     monkeypatch.setattr(WorkerGroup, "_result", received)
     config = workshop.config(
-        flow="grpo", algorithm={"kl_coef": 0.01}, runtime="hybrid", workers=2,
-        rollout={"samples_per_prompt": 4}, trainer={"prompts_per_step": 2},
-    )  # fmt: skip
+        flow="grpo",
+        algorithm={"kl_coef": 0.01},
+        runtime="hybrid",
+        workers=2,
+        rollout={"samples_per_prompt": 4},
+        trainer={"prompts_per_step": 2},
+    )
     prepared = without_data(config)
     backend = start_hybrid_backend(prepared, Progress(0), workshop.folder, cluster=warm_cluster)
     try:

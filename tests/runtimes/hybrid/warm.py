@@ -103,7 +103,9 @@ def waited(stage: Stage, rows: Rows, sums: Sums, seconds: float) -> dict[str, Co
 
 
 class WarmCluster(RayCluster):
-    """Hands out workers that earlier backends have returned; it makes no placement groups, which have their own test."""
+    """Hands out workers that earlier backends have returned; it makes no placement groups, which have their own
+    test.
+    """
 
     def __init__(self) -> None:
         super().__init__(ClusterConfig(start_limit_s=120, wait_limit_s=60), "cpu")

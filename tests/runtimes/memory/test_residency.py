@@ -21,9 +21,12 @@ from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop, metrics_without_times, weights_of, write_jsonl
 
 PPO: dict[str, Any] = {
-    "flow": "ppo", "algorithm": {"kl_coef": 0.1, "reward": "verify"}, "rollout": {"max_response_tokens": 4, "slots": 16},
-    "trainer": {"steps": 3, "prompts_per_step": 2, "checkpoint_every": 1}, "data": {"max_prompt_tokens": 12},
-}  # fmt: skip
+    "flow": "ppo",
+    "algorithm": {"kl_coef": 0.1, "reward": "verify"},
+    "rollout": {"max_response_tokens": 4, "slots": 16},
+    "trainer": {"steps": 3, "prompts_per_step": 2, "checkpoint_every": 1},
+    "data": {"max_prompt_tokens": 12},
+}
 MODEL_BYTES = 4 * 17_000
 """About the size of the tiny Qwen3's weights in float32."""
 
@@ -92,10 +95,12 @@ def test_an_engine_of_evaluations_alone_comes_and_goes_too(
     records = [{"prompt": f"{n}+1=", "response": str(n + 1), "answer": str(n + 1)} for n in range(9)]
     data = {**PPO["data"], "train": str(write_jsonl(workshop.folder / "given.jsonl", records))}
     sections = {
-        "flow": "sft", "rollout": {**PPO["rollout"], "samples_per_prompt": 1}, "evaluation": {"every": 1, "samples": 1},
+        "flow": "sft",
+        "rollout": {**PPO["rollout"], "samples_per_prompt": 1},
+        "evaluation": {"every": 1, "samples": 1},
         "data": {**data, "eval": {"held_out": str(workshop.data)}},
         "trainer": {"steps": 2, "prompts_per_step": 2, "lora": {"rank": 4}},
-    }  # fmt: skip
+    }
     free = workshop.run("free", **sections)
     watched.clear()
     tight = workshop.run("tight", **with_budget(sections, 2.6))

@@ -23,16 +23,26 @@ def ppo() -> Flow:
     return Flow(
         "ppo",
         [
-            actor.generate(), reward.score(), reference.log_probs(), critic.values(), actor.log_probs(),
-            train("critic"), train("actor"),
+            actor.generate(),
+            reward.score(),
+            reference.log_probs(),
+            critic.values(),
+            actor.log_probs(),
+            train("critic"),
+            train("actor"),
         ],
-    )  # fmt: skip
+    )
 
 
 ASSETS = [
-    Asset("actor", "engine"), Asset("actor", "optimizer"), Asset("actor", "weights"),
-    Asset("critic", "optimizer"), Asset("critic", "weights"), Asset("reference", "weights"), Asset("reward", "weights"),
-]  # fmt: skip
+    Asset("actor", "engine"),
+    Asset("actor", "optimizer"),
+    Asset("actor", "weights"),
+    Asset("critic", "optimizer"),
+    Asset("critic", "weights"),
+    Asset("reference", "weights"),
+    Asset("reward", "weights"),
+]
 
 
 @given(st.lists(st.integers(1, 20), min_size=len(ASSETS), max_size=len(ASSETS)), st.integers(0, 60), st.booleans())
@@ -70,8 +80,9 @@ def test_a_tight_process_lets_its_engine_sleep_while_it_trains() -> None:
 def test_a_reference_that_copies_the_actor_needs_both() -> None:
     flow = Flow("ema", [actor.generate(), train("actor"), reference.update(source="actor", decay=0.9)])
     assert needed_assets(flow, frozenset({"actor"}))["reference.update"] == {
-        Asset("actor", "weights"), Asset("reference", "weights"),
-    }  # fmt: skip
+        Asset("actor", "weights"),
+        Asset("reference", "weights"),
+    }
 
 
 def test_inference_copy_needs_both_weights_training_only_its_own() -> None:

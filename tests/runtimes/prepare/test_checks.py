@@ -52,7 +52,8 @@ def test_an_ignored_setting_is_reported_before_the_first_step(
         (
             0.99,
             "bfloat16",
-            r"reference.update: decay=0.99 moves weights by less than bfloat16 can represent; write roles.reference.dtype=float32",
+            r"reference.update: decay=0.99 moves weights by less than bfloat16 can represent; write "
+            r"roles.reference.dtype=float32",
         ),
         (0.5, "bfloat16", None),
         (0.99, "float32", None),

@@ -1,4 +1,6 @@
-"""Checkpoints are written while the run continues, completely or not at all; the run waits for them and reports their errors."""
+"""Checkpoints are written while the run continues, completely or not at all; the run waits for them and reports their
+errors.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,16 @@ from tests.tiny import Workshop, braid, metrics_without_times, wait_for_steps, w
 
 LIMIT_S = 180.0
 SETTINGS: dict[str, Any] = {
-    "flow": "grpo", "rollout": {"max_response_tokens": 3},
-    "trainer": {"steps": 4, "prompts_per_step": 2, "checkpoint_every": 2, "checkpoint_async": True, "keep_checkpoints": 4},
-}  # fmt: skip
+    "flow": "grpo",
+    "rollout": {"max_response_tokens": 3},
+    "trainer": {
+        "steps": 4,
+        "prompts_per_step": 2,
+        "checkpoint_every": 2,
+        "checkpoint_async": True,
+        "keep_checkpoints": 4,
+    },
+}
 
 
 def with_trainer(**trainer: Any) -> dict[str, Any]:

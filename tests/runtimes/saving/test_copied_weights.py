@@ -16,9 +16,10 @@ from tests.invariants.traces import assert_same, trace
 from tests.tiny import Workshop
 
 FOLLOWING: dict[str, Any] = {
-    "flow": str(Path(__file__).parents[1] / "following.yaml"), "dtype": "float64",
+    "flow": str(Path(__file__).parents[1] / "following.yaml"),
+    "dtype": "float64",
     "trainer": {"steps": 2, "checkpoint_every": 1, "keep_checkpoints": 3, "learning_rate": 3e-3},
-}  # fmt: skip
+}
 
 
 def test_ema_role_moves_by_decay_and_resumes(workshop: Workshop) -> None:

@@ -1,4 +1,6 @@
-"""Damaged files of a run are found and named before anything is written, and the newest intact checkpoint can be used."""
+"""Damaged files of a run are found and named before anything is written, and the newest intact checkpoint can be
+used.
+"""
 
 import json
 import os
@@ -64,13 +66,17 @@ def recount(path: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
-    *[(f"actor/{name}.safetensors", do) for name in ("model", "optimizer") for do in (garble, cut, empty, widen, Path.unlink)],
+    *[
+        (f"actor/{name}.safetensors", do)
+        for name in ("model", "optimizer")
+        for do in (garble, cut, empty, widen, Path.unlink)
+    ],
     *[(f"actor/{name}.json", do) for name in ("config", "tokenizer") for do in (garble, cut, empty, Path.unlink)],
     *[("state.json", do) for do in (garble, cut, empty, recount, Path.unlink)],
     *[("manifest.json", do) for do in (garble, cut, empty, Path.unlink)],
     ("actor/adapter/notes", lambda path: (path.parent.mkdir(), path.write_text("more"), None)[-1]),
     ("pickled", lambda path: path.write_text("more") and None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "do"), DAMAGES, ids=lambda part: getattr(part, "__name__", part))
@@ -154,10 +160,14 @@ def test_the_optimizer_of_another_model_is_refused_also_with_a_manifest(run: Pat
     path = folder / "actor" / "optimizer.safetensors"
     tensors = load_file(path)
     save_file(
-        {name: t[: int(len(t) * keep)].clone() if keep < 1 else torch.cat([t, t]) for name, t in tensors.items() if t.dim()}
+        {
+            name: t[: int(len(t) * keep)].clone() if keep < 1 else torch.cat([t, t])
+            for name, t in tensors.items()
+            if t.dim()
+        }
         | {name: t for name, t in tensors.items() if not t.dim()},
         path,
-    )  # fmt: skip
+    )
     write_manifest(folder)
     with pytest.raises(UserError, match="holds another model"):
         train(run_config(run), resume=run)

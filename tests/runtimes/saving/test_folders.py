@@ -35,7 +35,7 @@ def test_runs_of_one_second_get_separate_folders(tmp_path: Path) -> None:
     assert run_config(folders[0]) == asked.model_copy(update={"model": Path("model").absolute(), "data": data})
 
 
-def test_a_name_is_taken_once_a_run_has_begun(tmp_path: Path) -> None:
+def test_a_name_is_taken_once_a_run_has_started(tmp_path: Path) -> None:
     folder = new_run_folder(config(tmp_path, name="mine"))
     assert new_run_folder(config(tmp_path, flow="dapo", name="mine")) == folder
     assert run_config(folder).flow == "dapo"
@@ -73,9 +73,14 @@ def test_run_with_relative_paths_resumes_from_any_folder(workshop: Workshop, mon
         (workshop.folder / name).symlink_to(source)
     (workshop.folder / "flow.yaml").write_text((ROOT / "tests" / "runtimes" / "diamond.yaml").read_text())
     tree = workshop.tree(
-        model="model", output="runs", flow="flow.yaml", data={"train": "train.jsonl", "eval": {"sums": "train.jsonl"}},
-        reward={"verify": "verifiers.py:starts_even"}, roles={"reference": {"model": "model"}}, trainer={"steps": 1},
-    )  # fmt: skip
+        model="model",
+        output="runs",
+        flow="flow.yaml",
+        data={"train": "train.jsonl", "eval": {"sums": "train.jsonl"}},
+        reward={"verify": "verifiers.py:starts_even"},
+        roles={"reference": {"model": "model"}},
+        trainer={"steps": 1},
+    )
     monkeypatch.chdir(workshop.folder)
     run = train(parse_config(tree)).absolute()
     elsewhere = workshop.folder / "elsewhere"

@@ -1,4 +1,6 @@
-"""If a disk or shared memory fills up during a write, the run ends with one line, and the previous checkpoint is intact."""
+"""If a disk or shared memory fills up during a write, the run ends with one line, and the previous checkpoint is
+intact.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_full_disk_ends_multiprocess_run_in_one_line(workshop: Workshop, case: s
 def test_full_shared_memory_ends_streaming_run_in_one_line(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, size: str, prompts: int
 ) -> None:
-    """64 kB hold a group's rows, at most a page per column, but not the model's 68 kB, which a thread of the trainer writes."""
+    """64 kB hold a group's rows, at most a page per column, but not the model's 68 kB, which a thread of the trainer
+    writes.
+    """
     config = workshop.config_file(runtime="streaming", trackers=[], trainer={"prompts_per_step": prompts})
     memory = workshop.folder / "memory"
     monkeypatch.setenv("BRAID_SHARED_MEMORY", str(memory))

@@ -30,10 +30,14 @@ class Bomb:
 def commands(run: Path, folder: Path) -> list[list[str]]:
     """Commands that read a run's files."""
     return [
-        ["train", "--resume", str(run)], ["eval", str(run)], ["report", str(run)], ["timeline", str(run)],
-        ["export", str(run), str(folder / "exported")], ["checkpoint", "check", str(run)],
+        ["train", "--resume", str(run)],
+        ["eval", str(run)],
+        ["report", str(run)],
+        ["timeline", str(run)],
+        ["export", str(run), str(folder / "exported")],
+        ["checkpoint", "check", str(run)],
         ["train", str(run / "config.yaml"), "name=again", "trainer.steps=1", "--replay", str(run)],
-    ]  # fmt: skip
+    ]
 
 
 def obeyed(*arguments: str) -> None:

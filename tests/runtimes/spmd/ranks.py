@@ -19,8 +19,8 @@ WAIT_S = 200.0
 
 
 def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
-    """Train one configuration after the other on each rank; return the rows that each rank received through the buffer, and the most
-    that it made at once.
+    """Train one configuration after the other on each rank; return the rows that each rank received through the buffer,
+    and the most that it made at once.
     """
     counts = []
     for tree in task["runs"]:

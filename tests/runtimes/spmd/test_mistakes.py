@@ -50,7 +50,8 @@ def test_failed_stage_names_rows_and_leaves_nothing(workshop: Workshop) -> None:
     first, *rest = said[said.index("braid: ") :].removeprefix("braid: ").splitlines()
     # Four groups of four rows on two ranks: the second has those from group 2 on.
     assert first.startswith(
-        "rank 1 failed in step 1, fails_on_rank_1 on 8 rows (source, group, sample): (0, 2, 0) (0, 2, 1) (0, 2, 2) (0, 2, 3)"
+        "rank 1 failed in step 1, fails_on_rank_1 on 8 rows (source, group, sample): (0, 2, 0) (0, 2, 1) (0, 2, 2) "
+        "(0, 2, 3)"
     )
     assert first.endswith("ValueError: no such luck") and any("failing.py" in line for line in rest)
     assert rest[-1] == "ValueError: no such luck", "the worker's own traceback is printed last"

@@ -20,9 +20,11 @@ ROWS = 16
 STEPS = 2
 # Two updates in a batch, so that each must be balanced; inference before them must not move rows a second time.
 DAPO: dict[str, Any] = {
-    "flow": "dapo", "algorithm": {"dynamic_sampling": False, "overlong_cache": 2}, "runtime": "distributed",
+    "flow": "dapo",
+    "algorithm": {"dynamic_sampling": False, "overlong_cache": 2},
+    "runtime": "distributed",
     "trainer": {"steps": STEPS, "rows_per_update": 8},
-}  # fmt: skip
+}
 
 
 def test_rows_move_at_most_once_to_their_rank(
@@ -84,9 +86,13 @@ def test_ranks_evaluate_pairs_during_training_as_eager_does(workshop: Workshop) 
     pairs = [{"prompt": f"{n}+1=", "chosen": "1" * (1 + n % 7), "rejected": "2" * (1 + n % 5)} for n in range(9)]
     path = str(write_jsonl(workshop.folder / "pairs.jsonl", pairs))
     settings = {
-        "flow": "reward_model", "data": {"train": path, "eval": {"pairs": path}}, "dtype": "float64",
-        "rollout": {"samples_per_prompt": 2}, "evaluation": {"every": 1}, "trainer": {"steps": 1},
-    }  # fmt: skip
+        "flow": "reward_model",
+        "data": {"train": path, "eval": {"pairs": path}},
+        "dtype": "float64",
+        "rollout": {"samples_per_prompt": 2},
+        "evaluation": {"every": 1},
+        "trainer": {"steps": 1},
+    }
     run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)
     ours, theirs = (read_metrics(run)[-1] for run in (workshop.folder / "ranks", workshop.run("alone", **settings)))
     names = ("eval/pairs/pair_accuracy", "eval/pairs/margin")

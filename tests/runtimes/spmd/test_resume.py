@@ -22,13 +22,20 @@ from tests.tiny import Workshop, braid, wait_for_steps
 STEPS = 5
 # Surplus groups stay for the next batch, so that checkpoints hold rows.
 SETTINGS: dict[str, Any] = {
-    "flow": "dapo", "algorithm": {"overlong_cache": 4}, "dtype": "float64", "rollout": {"samples_per_prompt": 2},
+    "flow": "dapo",
+    "algorithm": {"overlong_cache": 4},
+    "dtype": "float64",
+    "rollout": {"samples_per_prompt": 2},
     "trainer": {
-        "steps": STEPS, "rows_per_update": 4, "checkpoint_every": 1, "keep_checkpoints": 9,
-        "surplus": "keep", "max_staleness": 1,
+        "steps": STEPS,
+        "rows_per_update": 4,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 9,
+        "surplus": "keep",
+        "max_staleness": 1,
     },
     "evaluation": {"every": 2, "samples": 2, "max_prompts": 3, "before_first_step": False},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Streaming with any engine and any layout: the run of one process, bit for bit where the engine computes in float64, else by its rows."""
+"""Streaming with any engine and any layout: the run of one process, bit for bit where the engine computes in float64,
+else by its rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The four ways in which engines take new weights, in real runs: versions of rows and tokens, log-probs of each, bounds, and results."""
+"""The four ways in which engines take new weights, in real runs: versions of rows and tokens, log-probs of each,
+bounds, and results.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
 
 STEPS, PROMPTS = 4, 8
 LONG: dict[str, Any] = {
-    "runtime": "streaming", "algorithm": {"old": "rollout"},
+    "runtime": "streaming",
+    "algorithm": {"old": "rollout"},
     "rollout": {"max_response_tokens": 200, "samples_per_prompt": 4},
     "trainer": {
-        "steps": STEPS, "prompts_per_step": PROMPTS, "rows_per_update": 16, "max_staleness": 1, "learning_rate": 3e-3,
-        "checkpoint_every": 1, "keep_checkpoints": STEPS,
+        "steps": STEPS,
+        "prompts_per_step": PROMPTS,
+        "rows_per_update": 16,
+        "max_staleness": 1,
+        "learning_rate": 3e-3,
+        "checkpoint_every": 1,
+        "keep_checkpoints": STEPS,
     },
-}  # fmt: skip
+}
 """Responses of many lengths: when a version is published, rows of the next batch are under way."""
 WITHOUT_ABORT = """
 class ToTheEnd:
@@ -46,7 +54,9 @@ class SlowUntilLoaded(PlainEngine):
             time.sleep(0.05)
         return super().step()
 """
-"""An engine that is slow with the rows of a batch until it has the weights of the batch before, which a busy machine trains meanwhile."""
+"""An engine that is slow with the rows of a batch until it has the weights of the batch before, which a busy machine
+trains meanwhile.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +101,9 @@ def weights_at(workshop: Workshop, run: Path, version: int) -> Path:
 
 
 def largest_gap(workshop: Workshop, run: Path) -> float:
-    """Return the largest difference between a token's log-prob and the model's own forward under the weights that drew it."""
+    """Return the largest difference between a token's log-prob and the model's own forward under the weights that drew
+    it.
+    """
     gap = 0.0
     for step in steps_of(run):
         rows = recorded(run, step)
@@ -127,7 +139,7 @@ def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> Non
     slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "slots": 3, "max_response_tokens": 20}
     run, backend = streamed(workshop, "rolling", "rolling", rollout=slow)
     check_bounds(run)
-    assert backend.control.loading.most_out_seen == 1
+    assert backend.control.loading.max_draining_seen == 1
     size = sum(t.nbytes for t in load_file(weights_at(workshop, run, 0) / "model.safetensors").values())
     lines = read_metrics(run)
     assert all(0 <= line[f"streaming/idle/{group}"] <= 1 for line in lines for group in ("actor.generate", "actor"))

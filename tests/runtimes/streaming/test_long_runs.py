@@ -1,4 +1,6 @@
-"""Streaming runs of some length: memory that stays as it is, and workers killed at random moments in each way to take new weights."""
+"""Streaming runs of some length: memory that stays as it is, and workers killed at random moments in each way to take
+new weights.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ STEPS, PROMPTS, SAMPLES = 16, 4, 4
 STALENESS = {None: 1, 8: 2}
 """Staleness by token budget; one of the versions is for the resumption of suspended rows."""
 LONG, SETTLED = 200, 40
-"""Iterations of the run whose memory is watched, and after how many of them it has been through everything that there is."""
+"""Iterations of the run whose memory is watched, and after how many of them it has been through everything that there
+is.
+"""
 
 
 FLOW = """flow: watched
@@ -55,16 +59,22 @@ def sections_of(
     """A flow with selection and a reference, two engines and a staleness of one, or of two if rows may be suspended."""
     (workshop.folder / "watched.yaml").write_text(FLOW)
     return {
-        "flow": str(workshop.folder / "watched.yaml"), "runtime": "streaming",
+        "flow": str(workshop.folder / "watched.yaml"),
+        "runtime": "streaming",
         "rollout": {"max_response_tokens": tokens, "samples_per_prompt": SAMPLES, "tokens_per_iteration": budget},
         # A model that learns would soon have no group left to select.
         "trainer": {
-            "steps": steps, "prompts_per_step": PROMPTS, "rows_per_update": 8, "learning_rate": 1e-6,
-            "max_staleness": STALENESS[budget], "surplus": "keep" if budget else "drop",
-            "max_restarts": 1, "checkpoint_every": every,
+            "steps": steps,
+            "prompts_per_step": PROMPTS,
+            "rows_per_update": 8,
+            "learning_rate": 1e-6,
+            "max_staleness": STALENESS[budget],
+            "surplus": "keep" if budget else "drop",
+            "max_restarts": 1,
+            "checkpoint_every": every,
         },
         "streaming": {"weights": weights, "workers": {"actor.generate": 2}},
-    }  # fmt: skip
+    }
 
 
 class Watched:

@@ -1,4 +1,7 @@
-"""Streaming workers on a Ray cluster of two nodes. Both are this machine, but told apart by name, so that rows travel between them."""
+"""Streaming workers on a Ray cluster of two nodes.
+
+Both are this machine, but told apart by name, so that rows travel between them.
+"""
 
 from __future__ import annotations
 
@@ -136,9 +139,13 @@ def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster
 def test_doctor_reports_missing_items_per_node(cluster: RayNodes, workshop: Workshop) -> None:
     missing = workshop.folder / "nowhere.jsonl"
     process = braid(
-        "doctor", "--cluster", f"model={workshop.model}", f"data.train={missing}", f"output={workshop.folder / 'shared'}",
+        "doctor",
+        "--cluster",
+        f"model={workshop.model}",
+        f"data.train={missing}",
+        f"output={workshop.folder / 'shared'}",
         f"cluster.address={cluster.address}",
-    )  # fmt: skip
+    )
     said, errors = process.communicate(timeout=240)
     lines = said.splitlines()
     assert process.returncode == 1, errors

@@ -1,8 +1,8 @@
-"""Overlap in real processes, proven without timing: rows train while the longest of their batch still generate, and while the weights of
-the previous batch are copied.
+"""Overlap in real processes, proven without timing: rows train while the longest of their batch still generate, and
+while the weights of the previous batch are copied.
 
-The longest answer continues only when half of its batch has been through `forward_backward`, according to the trainer's trace. If
-training waited for the end of generation, or episodes for each other, it would never end.
+The longest answer continues only when half of its batch has been through `forward_backward`, according to the trainer's
+trace. If training waited for the end of generation, or episodes for each other, it would never end.
 """
 
 import json
@@ -84,7 +84,7 @@ from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.runtimes.streaming.weights import VersionWriter
 
 LIMIT_S = 60.0
-begun, trained, due = threading.Event(), threading.Event(), threading.Event()
+started, trained, due = threading.Event(), threading.Event(), threading.Event()
 begin, wait = VersionWriter.begin, BackgroundWriter.wait
 forward_backward, optim_step = StageExecutor.forward_backward, StageExecutor.optim_step
 
@@ -92,9 +92,9 @@ forward_backward, optim_step = StageExecutor.forward_backward, StageExecutor.opt
 def held_begin(self):
     """The first copy goes on when rows of the next batch were trained on and their step waits for it, or was made."""
     write = begin(self)
-    if begun.is_set():
+    if started.is_set():
         return write
-    begun.set()
+    started.set()
     before = {name: part.merged().local.clone() for name, part in self.parts().items()}
 
     def held_write():
@@ -108,14 +108,14 @@ def held_begin(self):
 
 
 def noted_wait(self):
-    if self.goes_on and trained.is_set():
+    if self.is_running and trained.is_set():
         due.set()
     return wait(self)
 
 
 def noted_forward_backward(self, *arguments):
     losses = forward_backward(self, *arguments)
-    if begun.is_set():
+    if started.is_set():
         trained.set()
     return losses
 
@@ -167,9 +167,13 @@ def test_half_of_a_batch_is_trained_on_before_its_generation_ends(workshop: Work
         "params": {"trace": str(trace), "half": ROWS // 2},
     }
     run = workshop.run(
-        flow, flow=flow, runtime="streaming", rollout={"environment": environment, "max_response_tokens": 4},
-        trainer={"steps": 1, "prompts_per_step": 8}, streaming={"dispatch_rows": 8},
-    )  # fmt: skip
+        flow,
+        flow=flow,
+        runtime="streaming",
+        rollout={"environment": environment, "max_response_tokens": 4},
+        trainer={"steps": 1, "prompts_per_step": 8},
+        streaming={"dispatch_rows": 8},
+    )
     lengths = recorded(run, 1)["action_tokens"].sort().values
     assert lengths[-1] > 5 * lengths[ROWS // 2], "the tail is long"
     generation_ends = max(span.end for span in spans_of(run, "actor.generate", 1))
@@ -181,11 +185,15 @@ def test_half_of_a_batch_is_trained_on_before_its_generation_ends(workshop: Work
 
 @pytest.mark.parametrize("layout", [{"data": 2}, pytest.param({"data": 2, "shard": "full"}, marks=pytest.mark.soak)])
 def test_weights_are_copied_during_next_batch_before_its_step(workshop: Workshop, layout: dict[str, Any]) -> None:
-    """The copy of the first version would never end if training waited for it, and fails if a step changes what it reads."""
+    """The copy of the first version would never end if training waited for it, and fails if a step changes what it
+    reads.
+    """
     run = workshop.run(
-        "-".join(["held", *layout]), flow=str(workshop.folder / "held.yaml"), runtime="streaming",
+        "-".join(["held", *layout]),
+        flow=str(workshop.folder / "held.yaml"),
+        runtime="streaming",
         trainer={"steps": 3, "max_staleness": 1, "layout": layout},
-    )  # fmt: skip
+    )
     held = list(workshop.folder.glob("*.held"))
     assert len(held) == 2, "each rank has copied its share"
     for mark in held:
@@ -199,9 +207,12 @@ def test_so_many_episodes_are_played_at_once_by_all_workers_together(workshop: W
     log = workshop.folder / "played.jsonl"
     environment = {"name": f"{workshop.folder}/worlds.py:Logged", "params": {"file": str(log)}, "at_once": 3}
     workshop.run(
-        "played", runtime="streaming", rollout={"environment": environment, "max_response_tokens": 4},
-        trainer={"steps": 1}, streaming={"workers": {"actor.generate": 2}, "dispatch_rows": 4},
-    )  # fmt: skip
+        "played",
+        runtime="streaming",
+        rollout={"environment": environment, "max_response_tokens": 4},
+        trainer={"steps": 1},
+        streaming={"workers": {"actor.generate": 2}, "dispatch_rows": 4},
+    )
     under_way, most = 0, 0
     for _, change in sorted(json.loads(line) for line in log.read_text().splitlines()):
         under_way += change

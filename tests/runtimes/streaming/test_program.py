@@ -1,4 +1,6 @@
-"""The streaming runtime with real processes: the same result as eager, whatever the workers, and nothing left behind."""
+"""The streaming runtime with real processes: the same result as eager, whatever the workers, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ DIAMOND = str(Path(__file__).parents[1] / "diamond.yaml")
 LONGEST_FIRST = f"{Path(__file__).parents[3]}/examples/longest_first.py:longest_first"
 """A user's own sampler, in a file outside the package."""
 MANY = 2000
-"""More changes than a run of a few steps has, and fewer than a program makes in two seconds that looks without a pause."""
+"""More changes than a run of a few steps has, and fewer than a program makes in two seconds that looks without a pause.
+"""
 TWO_EACH = {"actor.generate": 2, "actor": 2}
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl_coef": 0.1}, "trainer": {"rows_per_update": 8, "epochs": 2}},
@@ -81,7 +84,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Fails a test after which a port or memory is left of a run that has ended; other runs on this machine are let be."""
+    """Fails a test after which a port or memory is left of a run that has ended; other runs on this machine are
+    let be.
+    """
     remove_abandoned()
     before, sockets = without_owner(), listening(family())
     yield
@@ -207,9 +212,12 @@ def test_payload_in_redis_gives_the_same_result(
 def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:
     texts = write_jsonl(workshop.folder / "texts.jsonl", [{"prompt": f"{i}+{i}={2 * i}"} for i in range(5)])
     sections = {
-        "flow": "ppo_ptx", "algorithm": {"reward": "verify", "ptx_coef": 0.5}, "data": {"ptx": str(texts)},
-        "dtype": "float64", "trainer": {"steps": 2, "rows_per_update": 8},
-    }  # fmt: skip
+        "flow": "ppo_ptx",
+        "algorithm": {"reward": "verify", "ptx_coef": 0.5},
+        "data": {"ptx": str(texts)},
+        "dtype": "float64",
+        "trainer": {"steps": 2, "rows_per_update": 8},
+    }
     streamed = workshop.run("ptx-streaming", runtime="streaming", streaming={"dispatch_rows": 5}, **sections)
     assert_same(workshop.run("ptx-eager", **sections), streamed)
 
@@ -261,9 +269,12 @@ def in_process(workshop: Workshop, name: str, **sections: Any) -> TrainingRun:
 
 
 def kill_when_it_holds_rows(
-    program: StreamingBackend, group: str, killed: list[int], sent: int = signal.SIGKILL,
+    program: StreamingBackend,
+    group: str,
+    killed: list[int],
+    sent: int = signal.SIGKILL,
     chosen: Callable[[Lease], bool] = lambda lease: True,
-) -> None:  # fmt: skip
+) -> None:
     """Kills a worker at a moment when it has rows, of a lease that is chosen, that it has not given back."""
     while not killed:
         with program.control.changed:
@@ -369,7 +380,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Work
 def test_empty_epoch_raises_same_error_as_eager(workshop: Workshop) -> None:
     verify = {"verify": [{"name": f"{workshop.folder}/verifiers.py:always_wrong"}]}
     with (
-        in_process(workshop, "barren", **sections_of("dapo"), reward=verify) as run,
+        in_process(workshop, "consecutive_dropped", **sections_of("dapo"), reward=verify) as run,
         pytest.raises(UserError, match=r"dropped every one of 24 groups in a row.*all wrong: 24; every score was -1"),
     ):
         run.train()
@@ -385,7 +396,7 @@ def test_run_resumes_in_one_process(workshop: Workshop, eager: Callable[..., Pat
 
 
 def test_eager_run_resumes_under_streaming(workshop: Workshop, eager: Callable[..., Path]) -> None:
-    first = workshop.run("begun-eager", **sections_of("dapo", 2))
+    first = workshop.run("started-eager", **sections_of("dapo", 2))
     config = run_config(first)
     trainer = config.trainer.model_copy(update={"steps": 5})
     with TrainingRun(config.model_copy(update={"trainer": trainer, "runtime": "streaming"}), resume=first) as run:
@@ -405,14 +416,14 @@ def test_eager_run_resumes_under_streaming(workshop: Workshop, eager: Callable[.
 def test_stale_run_resumes_with_rows_started_on_older_versions(
     workshop: Workshop, flow: str, stale: dict[str, Any]
 ) -> None:
-    name = f"begun-{flow}-{'-'.join(map(str, stale.values()))}"
+    name = f"started-{flow}-{'-'.join(map(str, stale.values()))}"
     settings = {"checkpoint_every": 2, "keep_checkpoints": 9, **stale}
     quiet = stream(workshop, f"{name}-quiet", flow, trainer=settings)
     again = workshop.folder / name
     shutil.copytree(quiet, again)
     (again / "checkpoints" / "latest").write_text("step-2\n")
-    begun = read_state(again / "checkpoints" / "step-2")["begun"]
-    assert [batch["iteration"] for batch in begun] == list(range(3, 3 + stale["max_staleness"]))
+    started = read_state(again / "checkpoints" / "step-2")["started"]
+    assert [batch["iteration"] for batch in started] == list(range(3, 3 + stale["max_staleness"]))
     with TrainingRun(run_config(again), resume=again) as run:
         run.train()
     assert_same(quiet, again)
@@ -424,9 +435,10 @@ def test_stale_run_resumes_with_rows_started_on_older_versions(
 def test_evaluation_is_the_same_as_in_one_process(workshop: Workshop) -> None:
     held_out = write_jsonl(workshop.folder / "held_out.jsonl", sums(5, seed=1))
     sections = {
-        **sections_of("grpo", 3), "data": {"eval": {"held_out": str(held_out)}},
+        **sections_of("grpo", 3),
+        "data": {"eval": {"held_out": str(held_out)}},
         "evaluation": {"every": 2, "samples": 2, "before_first_step": True},
-    }  # fmt: skip
+    }
     ours = workshop.run("evaluated-eager", **sections)
     theirs = workshop.run("evaluated-streaming", runtime="streaming", **sections)
     assert_same(ours, theirs, metrics=False)

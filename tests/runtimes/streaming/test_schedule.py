@@ -8,7 +8,7 @@ import pytest
 from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes, UpdatesInProgress
-from braidrl.flow.selecting import begun_too_many
+from braidrl.flow.selecting import started_too_many
 from braidrl.queue.table import Lease
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule
@@ -131,7 +131,7 @@ def test_batch_started_before_checkpoint_trains_unchanged() -> None:
     work(schedule, "actor.generate")
     assert schedule.is_drawn(2)
     again.resume(1, schedule.sampling.settled(), {})
-    again.put_back(dict.fromkeys(second, 0))
+    again.restore_batch(dict.fromkeys(second, 0))
     assert again.older_batches() == [2] and again.is_drawn(2) and again.sampling.admitted == schedule.sampling.admitted
     assert again.batches[2].updates_of(second) == schedule.batches[2].updates_of(second)
     finish_iteration(again)
@@ -376,7 +376,7 @@ def test_groups_admitted_ahead_of_decisions_are_returned_on_policy() -> None:
 
 def test_with_staleness_groups_admitted_ahead_belong_to_the_next_batch() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(3, 2, 2, 4, max_staleness=1))
-    assert len(admit(schedule, 0)) == 4 * 2, "those of the batch after this may be begun too"
+    assert len(admit(schedule, 0)) == 4 * 2, "those of the batch after this may be started too"
     assert schedule.iteration_of == {0: 1, 1: 1, 2: 2, 3: 2}
     decided(schedule, {2: None, 0: None, 1: None})
     assert [uid[1] for uid in schedule.batches[1].uids[::2]] == [0, 1]
@@ -419,7 +419,7 @@ def test_engines_load_together_while_groups_need_next_version() -> None:
     assert lease is not None and not schedule.is_generation_over()
 
 
-def begun(schedule: StreamSchedule, version: int) -> list[int]:
+def started(schedule: StreamSchedule, version: int) -> list[int]:
     """The groups whose rows an engine of this version is given, and does."""
     groups = []
     while lease := schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=version):
@@ -431,13 +431,13 @@ def test_groups_beyond_stale_share_wait_for_batch_version() -> None:
     schedule = StreamSchedule(PLAIN, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
     admit(schedule, 0, samples=1)
     admit(schedule, 4, samples=1)
-    assert begun(schedule, 0) == [0, 1, 2, 3, 4] and schedule.groups_wanted(0) == 0
+    assert started(schedule, 0) == [0, 1, 2, 3, 4] and schedule.groups_wanted(0) == 0
     assert schedule.is_generation_over(0), "engines that load together load what 5 to 7 wait for"
     finish_iteration(schedule)
     admit(schedule, 8, engine=1, samples=1)
     assert not schedule.is_generation_over(1)
-    assert begun(schedule, 0) == [], "one that lags may not begin them"
-    assert begun(schedule, 1) == [5, 6, 7, 8]
+    assert started(schedule, 0) == [], "one that lags may not begin them"
+    assert started(schedule, 1) == [5, 6, 7, 8]
     finish_iteration(schedule)
     assert schedule.versions[0, 8, 0] == 1
 
@@ -447,31 +447,31 @@ def test_dropped_group_frees_place_in_stale_share() -> None:
     admit(schedule, 0, samples=1)
     decided(schedule, dict.fromkeys(range(4)))
     assert schedule.groups_wanted(0) == 0 and schedule.opened == 2, "4 to 7 went ahead"
-    assert begun(schedule, 0) == [4, 5] and not schedule.is_generation_over(0), (
+    assert started(schedule, 0) == [4, 5] and not schedule.is_generation_over(0), (
         "a verdict may give their places to others"
     )
     selected(schedule, {4: "all_wrong"})
-    assert begun(schedule, 0) == [6]
+    assert started(schedule, 0) == [6]
     selected(schedule, {5: None, 6: None})
-    assert begun(schedule, 0) == [] and schedule.is_open and schedule.is_generation_over(0)
-    assert begun(schedule, 1) == [7], "whatever the batch still needs is of its own version"
+    assert started(schedule, 0) == [] and schedule.is_open and schedule.is_generation_over(0)
+    assert started(schedule, 1) == [7], "whatever the batch still needs is of its own version"
 
 
 def test_groups_admitted_ahead_start_when_open_batch_needs_them() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
     admit(schedule, 0, samples=1)
-    assert begun(schedule, 0) == [0, 1, 2, 3, 4], "4 may be older in the next batch"
+    assert started(schedule, 0) == [0, 1, 2, 3, 4], "4 may be older in the next batch"
     selected(schedule, {0: "all_wrong", 1: "all_wrong"})
-    assert begun(schedule, 0) == [5, 6], "4 and 5 should be needed for this one, and 6 has the place in the next"
+    assert started(schedule, 0) == [5, 6], "4 and 5 should be needed for this one, and 6 has the place in the next"
 
 
 def test_started_groups_without_place_come_first() -> None:
-    assert begun_too_many({3: 0, 4: None, 5: 0, 6: 1, 7: None}, 2) == {3}
-    assert begun_too_many({3: 0, 5: 0}, 0) == {3, 5} and begun_too_many({3: 0}, 2) == set()
+    assert started_too_many({3: 0, 4: None, 5: 0, 6: 1, 7: None}, 2) == {3}
+    assert started_too_many({3: 0, 5: 0}, 0) == {3, 5} and started_too_many({3: 0}, 2) == set()
 
 
 def setting_aside(prompts: int) -> StreamSchedule:
-    return StreamSchedule(PLAIN, Sizes(5, prompts, 1, prompts, max_staleness=1, surplus="keep", sets_aside=True))
+    return StreamSchedule(PLAIN, Sizes(5, prompts, 1, prompts, max_staleness=1, surplus="keep", partial_rollout=True))
 
 
 def leased(schedule: StreamSchedule, version: int) -> Lease:
@@ -492,7 +492,7 @@ def test_suspended_row_resumes_and_finishes_in_next_batch() -> None:
     outcome = schedule.close()
     assert outcome is not None and (outcome.groups, outcome.surplus) == ((1, 2), (3,))
     assert schedule.groups_wanted(0) == 0 and not schedule.is_open, (
-        "with one version for going on it is begun by its own"
+        "with one version for going on it is started by its own"
     )
     finish_iteration(schedule)
     assert schedule.groups_wanted(1) == 0 and schedule.is_open and schedule.sampling.pending == [0]

@@ -1,4 +1,6 @@
-"""Versions on their way to an engine under streaming: files and offers of the ranks, into whole models, slices and other roles."""
+"""Versions on their way to an engine under streaming: files and offers of the ranks, into whole models, slices and
+other roles.
+"""
 
 from __future__ import annotations
 
@@ -197,7 +199,9 @@ def test_weight_file_needs_no_second_host_copy(owner: StorageNode) -> None:
 
 
 def test_a_mapped_file_is_the_engines_weights() -> None:
-    """The engine's tensors are the file's pages, joined ones too; they outlive the file, and writes to them do not change it."""
+    """The engine's tensors are the file's pages, joined ones too; they outlive the file, and writes to them do not
+    change it.
+    """
     trainer, own = model("llama", 1), model("llama", 2)
     engine = EmbeddedEngine(own, TOKENIZER, slots=2, max_sequence_tokens=32)
     parts = weight_parts(trainer)

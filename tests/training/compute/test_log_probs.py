@@ -1,4 +1,6 @@
-"""Chunked log-probs and entropy have the values and gradients of the plain formula, and never create all logits at once."""
+"""Chunked log-probs and entropy have the values and gradients of the plain formula, and never create all logits at
+once.
+"""
 
 from __future__ import annotations
 

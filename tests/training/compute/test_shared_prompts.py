@@ -61,7 +61,9 @@ def log_probs(model: PreTrainedModel, packed: Packed) -> torch.Tensor:
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """Compute norms in the model's dtype: transformers' float32 norms would hide the difference behind their rounding."""
+    """Compute norms in the model's dtype: transformers' float32 norms would hide the difference behind their
+    rounding.
+    """
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             weight, epsilon = module.weight, module.variance_epsilon

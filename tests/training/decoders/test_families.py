@@ -22,22 +22,36 @@ from tests.tiny import Workshop, braid, metrics_agree, metrics_without_times, re
 from tests.training.decoders.families import FAMILIES, FLOWS, write_family, write_pairs
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "data": {"data": 2}, "sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "full": {"shard": "full"}, "pipeline": {"pipeline": 2},
-}  # fmt: skip
+    "data": {"data": 2},
+    "sequence": {"sequence": 2},
+    "tensor": {"tensor": 2},
+    "full": {"shard": "full"},
+    "pipeline": {"pipeline": 2},
+}
 REFUSED = {
-    ("gpt_oss", "tensor"): "no tensor-parallel plan", ("gemma4_text", "tensor"): "Gemma4TextModel computes with all tokens",
+    ("gpt_oss", "tensor"): "no tensor-parallel plan",
+    ("gemma4_text", "tensor"): "Gemma4TextModel computes with all tokens",
     ("gemma4_text", "pipeline"): "without providing `input_ids`",
-}  # fmt: skip
+}
 TOLERANCE = 1e-5
 """Parts of these models compute in float32 whatever the dtype of their weights, and Adam magnifies their rounding."""
 ON_VLLM: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"head_dim": 64}, "qwen3_moe": {"head_dim": 64},
+    "gpt_oss": {"head_dim": 64},
+    "qwen3_moe": {"head_dim": 64},
     "gemma4_text": {"head_dim": 64, "global_head_dim": 64, "num_experts": None, "top_k_experts": None},
     "deepseek_v3": {
-        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "qk_head_dim": 192, "v_head_dim": 128, "head_dim": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "qk_head_dim": 192,
+        "v_head_dim": 128,
+        "head_dim": 64,
     },
-}  # fmt: skip
-"""Heads as wide as vLLM needs on a CPU, where its kernel for Qwen3.5 takes bfloat16 alone. Files of Qwen3 MoE have other names."""
+}
+"""Heads as wide as vLLM needs on a CPU, where its kernel for Qwen3.5 takes bfloat16 alone.
+
+Files of Qwen3 MoE have other names.
+"""
 ON_RANKS = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor", "gpt2": "pipeline"}
 """Also GPT-2, whose learned positions only the first pipeline rank adds."""
 
@@ -47,7 +61,8 @@ def shop_of(folder: Path, name: str, **changes: Any) -> Workshop:
 
 
 def assert_same_run(ours: Path, theirs: Path, rounded: bool = False) -> None:
-    """Tokens, where rows are recorded, are identical; metrics (gradient norms among them) and the weights of each step to 1e-5.
+    """Tokens, where rows are recorded, are identical; metrics (gradient norms among them) and the weights of each step
+    to 1e-5.
 
     `rounded`: gradients of float32 parts are sums over ranks. Metrics agree to 1e-4, and weights to a step of Adam.
     """

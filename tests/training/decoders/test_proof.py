@@ -34,11 +34,20 @@ LOG_PROBS = "packed rows equal rows alone: log-probs"
 GRADIENTS = "packed rows equal rows alone: gradients"
 DECODING = "embedded engine equals trainer: prefill and decode"
 PLANS = {
-    "qwen3": PACKED, "gpt_oss": PACKED, "deepseek_v3": PACKED, "gemma2": PACKED, "gemma4_text": PACKED, "stablelm": PACKED,
-    "cohere2": PACKED, "phimoe": PACKED, "qwen3_5_text": ForwardPlan(("Qwen3_5GatedDeltaNet",)),
-    "qwen3_next": ForwardPlan(("Qwen3NextGatedDeltaNet",)), "falcon_h1": ForwardPlan(("FalconH1Mixer",)),
-    "granitemoehybrid": ForwardPlan(("GraniteMoeHybridMambaLayer",)), "bloom": ForwardPlan(by_rows=True),
-}  # fmt: skip
+    "qwen3": PACKED,
+    "gpt_oss": PACKED,
+    "deepseek_v3": PACKED,
+    "gemma2": PACKED,
+    "gemma4_text": PACKED,
+    "stablelm": PACKED,
+    "cohere2": PACKED,
+    "phimoe": PACKED,
+    "qwen3_5_text": ForwardPlan(("Qwen3_5GatedDeltaNet",)),
+    "qwen3_next": ForwardPlan(("Qwen3NextGatedDeltaNet",)),
+    "falcon_h1": ForwardPlan(("FalconH1Mixer",)),
+    "granitemoehybrid": ForwardPlan(("GraniteMoeHybridMambaLayer",)),
+    "bloom": ForwardPlan(by_rows=True),
+}
 
 
 def config_of(name: str, **settings: Any) -> Any:

@@ -37,9 +37,11 @@ def test_resident_bytes_are_those_of_a_model_that_trains(
     model = load_decoder(tiny_models[name], dtype)
     optimizer = MasterOptimizer(list(model.parameters()), TrainerConfig(learning_rate=1e-3), 1e-3)
     hidden = model.base_model(
-        input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None], use_cache=False,
+        input_ids=torch.arange(8)[None],
+        position_ids=torch.arange(8)[None],
+        use_cache=False,
         sequences=PackedSequences.of([8]),
-    ).last_hidden_state  # fmt: skip
+    ).last_hidden_state
     optimizer.collect("rows")
     (hidden.sum() + model.get_output_embeddings().weight.sum()).backward()
     gradients = [part for part in optimizer.sums["rows"] if part is not None]

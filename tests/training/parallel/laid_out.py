@@ -42,7 +42,9 @@ Found = dict[str, torch.Tensor]
 
 
 def make_rows(prompt: int = 0) -> Rows:
-    """Return twelve rows of very different lengths, from 2 to 60 tokens; with group prompts, this many tokens longer."""
+    """Return twelve rows of very different lengths, from 2 to 60 tokens; with group prompts, this many tokens
+    longer.
+    """
     draw = torch.Generator().manual_seed(5)
     lengths = torch.tensor([2, 60, 3, 5, 9, 41, 2, 4, 17, 3, 28, 6])
     prompts = (lengths // 3).clamp(min=1)
@@ -57,23 +59,30 @@ def make_rows(prompt: int = 0) -> Rows:
     old = -2.5 + 0.3 * torch.randn(int(actions.sum()), generator=draw, dtype=torch.float64)
     rows = Rows(
         {
-            "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count) // 2,
-            "sample": torch.arange(count) % 2, "length": lengths, "action_tokens": actions,
+            "source": torch.zeros(count, dtype=torch.int64),
+            "group": torch.arange(count) // 2,
+            "sample": torch.arange(count) % 2,
+            "length": lengths,
+            "action_tokens": actions,
             "advantage": torch.randn(count, generator=draw, dtype=torch.float64),
-            "tokens": Ragged.from_lengths(tokens, lengths), "action_mask": Ragged.from_lengths(mask, lengths),
+            "tokens": Ragged.from_lengths(tokens, lengths),
+            "action_mask": Ragged.from_lengths(mask, lengths),
             "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
             "old_log_probs": Ragged.from_lengths(old, actions),
         }
-    )  # fmt: skip
+    )
     return with_group_tokens(rows, rows)
 
 
 def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64", **more: Any) -> Config:
     # Recomputed activations go through the same collectives a second time.
     trainer = {
-        "max_tokens_per_device": 64, "max_grad_norm": 0.5, "layout": layout or {},
-        "activation_checkpointing": bool(layout), **more,
-    }  # fmt: skip
+        "max_tokens_per_device": 64,
+        "max_grad_norm": 0.5,
+        "layout": layout or {},
+        "activation_checkpointing": bool(layout),
+        **more,
+    }
     return parse_config(settings(Path("."), Path(model), Path("none.jsonl"), dtype=dtype, trainer=trainer))
 
 
@@ -84,7 +93,9 @@ def own_rows(rows: Rows, world: World) -> torch.Tensor:
 
 
 def one_step(worker: RoleWorker, mine: torch.Tensor, iteration: int = 1, prompt: int = 0) -> Found:
-    """Return log-probs of own rows, then the results of one optimizer step on all rows: norm, Adam's gradients, weights."""
+    """Return log-probs of own rows, then the results of one optimizer step on all rows: norm, Adam's gradients,
+    weights.
+    """
     rows, objective = make_rows(prompt), Objective.of("actor", OBJECTIVE)
     own = rows.take(mine)
     found = {"log_probs": worker.forward("log_probs", own).values}
@@ -108,7 +119,9 @@ def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -
 
 
 def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "float64") -> list[str]:
-    """Return differences above 1e-7; in float32 those of norm, log-probs and gradients above 1e-4: Adam's first step is a sign."""
+    """Return differences above 1e-7; in float32 those of norm, log-probs and gradients above 1e-4: Adam's first step is
+    a sign.
+    """
     wanted = dict(wanted)
     wanted["log_probs"] = Ragged.from_lengths(wanted["log_probs"], make_rows()["action_tokens"]).take(mine).values
     limit, left_out = (1e-7, ()) if dtype == "float64" else (1e-4, ("weight",))
@@ -185,7 +198,9 @@ def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt
 
 
 def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str]:
-    """Report a forward pass that saves more or less for the backward pass than counted, where tensors between matrices are whole once."""
+    """Report a forward pass that saves more or less for the backward pass than counted, where tensors between matrices
+    are whole once.
+    """
     tokens, found = 96, []
     shape, whole = model_shape(Path(model), torch.float64), ParallelLayout.model_validate(layout).resolve(world.size)
     one = tokens * shape.config.hidden_size * shape.element_bytes
@@ -206,7 +221,9 @@ def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str
 
 
 def copied_weights(world: World, model: str, other: str, layouts: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Move a role's weights towards those of a role with another sharding; return deviations from the expected values."""
+    """Move a role's weights towards those of a role with another sharding; return deviations from the expected
+    values.
+    """
     first, second = (
         RoleWorker(BackendSpec("reference", config_of(path, layout), False, DataParallel(world.group, world)))
         for path, layout in zip((model, other), layouts, strict=True)
@@ -233,7 +250,9 @@ class Largest(TorchDispatchMode):
 
 
 def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool) -> dict[str, list[str]]:
-    """Reshard after a step from the first layout to each other one and to files of all ranks; return what differs or is too large."""
+    """Reshard after a step from the first layout to each other one and to files of all ranks; return what differs or is
+    too large.
+    """
     config = adapted_config(model, layouts[0]) if lora else config_of(model, layouts[0])
     worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
     found, wanted = {}, one_step(worker, own_rows(make_rows(), world))
@@ -351,10 +370,14 @@ def keep_contract(world: World, config: Config, folder: Path) -> None:
     """Run every check of a training backend; a failure ends the ranks."""
     rows = make_rows()
     subject = BackendUnderTest(
-        lambda: RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world))), Objective.of("actor", OBJECTIVE),
-        rows.take(own_rows(rows, world)), {"tokens": denominators(rows)["tokens"]}, folder,
-        lambda: world.gather("exported", b""), world.first,
-    )  # fmt: skip
+        lambda: RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world))),
+        Objective.of("actor", OBJECTIVE),
+        rows.take(own_rows(rows, world)),
+        {"tokens": denominators(rows)["tokens"]},
+        folder,
+        lambda: world.gather("exported", b""),
+        world.first,
+    )
     for check in CHECKS:
         world.at(f"{check.__name__} under {config.trainer.layout}")
         check(subject)

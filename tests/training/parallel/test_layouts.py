@@ -29,21 +29,32 @@ SOAKED = 12
 # Each axis, each kind of shard and each model, and every two axes together.
 PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
-        ("qwen2", {"shard": "full"}), ("qwen3", {"shard": "optimizer"}), ("qwen2", {"tensor": 2}),
-        ("llama", {"sequence": 2, "shard": "full"}), ("qwen3", {"pipeline": 2}),
+        ("qwen2", {"shard": "full"}),
+        ("qwen3", {"shard": "optimizer"}),
+        ("qwen2", {"tensor": 2}),
+        ("llama", {"sequence": 2, "shard": "full"}),
+        ("qwen3", {"pipeline": 2}),
     ],
     4: [
-        ("qwen3", {"tensor": 2, "shard": "full"}), ("qwen2", {"sequence": 2, "shard": "optimizer"}),
-        ("llama", {"tensor": 2, "sequence": 2}), ("qwen2", {"pipeline": 2, "shard": "full"}),
-        ("qwen3", {"pipeline": 2, "tensor": 2}), ("llama", {"pipeline": 2, "sequence": 2, "shard": "optimizer"}),
-        ("qwen2", {"pipeline": 4}), ("qwen3", {"nodes": 2, "shard": "full"}), ("llama", {"tensor": 4}),
+        ("qwen3", {"tensor": 2, "shard": "full"}),
+        ("qwen2", {"sequence": 2, "shard": "optimizer"}),
+        ("llama", {"tensor": 2, "sequence": 2}),
+        ("qwen2", {"pipeline": 2, "shard": "full"}),
+        ("qwen3", {"pipeline": 2, "tensor": 2}),
+        ("llama", {"pipeline": 2, "sequence": 2, "shard": "optimizer"}),
+        ("qwen2", {"pipeline": 4}),
+        ("qwen3", {"nodes": 2, "shard": "full"}),
+        ("llama", {"tensor": 4}),
     ],
-}  # fmt: skip
+}
 SAVED = {
     "one": [{"tensor": 2, "shard": "full"}, {"sequence": 2, "shard": "optimizer"}, {"pipeline": 2}],
     "two": [{"pipeline": 2, "shard": "full"}, {"tensor": 2}],
-}  # fmt: skip
-"""Layouts between which checkpoints resume; the first of each list saves. (pipeline, tensor, data) is (1, 2, 2), and (2, 1, 2)."""
+}
+"""Layouts between which checkpoints resume; the first of each list saves.
+
+(pipeline, tensor, data) is (1, 2, 2), and (2, 1, 2).
+"""
 LEFT_OUT = [{"pipeline": 4}, {"tensor": 4}, *SAVED["one"], *SAVED["two"]]
 """Skipped layouts of four ranks: their axis is tested with two ranks, or the checkpoint tests cover them."""
 
@@ -123,7 +134,7 @@ RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
         ("llama", [{"sequence": 2, "shard": "optimizer"}, {"nodes": 2, "shard": "full"}], False),
         ("qwen2", [{"pipeline": 2, "sequence": 2, "shard": "full"}, {"tensor": 2}], True),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
@@ -170,10 +181,15 @@ def test_one_process_keeps_the_contract_of_training_backends(
     config, rows = config_of(models["llama"]), make_rows()
     check(
         BackendUnderTest(
-            lambda: RoleWorker(BackendSpec("actor", config, train=True)), Objective.of("actor", OBJECTIVE), rows,
-            {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
+            lambda: RoleWorker(BackendSpec("actor", config, train=True)),
+            Objective.of("actor", OBJECTIVE),
+            rows,
+            {"tokens": denominators(rows)["tokens"]},
+            tmp_path / "exported",
+            lambda: None,
+            True,
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.soak

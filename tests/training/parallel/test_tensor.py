@@ -1,4 +1,6 @@
-"""Tensor parallelism follows the model's own plan; a model without one, or that cannot decode by it, is refused in one line."""
+"""Tensor parallelism follows the model's own plan; a model without one, or that cannot decode by it, is refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from braidrl.training.loading import load_decoder
 from braidrl.training.parallel.tensor import LayerBlock, blocks_of, full_plan_of, plan_of
 
 MIXED = {
-    "layers.*.self_attn.q_proj": "colwise_gather_output", "layers.*.self_attn.o_proj": "rowwise_split_input",
+    "layers.*.self_attn.q_proj": "colwise_gather_output",
+    "layers.*.self_attn.o_proj": "rowwise_split_input",
     "layers.*.mlp.experts": "moe_tp_experts",
-}  # fmt: skip
+}
 
 
 def test_model_without_tensor_parallel_plan_is_refused_in_one_line(tiny_models: dict[str, Path]) -> None:

@@ -1,4 +1,6 @@
-"""Critics and reward models read values and scores at the right tokens, load from each kind of directory, and save back."""
+"""Critics and reward models read values and scores at the right tokens, load from each kind of directory, and save
+back.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def make_worker(folder: Path, model: str, train: bool = False, **changes: Any) -
 
 
 def make_rows(sequences: list[list[list[int]]], prompts: int = 2) -> Rows:
-    """Return a row per list of sequences; each sequence's first `prompts` tokens are no actions; neighbouring rows are pairs."""
+    """Return a row per list of sequences; each sequence's first `prompts` tokens are no actions; neighbouring rows are
+    pairs.
+    """
     tokens = [[token for sequence in row for token in sequence] for row in sequences]
     mask = [[i >= prompts for sequence in row for i in range(len(sequence))] for row in sequences]
     return Rows(
