@@ -29,11 +29,12 @@ A configuration is a YAML file, `key=value` arguments with dots, or both, of whi
 
     braid train config.yaml trainer.steps=10 data.eval.test=test.jsonl
 
-Every key but `flow` and `model` has a default. An unknown key is an error that names the nearest known one. What a run used, defaults
-included, is in its folder as `config.yaml`. `NAME` below is a name of your own, `N` a place in a list, from 0. Short
-forms: a path for a source, a name for a verifier, one of either in place of a list. A relative path in a file (a model, data, a flow,
-or a function, `file.py:name`) is looked for beside that file first, and then in the folder that the command runs in; one in an argument,
-and `output`, are of the latter. This page is written by `docs/write_configuration.py`.
+Every key but `flow` and `model` has a default. An unknown key is an error that names the nearest known one. What a run
+used, defaults included, is in its folder as `config.yaml`. `NAME` below is a name of your own, `N` a position in a
+list, from 0. Short forms: a path for a source, a name for a verifier, one of either in place of a list. A relative path
+in a file (a model, data, a flow, or a function, `file.py:name`) is looked for beside that file first, and then in the
+folder that the command runs in; one in an argument, and `output`, are of the latter. This page is written by
+`docs/write_configuration.py`.
 """
 ALGORITHM = """
 ## algorithm

@@ -58,9 +58,12 @@ def method(name: str, family: RegisteredNames) -> str:
     if parameters:
         # A line ends only between parameters.
         unbroken = " ".join(f"{parameter.replace(' ', NO_BREAK)}," for parameter in ["self", "*", *parameters])
-        lines = textwrap.wrap(unbroken[:-1], 112, break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.wrap(unbroken[:-1], 104, break_long_words=False, break_on_hyphens=False)
         given = "\n" + "".join(f"        {line}\n".replace(NO_BREAK, " ") for line in lines) + "    "
     doc = inspect.getdoc(getattr(family, name)) or ""
+    # Indented lines are an example.
+    paragraphs = [text if "\n " in text else textwrap.fill(text, 105) for text in doc.split("\n\n")]
+    doc = "\n\n".join(paragraphs)
     lines = [f"        {line}".rstrip() + "\n" for line in doc.splitlines()]
     end = '        """\n' if len(lines) > 1 else ""
     text = "".join(lines)[8:] if end else doc + '"""\n'

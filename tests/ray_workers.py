@@ -1,7 +1,7 @@
 """Ray's workers as copies of the tests' fork server: a fresh interpreter would import torch and transformers for five
 seconds.
 
-raylet ──▶ this file, in place of setup_worker.py ──arguments, environment, outputs──▶ server ──fork──▶ default_worker.py
+raylet ──▶ this file, in place of setup_worker.py ──arguments, environment, outputs──▶ server ──fork─▶ default_worker.py
 """
 
 from __future__ import annotations

@@ -70,17 +70,20 @@ NOT_NEUTRAL = ("_multiplier", "logits_scaling")
 PREAMBLE = """# Models
 
 The model types of transformers {version} that train correctly, measured by `make models` on a CPU: {right} of {total}.
-Every type is shrunk to a tiny random model of the same structure. Its packed rows are compared with each row alone by transformers'
-own forward (log-probs to {bound:.0e}, gradients), decoded in the embedded engine, saved, read by parts and resumed. A type that fails is
-refused before its weights are read, with the reason given here. A new type is refused until it passes the same proof.
+Every type is shrunk to a tiny random model of the same structure. Its packed rows are compared with each row alone by
+transformers' own forward (log-probs to {bound:.0e}, gradients), decoded in the embedded engine, saved, read by parts
+and resumed. A type that fails is refused before its weights are read, with the reason given here. A new type is
+refused until it passes the same proof.
 `braid check MODEL` runs the proof for your own `config.json`, and shows the figures.
 
 * **packed**: rows go through the model without padding, in one forward pass.
-* **mixers**: packed as well, but linear attention, convolutions and state-space layers run once for each length, over rows of that length.
-* **by rows**: the whole model runs once for each length, with transformers' own attention; layouts other than `data` are refused.
-* **not**: features that are refused: the axes `pipeline` and `tensor`, `adapters`, `bfloat16`. `engine` means that the embedded engine is
-  refused; training on given rows (SFT, DPO, reward models) works. For Zamba 2 and Nemotron H, transformers' form for one token leaves out
-  the lower limit of the time step, which its form for many tokens has.
+* **mixers**: packed as well, but linear attention, convolutions and state-space layers run once for each length, over
+  rows of that length.
+* **by rows**: the whole model runs once for each length, with transformers' own attention; layouts other than
+  `data` are refused.
+* **not**: features that are refused: the axes `pipeline` and `tensor`, `adapters`, `bfloat16`. `engine` means that the
+  embedded engine is refused; training on given rows (SFT, DPO, reward models) works. For Zamba 2 and Nemotron H,
+  transformers' form for one token leaves out the lower limit of the time step, which its form for many tokens has.
 
 | type | trains | not | what was found |
 |---|---|---|---|

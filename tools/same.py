@@ -52,7 +52,8 @@ stages:
 COMMON = f"""
     model={WORK}/model output={WORK}/runs data.train={WORK}/sums.jsonl reward.verify={WORK}/verifier.py:starts_even
     device=cpu dtype=float64 threads=1 cluster.cpus=4 evaluation.every=0 rollout.max_response_tokens=6 rollout.slots=16
-    trainer.deterministic=true trainer.steps=3 trainer.prompts_per_step=4 trainer.learning_rate=3e-3 trainer.checkpoint_every=0
+    trainer.deterministic=true trainer.steps=3 trainer.prompts_per_step=4 trainer.learning_rate=3e-3
+    trainer.checkpoint_every=0
 """
 SEVERAL_UPDATES = "rollout.samples_per_prompt=4 trainer.rows_per_update=8 trainer.epochs=2"
 FLOWS = {

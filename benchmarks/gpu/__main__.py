@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ def run(record: Record, device: str, size: str, folder: Path) -> None:
     known = record.part("rates", lambda: rates(device))
     for shape in SHAPES[size] if known else ():
         for name, table in {**TABLES, "engines": engines}.items():
-            record.part((f"{name}, {shape.name}"), lambda t=table, s=shape: t(device, folder, s, SIZES[size], known))  # type: ignore[misc]
+            measure = partial(table, device, folder, shape, SIZES[size], known)
+            record.part(f"{name}, {shape.name}", measure)
 
 
 if __name__ == "__main__":

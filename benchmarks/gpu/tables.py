@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def decoding(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[
     for rows in sizes.decode:
         engine = models.engine(role, rows, longest)
         asked = models.requests(rows, sizes.group, sizes.prompt, sizes.response, shape.vocabulary)
-        took = seconds(device, lambda engine=engine, asked=asked: engine.generate(asked), sizes.repeats)  # type: ignore[misc]
+        took = seconds(device, partial(engine.generate, asked), sizes.repeats)
         read = sizes.response * shape.step_bytes(rows, sizes.prompt + sizes.response / 2, 2)
         engine.clear()
         found.append(

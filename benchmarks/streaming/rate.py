@@ -3,8 +3,8 @@ run.
 
     python -m benchmarks.streaming.rate [--against COMMIT] [--rows 8192] [--lease 2048] [--staleness 0] [--turns 2]
 
-commit ──git archive──▶ build/rate ──at_once──▶ rows per second, CPU seconds of each process ──┐
-working tree ───────────────────────at_once──▶ rows per second, CPU seconds of each process ──┴▶ in turn; medians; how many times
+commit ──git archive─▶ build/rate ─at_once─▶ rows per second, CPU seconds of each process ─┐
+working tree ─────────────────────at_once─▶ rows per second, CPU seconds of each process ─┴▶ in turn; medians; ratio
 
 The model has one layer of width 8, a prompt and a response have one token each, and the loss is zero: what remains is
 the cost of passing rows on. The first iteration is left out, because processes import and warm up in it.

@@ -32,8 +32,10 @@ WIDTH, LAYERS = 1024, 10
 COUNTING = Path(__file__).parent / "counted"
 SECONDS = {"engine_waits_s": "weights/actor/update_seconds", "trainer_writes_s": "weights/actor/write_seconds"}
 SETTINGS = """
-    flow=grpo runtime=streaming device=cpu dtype=float32 threads=1 data.train=train.jsonl reward.verify=exact output=runs model=model
-    trainer.prompts_per_step=2 rollout.samples_per_prompt=2 rollout.max_response_tokens=4 trainer.checkpoint_every=0 evaluation.every=0
+    flow=grpo runtime=streaming device=cpu dtype=float32 threads=1 data.train=train.jsonl
+    reward.verify=exact output=runs model=model
+    trainer.prompts_per_step=2 rollout.samples_per_prompt=2 rollout.max_response_tokens=4 trainer.checkpoint_every=0
+    evaluation.every=0
 """
 
 

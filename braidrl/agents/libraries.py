@@ -253,7 +253,7 @@ def verifiers(name: str, /, **settings: Any) -> Callable[[str, dict[str, Any]], 
     """Return a function that plays a row against the endpoint, as an agent does. Raises UserError for an unsupported
     version.
 
-    verifiers:NAME       an environment that is installed        verifiers:file.py      a file of yours with `load_environment`
+    verifiers:NAME       an environment that is installed     verifiers:file.py  a file of yours with `load_environment`
 
     A row plays the example of the environment's own data with its group's index; the environment's rubric gives the
     score. `settings` are arguments of its `load_environment`.

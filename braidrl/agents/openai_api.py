@@ -1,7 +1,7 @@
 """OpenAI's chat completions as pure functions: requests, and answers, whole or as events.
 
-body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──completion──▶ JSON
-                                └── text so far ─────events──▶ server-sent events, the rest of them when the turn is over
+body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ─completion──▶ JSON
+                                └── text so far ─────events─▶ server-sent events, the rest of them when the turn is over
 """
 
 import json

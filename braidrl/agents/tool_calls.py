@@ -1,7 +1,7 @@
 """Tool calls in the formats of model families. Environments and clients always see the format of Hermes and Qwen; the
 model's tokens stay unchanged.
 
-the model's turn ──format──▶ text and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` ──parse_tool_calls──▶ calls
+the model's turn ─format─▶ text and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` ─parse_tool_calls─▶ calls
 
 A malformed call stays malformed in the conversion: `parse_tool_calls` describes the fault, for the model to read.
 """
@@ -218,7 +218,8 @@ FORMATS = {
     "hermes": ToolFormat(TAG, lambda text, tools: CALL.findall(text), ("<tool_call>",)),
     "llama": ToolFormat(
         re.compile(
-            r"<\|python_(?:tag|start)\|>|<function=|\A\s*(?:<\|python_start\|>)?(?=\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()"
+            r"<\|python_(?:tag|start)\|>|<function=|"
+            r"\A\s*(?:<\|python_start\|>)?(?=\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()"
         ),
         llama,
         ("<|start_header_id|>",),

@@ -1,8 +1,8 @@
 """`braid doctor`: a report on this machine with a training step of a tiny model, or with `--cluster` on every node of a
 Ray cluster.
 
-                                   ┌─ look ───▶ versions, devices, models, data and the run's folder as this node sees them
-command ──▶ Inspector on each node ┴─ reach ──▶ a port of every other node               reports ──problems──▶ a line each
+                                  ┌─ look ──▶ versions, devices, models, data, the run's folder: as this node sees them
+command ─▶ Inspector on each node ┴─ reach ─▶ a port of every other node             reports ──problems──▶ a line each
 
 The speed of links is measured by nccl-tests.
 """

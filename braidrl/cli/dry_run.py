@@ -1,6 +1,6 @@
 """`braid train CONFIG --dry-run`: the memory that a run would need on each device, before any weights are read.
 
-configuration ──prepare──▶ flow, data ──▶ devices and the roles on each ──▶ bytes by part, tokens and rows of a micro-batch
+configuration ──prepare─▶ flow, data ─▶ devices and the roles on each ─▶ bytes by part, tokens and rows of a micro-batch
 """
 
 import os

@@ -1,6 +1,6 @@
 """`braid plan`: search for the best plan for a configuration and devices, and calibration of rates from runs.
 
-config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, trace.json          runs ──calibrate──▶ rates.yaml
+config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, trace.json     runs ─calibrate─▶ rates.yaml
 """
 
 import json

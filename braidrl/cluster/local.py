@@ -1,11 +1,9 @@
 """Processes of this machine: two ways to start one, and the launcher that assigns cores and devices.
 
-Spawned      a fresh interpreter, perhaps of another environment                    vLLM, verifiers, processes with
-             devices
-from_server  a copy of a process that has imported the code and computed nothing    ranks, workers, engines on CPUs;
-             starts fast
+Spawned      a fresh interpreter, perhaps of another environment: vLLM, verifiers, processes with devices
+from_server  a copy of a process that has imported the code and computed nothing: ranks, workers, engines on CPUs
 
-parent ◀──connection──▶ process        the process ends when the connection closes; its output goes to the parent's output
+parent ◀──connection──▶ process      the process ends when the connection closes; its output goes to the parent's output
 
 The fork server is a copy of a command with all imports done: processes start at once and share the imported code's
 memory.
@@ -55,7 +53,8 @@ from braidrl.observe.stalls import Stall
 
 BOOT = f"""
 import ctypes, gc, importlib, json, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG: when the starter dies, one that was stopped goes on, and so can end.
+# PR_SET_PDEATHSIG: when the starter dies, a stopped process continues, and so can end.
+ctypes.CDLL(None).prctl(1, signal.SIGCONT)
 gc.set_threshold({OBJECTS_BETWEEN_COLLECTIONS})
 descriptor, module, function, path, name = json.loads(sys.argv[1])
 open("/proc/self/comm", "w").write(name)
@@ -361,7 +360,8 @@ class LocalLauncher(Launcher):
         lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}
         deadline = time.monotonic() + seconds
         while True:
-            spoken = [lines[line] for line in wait(list(lines), max(0.0, deadline - time.monotonic()))]  # type: ignore[index]
+            remaining_s = max(0.0, deadline - time.monotonic())
+            spoken = [lines[line] for line in wait(list(lines), remaining_s)]  # type: ignore[index]
             ended: list[Process] = [each for each in spoken if each.outcome is not None or each.hung_up]
             if ended or time.monotonic() >= deadline:  # Most messages are heartbeats.
                 return ended

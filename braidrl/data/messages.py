@@ -8,7 +8,7 @@ lists, and dataclasses dictionaries. Nothing is unpickled.
 
 Several frames are packed into one contiguous buffer, for shared memory and files:
 
-    mark, total bytes, number of frames, length of each │ frame 0 │ frame 1 │ ...      each begins at a multiple of 64 bytes
+    mark, total bytes, number of frames, length of each │ frame 0 │ frame 1 │ ...  each begins at a multiple of 64 bytes
 """
 
 import struct

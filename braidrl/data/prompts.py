@@ -1,8 +1,8 @@
 """Loading of sources: reading, tokenisation and the length filter. Prompts that are too long are dropped and counted
 here.
 
-file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ folder/...arrow ──mapped──▶ LoadedSource
-                                                                                        folder/facts.json
+file ─Reading─▶ examples ─PromptTemplate─▶ token ids ─at most max_prompt_tokens─▶ folder/...arrow ─mapped─▶ LoadedSource
+                                                                                  folder/facts.json
 
 One process writes the table of a source, by `datasets`; all processes of its machine map the file and share its memory
 pages. Its columns:

@@ -3,13 +3,13 @@ records by reason.
 
 records ──where──▶ ──convert──▶ JSON values ──unique──▶ ──skip, first──▶ examples
 
-field of a record                              part of the example
-`prompt_field`                                 prompt      text, or chat messages {role, content}
-`answer_field`, or reward_model.ground_truth   answer      what a verifier compares with
-`tools_field`, `template_field`                tools, arguments of the chat template
-`response_field`, completion, messages         response    to train on, text or messages; only where the flow asks for it
-`chosen_field` and `rejected_field`            response and rejected, likewise
-all but the responses, under their own names   metadata    JSON values, kept as they are
+field of a record                             part of the example
+`prompt_field`                                prompt      text, or chat messages {role, content}
+`answer_field`, or reward_model.ground_truth  answer      what a verifier compares with
+`tools_field`, `template_field`               tools, arguments of the chat template
+`response_field`, completion, messages        response    to train on, text or messages; only where the flow asks for it
+`chosen_field` and `rejected_field`           response and rejected, likewise
+all but the responses, under their own names  metadata    JSON values, kept as they are
 """
 
 import hashlib

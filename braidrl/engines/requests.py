@@ -1,7 +1,8 @@
 """Requests to an engine and its responses: plain values, the same for every engine. A row can continue later or on
 another engine.
 
-Request ──row_of──▶ EngineRow, until an end of sequence, a stop text or its length ──▶ Response ──remaining_request──▶ Request
+Request ─row_of─▶ EngineRow, until an end of sequence, a stop text or its length ─▶ Response
+    ─remaining_request─▶ Request
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """Engines over several nodes: the first node starts an engine, and each other node adds its part to that start.
 
-node 0   EngineProcess: scheduler, ranks 0 to 7 ──"start 2 is at 10.0.0.1:4711"──▶ store     the engine that the run calls
-node 1   EngineProcess: ranks 8 to 15 ◀────────── joins start 2, reports its loss ──┘        no call reaches it
+node 0   EngineProcess: scheduler, ranks 0 to 7 ──"start 2 is at 10.0.0.1:4711"──▶ store   the engine that the run calls
+node 1   EngineProcess: ranks 8 to 15 ◀────────── joins start 2, reports its loss ──┘      no call reaches it
 
 vLLM's own executor for several nodes connects the parts. When one is lost the engine ends, and all nodes join its next
 start.

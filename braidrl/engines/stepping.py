@@ -8,8 +8,8 @@ EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ t
 An engine with a `group` is sharded over ranks: each holds a slice of one model, and together they decode the rows of
 all ranks.
 
-rank 0   its requests ╮                ╭─ step, step, step ... ─▶ its responses
-rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─▶ its responses        within a step they run collectives in each layer
+rank 0  its requests ╮              ╭─ step, step, step ... ─▶ its responses
+rank 1  its requests ┴─ all-gather ─┴─ step, step, step ... ─▶ its responses  each layer of a step runs collectives
 
 Sampling is deterministic: ranks with the same requests in the same order draw the same tokens, so no rank has to lead.
 """

@@ -3,8 +3,8 @@ groups of a batch.
 
 A seeded shuffle of a batch's groups, by rank among its group numbers, makes the updates.
 
-version  0            1            2            3          publications of a role's weights, one at the end of each iteration
-batch    └─ 1 on 0 ──▶└─ 2 on 1 ──▶└─ 3 on 2 ──▶           iteration k trains batch k on version k - 1 and publishes version k
+version  0            1            2            3    publications of a role's weights, one at the end of each iteration
+batch    └─ 1 on 0 ──▶└─ 2 on 1 ──▶└─ 3 on 2 ──▶     iteration k trains batch k on version k - 1 and publishes version k
 
 Staleness is the version on which a batch is trained minus the version of its oldest token. A role that skips an
 iteration (`when`) publishes its unchanged weights, so that versions and iterations stay aligned.

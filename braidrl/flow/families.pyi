@@ -12,8 +12,8 @@ class AdvantageNames:
     ) -> Stage:
         """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
-        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward` is given at the row's
-        last action token.
+        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward`
+        is given at the row's last action token.
 
         Args:
             gamma: Discount per action token.
@@ -21,19 +21,22 @@ class AdvantageNames:
         """
 
     def decoupled_gae(
-        self, *, gamma: float = 1.0, lam_critic: float = 1.0, lam_actor: float | None = None, alpha: float = 0.05,
-        id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, gamma: float = 1.0, lam_critic: float = 1.0, lam_actor: float | None = None,
+        alpha: float = 0.05, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return `gae` with one λ for the advantages and another for the critic's returns.
 
-        VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l), in [0, 1], for a row of l
-        action tokens.
+        VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one: 1 − 1/(alpha·l),
+        in [0, 1], for a row of l action tokens.
         """
 
     def distillation(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return log π_teacher − log π per action token; the teacher is the reference. On-policy distillation, arXiv 2306.13649."""
+        """Return log π_teacher − log π per action token; the teacher is the reference.
+
+        On-policy distillation, arXiv 2306.13649.
+        """
 
     def gae(
         self, *, gamma: float = 1.0, lam: float = 1.0, id: str | None = None, when: When = ...,
@@ -41,8 +44,8 @@ class AdvantageNames:
     ) -> Stage:
         """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
-        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward` is given at the row's
-        last action token.
+        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward`
+        is given at the row's last action token.
 
         Args:
             gamma: Discount per action token.
@@ -57,17 +60,23 @@ class AdvantageNames:
     def group_normalized(
         self, *, epsilon: float = 1e-06, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476."""
+        """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300;
+        DAPO, arXiv 2503.14476.
+        """
 
     def leave_one_out(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one. RLOO, arXiv 2402.14740."""
+        """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
+        RLOO, arXiv 2402.14740.
+        """
 
     def maxrl(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
+        """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv
+        2602.02710.
+        """
 
     def optimal_baseline(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -77,12 +86,14 @@ class AdvantageNames:
     def pass_at_k(
         self, *, k: int = 4, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return each sample's mean normalised advantage over the k-subsets of its group that contain it, (B,), in closed form.
+        """Return each sample's mean normalised advantage over the k-subsets of its group that contain it, (B,), in
+        closed form.
 
-        A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
-        σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
-        sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical form. Raises ValueError if a group has fewer than k
-        samples. With fewer that count in its statistics, its samples get 0.
+        A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w,
+        k)/C(n, k) and σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n
+        − 1, k − 1))/σ, and every sample gets 0 where σ = 0. Pass@k training, arXiv 2508.10751, its analytical
+        form. Raises ValueError if a group has fewer than k samples. With fewer that count in its statistics, its
+        samples get 0.
         """
 
     def reinforce_plus_plus(
@@ -94,7 +105,10 @@ class AdvantageNames:
     def reinforce_plus_plus_baseline(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens. REINFORCE++ with baseline, arXiv 2501.03262."""
+        """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens.
+
+        REINFORCE++ with baseline, arXiv 2501.03262.
+        """
 
     def remax(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -102,27 +116,34 @@ class AdvantageNames:
         """Return R minus the reward of the same prompt's greedy response, (B,). ReMax, arXiv 2310.10505."""
 
     def safe_rlhf(
-        self, *, threshold: float = 0.0, learning_rate: float = 0.1, multiplier: float = 1.0, id: str | None = None,
-        when: When = ..., after: Sequence[str] = ...
+        self, *, threshold: float = 0.0, learning_rate: float = 0.1, multiplier: float = 1.0,
+        id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per iteration. arXiv 2310.12773."""
+        """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per
+        iteration. arXiv 2310.12773.
+        """
 
     def whiten(
         self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do."""
+        """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO
+        do.
+        """
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
 
 class ShapeNames:
     def adaptive_kl_penalty(
-        self, *, target: float, gain: float = 0.1, estimator: str = "k1", coef: float = 0.05, id: str | None = None,
-        when: When = ..., after: Sequence[str] = ...
+        self, *, target: float, gain: float = 0.1, estimator: str = "k1", coef: float = 0.05,
+        id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv 1909.08593, section 2.2."""
+        """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv
+        1909.08593, section 2.2.
+        """
 
     def advantage_kl_penalty(
-        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
@@ -132,7 +153,9 @@ class ShapeNames:
     def covariance(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the update. arXiv 2505.22617."""
+        """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the
+        update. arXiv 2505.22617.
+        """
 
     def highest_covariance(
         self, *, fraction: float, low: float | None = None, high: float | None = None, id: str | None = None,
@@ -140,9 +163,9 @@ class ShapeNames:
     ) -> Stage:
         """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
-        arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, 2e-4 to 2e-3 without bounds for KL-Cov. Clip-Cov in the paper draws tokens at
-        random; this takes the highest, so that the result is deterministic. It takes at least one token, at most one bin (0.3% in value)
-        too many, and none with a covariance of 1e-6 or less.
+        arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, 2e-4 to 2e-3 without bounds for KL-Cov. Clip-Cov in
+        the paper draws tokens at random; this takes the highest, so that the result is deterministic. It takes
+        at least one token, at most one bin (0.3% in value) too many, and none with a covariance of 1e-6 or less.
 
         Args:
             fraction: Share of the action tokens to choose.
@@ -151,43 +174,52 @@ class ShapeNames:
         """
 
     def kl_penalty(
-        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return −coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
 
-        arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
-        and the engine's `rollout_log_probs` otherwise.
+        arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a
+        stage writes them and the engine's `rollout_log_probs` otherwise.
         """
 
     def overlong_exclude(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Apply `overlong_filter`, and exclude truncated rows from their group's statistics too; two masks (B,) float32."""
+        """Apply `overlong_filter`, and exclude truncated rows from their group's statistics too; two masks (B,)
+        float32.
+        """
 
     def overlong_filter(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return 0 for rows truncated at the length limit and 1 for others, (B,) float32, times an earlier mask.
 
-        Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows are excluded from the loss, but not from their group's statistics.
+        Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows are excluded from the loss, but not
+        from their group's statistics.
         """
 
     def overlong_penalty(
         self, *, max_response_tokens: int, cache: int, id: str | None = None, when: When = ...,
         after: Sequence[str] = ...
     ) -> Stage:
-        """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at max, −1 beyond.
+        """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at
+        max, −1 beyond.
 
         DAPO, arXiv 2503.14476, equation 13. Raises ValueError unless 0 < cache ≤ max.
         """
 
     def row_kl_penalty(
-        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
-        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv 1909.08593, equation 2."""
+        """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv
+        1909.08593, equation 2.
+        """
 
     def safe_rlhf_kl_penalty(
-        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
@@ -200,7 +232,10 @@ class SelectNames:
     def informative_groups(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Drop groups that are all right or all wrong: they keep 0 < #correct < G. Dynamic sampling, DAPO, arXiv 2503.14476, equation 11."""
+        """Drop groups that are all right or all wrong: they keep 0 < #correct < G.
+
+        Dynamic sampling, DAPO, arXiv 2503.14476, equation 11.
+        """
 
     def informative_rewards(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
@@ -213,7 +248,9 @@ class DataNames:
     def join_response(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Join prompt and response ids as sequences, with masks and lengths; actions are all response tokens, or those of `response_mask`."""
+        """Join prompt and response ids as sequences, with masks and lengths; actions are all response tokens, or
+        those of `response_mask`.
+        """
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
 
@@ -221,7 +258,8 @@ class LossNames:
     def bradley_terry(self) -> dict[str, Any]:
         """Return −log σ(s_chosen − s_rejected), (B,): one score and one loss per row, not per token.
 
-        Bradley and Terry 1952, as in InstructGPT, arXiv 2203.02155, equation 1. Aggregated with one token per row (offsets 0..B).
+        Bradley and Terry 1952, as in InstructGPT, arXiv 2203.02155, equation 1. Aggregated with one token per
+        row (offsets 0..B).
         """
 
     def cispo(
@@ -229,8 +267,8 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, and every token keeps its gradient.
 
-        MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1 + high = 5 is
-        from ScaleRL, arXiv 2510.13786.
+        MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1
+        + high = 5 is from ScaleRL, arXiv 2510.13786.
         """
 
     def clip(
@@ -238,31 +276,41 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return −min(r·A, clip(r, 1 − low, 1 + high)·A); with `dual` c, at most −c·A where A < 0.
 
-        PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
-        arXiv 1912.09729.
+        PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2
+        and 0.28); dual clip, arXiv 1912.09729.
         """
 
     def clip_cov(
         self, *, low: float = 0.2, high: float = 0.2
     ) -> dict[str, Any]:
-        """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`). Clip-Cov, arXiv 2505.22617."""
+        """Return the clipped surrogate without gradient from tokens of high covariance (1 in `high_covariance`).
+
+        Clip-Cov, arXiv 2505.22617.
+        """
 
     def decoupled(
-        self, *, low: float = 0.2, high: float = 0.2, cap: float = 5.0, over_cap: Literal["clamp", "mask"] = "clamp"
+        self, *, low: float = 0.2, high: float = 0.2, cap: float = 5.0,
+        over_cap: Literal["clamp", "mask"] = "clamp"
     ) -> dict[str, Any]:
         """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
-        AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
-        policy that sampled the tokens. Where w is above `cap` it is clamped, or the token is masked (`over_cap`).
+        AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the
+        update; π_behaviour is the policy that sampled the tokens. Where w is above `cap` it is clamped, or the
+        token is masked (`over_cap`).
         """
 
     def distillation(self) -> dict[str, Any]:
-        """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv 2306.13649."""
+        """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv
+        2306.13649.
+        """
 
     def dpo(
         self, *, beta: float = 0.1
     ) -> dict[str, Any]:
-        """Return −log σ(β·(Σ log π/π_ref chosen − Σ log π/π_ref rejected)) at each token of both rows. DPO, arXiv 2305.18290, equation 7."""
+        """Return −log σ(β·(Σ log π/π_ref chosen − Σ log π/π_ref rejected)) at each token of both rows.
+
+        DPO, arXiv 2305.18290, equation 7.
+        """
 
     def dppo_tv(
         self, *, delta: float = 0.15
@@ -277,7 +325,8 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
-        GMPO, arXiv 2507.20673. A row's A is the mean over its tokens; log-ratios are at most `high` where A > 0, at least −`low` elsewhere.
+        GMPO, arXiv 2507.20673. A row's A is the mean over its tokens; log-ratios are at most `high` where A > 0,
+        at least −`low` elsewhere.
         """
 
     def gspo(
@@ -285,16 +334,23 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
-        GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
+        GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each
+        token's own.
         """
 
     def kl_cov(
         self, *, coef: float = 1.0, estimator: str = "abs"
     ) -> dict[str, Any]:
-        """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)). KL-Cov, arXiv 2505.22617."""
+        """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
+
+        KL-Cov, arXiv 2505.22617.
+        """
 
     def ptx(self) -> dict[str, Any]:
-        """Return −log π of pre-training text, added to a policy loss. PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2."""
+        """Return −log π of pre-training text, added to a policy loss.
+
+        PPO-ptx, InstructGPT, arXiv 2203.02155, equation 2.
+        """
 
     def reinforce(self) -> dict[str, Any]:
         """Return −A·log π. Williams, "Simple statistical gradient-following algorithms", 1992."""
@@ -312,7 +368,8 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
-        PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
+        PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained
+        variance.
         """
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
@@ -347,9 +404,12 @@ class CorrectionNames:
         """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`."""
 
     def sequence_rejection(
-        self, *, level: Literal["token", "sequence", "geometric"] = "geometric", low: float = 0.5, high: float = 2.0
+        self, *, level: Literal["token", "sequence", "geometric"] = "geometric", low: float = 0.5,
+        high: float = 2.0
     ) -> dict[str, Any]:
-        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected."""
+        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are
+        rejected.
+        """
 
     def truncated(
         self, *, level: Literal["token", "sequence", "geometric"] = "token", cap: float = 2.0

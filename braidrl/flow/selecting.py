@@ -9,8 +9,8 @@ depends on verdicts in the order of numbers, and the batch is the first kept gro
 group: its first wave is its batch. If stages overlap, `groups_wanted` admits groups ahead of the waves; this never
 changes a batch:
 
-    numbers   0 ... 7 │ 8 ... 13 │ 14 15 16        14 to 16 were admitted ahead of the waves. When the batch is complete, they belong to
-              wave 1  │ wave 2   │ ahead           the next one; on-policy, their numbers are admitted again for the next one
+    numbers  0 ... 7 │ 8 ... 13 │ 14 15 16  14 to 16 were admitted ahead of the waves. They belong to the
+             wave 1  │ wave 2   │ ahead     next batch; on-policy, their numbers are admitted again for it
 """
 
 import math
@@ -390,8 +390,8 @@ def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
 
 # `on_policy_share` is the share of a batch's groups that must start on the version on which the batch is trained:
 #
-# group   0   1   2   3 │ 4   5   6   7       a batch of eight, on_policy_share=0.5: 0 to 3 may start on the version before; 4 to 7 wait
-#         may be older  │ wait for version    for an engine with the batch's own version, which starts 0 to 3 of the next batch meanwhile
+# group   0   1   2   3 │ 4   5   6   7       a batch of eight, on_policy_share=0.5: 0 to 3 may start on the version
+#         may be older  │ wait for version    before; 4 to 7 wait for an engine with the batch's own version
 #
 # The decision is made by group number when rows start; finished rows are never dropped for it. The other groups of a
 # batch may be older. If selection drops an older group, the next one by number takes its slot; a group without a slot

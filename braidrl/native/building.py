@@ -1,6 +1,6 @@
 """Compiles kernels for this processor and one model's shape with the system's C compiler, and caches the result.
 
-source + shape + processor ──hash──▶ cached library? ──no, or its digest differs──▶ cc, about a second ──▶ loaded with ctypes
+source + shape + processor ─hash─▶ cached library? ─no, or its digest differs─▶ cc, about a second ─▶ loaded with ctypes
 
 A library's digest is in its name, so a truncated, overwritten or planted file is compiled again. Without a working
 compiler the log says so once, and torch computes instead.

@@ -1,7 +1,7 @@
 """`report.html`: the results of a run on one self-contained page, with recorded responses.
 
-metrics.jsonl ──▶ curves by name ──▶ charts for plotly.js ─╮
-rollouts/ ──▶ the same held-out prompts over time, and the best and worst row of some steps ─┴─▶ assets/report.html, which escapes all
+metrics.jsonl ──▶ curves by name ──▶ charts for plotly.js ───────────────────╮
+rollouts/ ──▶ the same held-out prompts over time, best and worst rows ─┴─▶ assets/report.html, which escapes all
 Trackers get the samples of a step.
 """
 

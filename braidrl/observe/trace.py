@@ -1,8 +1,9 @@
 """The trace: each process appends spans of its work to its own file; the reader merges them, and `braid timeline` adds
 them up.
 
-run/trace/actor-0.jsonl    one line per span, written when the span ends
-run/trace/actor-1.jsonl  ──read_trace──▶ spans ──▶ table of busy and waiting times; run/timeline.json (Chrome trace) for Perfetto
+run/trace/actor-0.jsonl   one line per span, written when the span ends
+run/trace/actor-1.jsonl  ─read_trace──▶ spans
+    ──▶ table of busy and waiting times; run/timeline.json (Chrome trace) for Perfetto
 
 Times are wall-clock seconds, because spans of several processes (and machines with synchronized clocks) are compared.
 Within a process they advance by its monotonic clock, so a corrected wall clock gives no negative span. The reader

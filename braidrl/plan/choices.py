@@ -2,7 +2,8 @@
 devices.
 
 layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice, reduced to a Pareto front
-choices of each role ──in order of seconds──▶ together: the offloading that memory requires ──▶ SetChoice, cached by set and size
+choices of each role ──in order of seconds──▶ together: the offloading that memory requires
+    ──▶ SetChoice, cached by set and size
 """
 
 import heapq

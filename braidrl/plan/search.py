@@ -1,8 +1,10 @@
 """The search for the fastest plan of each runtime.
 
-hybrid      partitions of the roles ──▶ devices of each set ──▶ choices of each set ──makespan──▶ the best of each partition
-                pruned by a lower bound of each set                            the runtime's own order of calls
-streaming   devices of each worker group ──lower bound: its busiest group──▶ in order of the bound ──simulation──▶ the best
+hybrid     partitions of the roles ──▶ devices of each set ──▶ choices of each set
+    ──makespan──▶ the best of each partition
+               pruned by a lower bound of each set                            the runtime's own order of calls
+streaming  devices of each worker group ──lower bound: its busiest group──▶ in order of the bound
+    ──simulation──▶ the best
 
 The search of partitions is HybridFlow's Algorithm 1 (arXiv 2409.19256). The paper sums seconds within a set and takes
 the maximum across sets, phase by phase. Here an iteration's calls are scheduled as the hybrid runtime makes them; the

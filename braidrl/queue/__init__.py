@@ -1,8 +1,8 @@
 """The transfer queue: rows ready for each task, and locations of their columns. It knows no flows, batches or optimizer
 steps.
 
-client ──take, done──▶ transport ──▶ controller ──▶ tasks: ready rows, leases; samplers choose │ table: index columns, locations of payload
-   └──────── payload as views ─────▶ storage: shared memory of the node, or frames from another node; owner: frees it at the end
+client ─take, done──▶ transport ─▶ controller ──▶ tasks: ready rows, leases │ table: index columns, locations of payload
+   └─────── payload as views ────▶ storage: shared memory of the node, or frames of another node; owner: frees it
 
 `transfer_queue` is the whole as a library for any program; the streaming runtime has a controller of its own on the
 same parts.

@@ -1,6 +1,7 @@
 """The controller of a `TransferQueue`: its answers to requests.
 
-take ──▶ tasks: a lease of ready rows, the location of their columns │ put, done ──▶ table: new columns ──▶ rows ready for other tasks
+take ─────▶ tasks: a lease of ready rows, the location of their columns
+put, done ─▶ table: new columns ─▶ rows ready for other tasks
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
 """The pool of verifier processes, beside generation. A verifier that raises, hangs or dies fails only its own check.
 
-submit ──▶ event loop in a thread ──▶ sandbox: a host for each verifier, a copy of it for each call, `processes` calls at a time
+submit ──▶ event loop in a thread
+    ──▶ sandbox: a host for each verifier, a copy of it for each call, `processes` calls at a time
    │                 ├───────────────▶ no sandbox, or Braid's own: `processes` hosts, one call at a time each
    │                 └───────────────▶ the same, `async`: awaited on this loop, many calls at a time
    └──▶ no processes: called in this process, for a debugger

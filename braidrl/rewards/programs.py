@@ -1,7 +1,7 @@
 """The verifier `code`, which runs a model's program against tests. Expected results never reach the program's process.
 
 response ──last block of code──▶ program ──a process per test──▶ its output, compared here
-tests ──executed here; calls of the program's functions ──pipe──▶ process of the program ──plain results──▶ compared here
+tests ──executed here; calls of the program's functions ──pipe──▶ process of the program ──plain results─▶ compared here
 
 The verifier runs in its sandbox (`reward.sandbox=bubblewrap`). The program runs in another process there, which can
 neither read the verifier's memory nor see its descriptors.

@@ -1,7 +1,8 @@
 """Rewards from services: a language model as judge, and a user's reward server. Both are asked for many rows at a time.
 
-judge    a row ──prompt──▶ POST {url}/chat/completions ──text──▶ score           cached on disk, so that each question is asked once
-remote   rows ──batches──▶ POST {url} {"items": [...]} ──▶ {"results": [...]}
+judge   a row ─prompt─▶ POST {url}/chat/completions
+    ─text──▶ score       cached on disk, so that each question is asked once
+remote  rows ─batches─▶ POST {url} {"items": [...]} ─▶ {"results": [...]}
 
 A request that fails temporarily (429, 500 and above, a lost connection) is repeated with growing delays.
 """

@@ -1,7 +1,8 @@
 """Executes stages on rows in this process. Shared by all runtimes, which only decide when to call it.
 
-rows ──run(stage)──▶ columns            generate, infer, compute; of scope batch: sums ─▶ global sum ─▶ apply
-rows ──train(stage)──▶ for each update: forward_backward ──loss sums──▶ optim_step       or a copy of another role's weights
+rows ─run(stage)──▶ columns            generate, infer, compute; of scope batch: sums ─▶ global sum ─▶ apply
+rows ─train(stage)──▶ for each update: forward_backward
+    ──loss sums──▶ optim_step       or a copy of another role's weights
 """
 
 import math

@@ -1,8 +1,8 @@
 """The protocols between a run, its controller and its backend, and the interrupts that they share.
 
-run ──iterate, position, restore──▶ Controller: SerialController, StreamingController
-run ──read, run, record, save──▶ Backend: all four
-                                 SerialController ──generate, train, publish──▶ SerialBackend: eager, hybrid, distributed
+run ─iterate, position, restore──▶ Controller: SerialController, StreamingController
+run ─read, run, record, save──▶ Backend: all four
+                                SerialController ──generate, train, publish──▶ SerialBackend: eager, hybrid, distributed
 
 T is the backend's table: a rank's shard of the rows, or handles to their locations.
 """
@@ -143,7 +143,8 @@ def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
 class Position(NamedTuple):
     """The content of a checkpoint beside the weights: loader, selection, surplus rows, states of stages.
 
-    `started` are the next batches, started on an older policy version. A controller that ignores them starts them again.
+    `started` are the next batches, started on an older policy version. A controller that ignores them starts them
+    again.
     """
 
     loader: dict[str, Any]

@@ -1,6 +1,7 @@
 """A training run: its folder, the loop over iterations, evaluation, checkpoints, resume and records.
 
-configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
+configuration ─prepare─▶ flow, data, models ─▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics
+    ─▶ checkpoint?
 """
 
 import gc

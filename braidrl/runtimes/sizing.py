@@ -1,7 +1,8 @@
 """Sizes that follow from device memory: slots, tokens of a micro-batch, and the memory share of a vLLM beside the
 trainer.
 
-checked run ──▶ DeviceGroup: the roles of each device ──▶ Demand: bytes that they need ──fitting_sizes──▶ the configuration's open
+checked run ─▶ DeviceGroup: the roles of each device ─▶ Demand: bytes that they need
+    ─fitting_sizes─▶ the configuration's open
 sizes
 
 free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a row's keys and values ──▶ slots

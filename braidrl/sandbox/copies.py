@@ -1,13 +1,13 @@
 """The copies of a host that run untrusted code: one for each call of a verifier, or one trajectory's environment or
 agent.
 
-run ◀── requests and answers, a line each ──▶ copy: first process of its namespaces, with limits and without capabilities
- ▲ a failure, at the copy's end                │ what it starts ends with it
-host ──────────── watches, counts, kills ──────┘
+run ◀── requests and answers, a line each ─▶ copy: first process of its namespaces, with limits and without capabilities
+ ▲ a failure, at the copy's end               │ what it starts ends with it
+host ──────────── watches, counts, kills ─────┘
 
 The host (`host.py`) runs inside bubblewrap (`walls.py`), where everything is read-only. A copy sees only its own
-processes, and no files of other calls. It has its end of the session and no other connection; processes that it executes
-do not inherit it. Each process that it starts waits until the host has counted it.
+processes, and no files of other calls. It has its end of the session and no other connection; processes that it
+executes do not inherit it. Each process that it starts waits until the host has counted it.
 """
 
 import contextlib
@@ -181,7 +181,8 @@ class SandboxedCopies:
         if self.isolated:
             checked(LIBC.setns(self.namespace, NEW_PROCESSES))
         copy = self.copies[self.number] = SandboxedCopy(process, os.pidfd_open(process), session, printed)
-        self._watch(copy.handle, select.POLLIN, lambda _, number=self.number: self._on_end(number))  # type: ignore[misc]
+        on_end = lambda _, number=self.number: self._on_end(number)  # noqa: E731
+        self._watch(copy.handle, select.POLLIN, on_end)
         self._watch(session.fileno(), select.POLLRDHUP, lambda _: self._kill(copy, NOT_WAITED_FOR))
 
     def _confine(self, session: socket.socket, printed: int) -> None:

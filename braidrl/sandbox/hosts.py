@@ -1,4 +1,5 @@
-"""The run's side of untrusted code: a host process in its sandbox, and sessions with it, one for each call or trajectory.
+"""The run's side of untrusted code: a host process in its sandbox, and sessions with it, one for each call or
+trajectory.
 
 CodeHost ──APART, end of a socket──▶ host process ──fork──▶ copy
 HostSession ◀──────────── requests and answers over that socket ───▶
@@ -155,8 +156,9 @@ class CodeHost:
         """Describe the process without starting it.
 
         `entry` is the `module:function`, called with `arguments`, that returns an `answers.Answerer`; `key` is the
-        section of `settings` in the configuration, `file` the user's code. A session has at most so many `answers`, each
-        of `answer_bytes` and within `seconds`. An `agent` calls an endpoint over the host's network; `trusted` code is
+        section of `settings` in the configuration, `file` the user's code. A session has at most so many `answers`,
+        each of `answer_bytes` and within `seconds`. An `agent` calls an endpoint over the host's network;
+        `trusted` code is
         Braid's own and needs no sandbox.
         """
         self.name, self.entry, self.arguments, self.settings = name, entry, arguments, settings

@@ -6,7 +6,8 @@ elsewhere    W + α/r · B A                        exports, engines, and copies
 The frozen weights may be kept in 4 bits (QLoRA) by bitsandbytes, so that only one layer's weight exists in full at a
 time. Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
 
-W (out, in) ──64 at a time──▶ NormalFloat codes, two per byte, and a scale per block ──dequantised in each product──▶ x Wᵀ + b
+W (out, in) ─64 at a time─▶ NormalFloat codes, two per byte, and a scale per block
+    ─dequantised in each product─▶ x Wᵀ + b
 """
 
 import json

@@ -1,6 +1,7 @@
 """Lazy readers of model and checkpoint files: a rank that shards a model reads only what it keeps.
 
-skeleton on the meta device ──split──▶ own layers ──read one──▶ shard it ──▶ read the next ...        a rank holds its shards and one layer
+skeleton on the meta device ─split─▶ own layers ─read one─▶ shard it
+    ─▶ read the next ...  a rank holds its shards and one layer
 """
 
 import pickle

@@ -1,7 +1,8 @@
 """Weight versions that engines of other processes ask for, device to device: NCCL on CUDA, gloo on a CPU, or another
 transport.
 
-engine ──asks──▶ store ──▶ a thread of each trainer rank ──parts──▶ a process group of this transfer alone ──▶ the engine's workers
+engine ─asks─▶ store ─▶ a thread of each trainer rank ─parts─▶ a process group of this transfer alone
+    ─▶ the engine's workers
 
 Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine
 need crosses to it once. An engine that is late is waited for `JOIN_S` seconds, one that is gone not at all. Where

@@ -1,9 +1,9 @@
 """Weights in a safetensors file, in shared memory or on disk: the general fallback, and the only path to servers of
 other projects.
 
-rank 0   its blocks ╮
-rank 1   its blocks ┼──▶ model.safetensors ──▶ an embedded engine of the machine uses its pages; others copy what they need
-rank 2   its blocks ╯         blocks missing on a machine come from another one, in rounds of bounded size
+rank 0  its blocks ╮
+rank 1  its blocks ┼─▶ model.safetensors ──▶ an embedded engine of the machine uses its pages; others copy parts
+rank 2  its blocks ╯        blocks missing on a machine come from another one, in rounds of bounded size
 
 In shared memory the file is unlinked once it is complete: it disappears with the rank that created it.
 """

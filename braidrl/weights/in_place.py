@@ -1,10 +1,10 @@
 """Weights of an engine in its trainer's process: the same tensors if dtype and slices are equal, else a copy in rounds.
 
-            training              generation                              training
-shared      module ────────────── the same module ─────────────────────── module
-interval    own slice ─copied──▶ [own slice | received blocks] ─copied─▶ own slice       nothing is held twice
-neighbour   own slice ────────── own slice, [whole model ─cut─▶ slices] ─ own slice      gathered among the ranks of one copy
-gather      own shard ────────── own shard, [whole model ─cut─▶ slices] ─ own shard      gathered among all ranks
+            training             generation                              training
+shared      module ───────────── the same module ─────────────────────── module
+interval    own slice ─copied─▶ [own slice | received blocks] ─copied─▶ own slice   nothing is held twice
+neighbour   own slice ───────── own slice, [whole model ─cut─▶ slices] ─ own slice  gathered among the ranks of one copy
+gather      own shard ───────── own shard, [whole model ─cut─▶ slices] ─ own shard  gathered among all ranks
 
 Memory that only generation needs is freed while ranks train.
 """

@@ -1,7 +1,7 @@
 """A directory's tensors by the names and shapes of a model, converted lazily.
 
     experts.0.gate_proj.weight ╮
-    experts.0.up_proj.weight   ┼──transformers' conversions──▶ experts.gate_up_proj        the hub's names ──▶ the module's
+    experts.0.up_proj.weight   ┼──transformers' conversions──▶ experts.gate_up_proj      the hub's names ─▶ the module's
     experts.1.gate_proj.weight ╯
 
 Reading a tensor reads only its sources. `HubNames` does the reverse, tensor by tensor, for engines; transformers'

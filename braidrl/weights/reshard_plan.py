@@ -5,7 +5,8 @@ has        rank 0: upper half   rank 1: lower half         wants    rank 0: left
                                                                     ─────────────────────────────────────
 moves      upper left:  0 ─▶ 0 (stays)   0 ─▶ 1      lower left:  1 ─▶ 0    1 ─▶ 1 (stays)
 
-node A ─ holder ──once──▶ relay ──▶ other ranks of node B that want the same cell      relays take turns, cell by cell and tensor by tensor
+node A ─ holder ─once─▶ relay
+    ─▶ other ranks of node B that want the same cell  relays take turns, cell by cell and tensor by tensor
 
 Each rank plans its own moves alone, once per group of tensors that are sharded alike, such as one matrix of all layers.
 The boxes that ranks hold and want cut a tensor into cells. A rank copies the cells that it holds locally; the holders

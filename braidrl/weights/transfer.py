@@ -1,7 +1,7 @@
 """Weight transfers between ranks that call at the same time: to another layout, another pool, or a file's tensors.
 
-trainer rank 0 ─ its parts ╮                                                          ╭─▶ rank 2   its parts of another model
-trainer rank 1 ─ its parts ┴─plan─▶ rounds of one all-to-all each, of bounded bytes ──┴─▶ rank 3   its parts
+trainer rank 0 ─ its parts ╮                                                         ╭─▶ rank 2  parts of another model
+trainer rank 1 ─ its parts ┴─plan─▶ rounds of one all-to-all each, of bounded bytes ─┴─▶ rank 3  its parts
 
 Ranks exchange their shard indices once. Each rank then plans its own moves, and all agree on the number of rounds.
 Where ranks of a machine share what comes from another, each round has a second all-to-all, in which relays pass on what

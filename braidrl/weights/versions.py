@@ -1,9 +1,10 @@
 """Weight-update policies: end, delayed, rolling, interrupt. One pure schedule over engine names, without clocks,
 sockets or weights.
 
-published ─▶ advance ─▶ target ◀─ load: now, with its rows preempted or without rows, or not yet ─ an engine that asks ─▶ loaded
+published ─▶ advance ─▶ target ◀─ load: now, with its rows preempted or without rows, or not yet
+    ─ an engine that asks ─▶ loaded
 
-            end, delayed             rolling                   interrupt              ░ version 1   ▓ version 2   ╱ loads
+            end, delayed             rolling                   interrupt              ░ version 1   ▓ version 2  ╱ loads
 engine 0    ░░░░░░░░╱▓▓▓▓▓▓          ░░░╱▓▓▓▓▓▓▓▓▓▓▓           ░░░╱▓▓▓▓▓▓▓▓▓▓▓
 engine 1    ░░░░    ╱▓▓▓▓▓▓          ░░░░░░░╱▓▓▓▓▓▓▓           ░░░╱▓▓▓▓▓▓▓▓▓▓▓
             all at once, when the    in turn: drains most of   each at once: preempts its rows at a token

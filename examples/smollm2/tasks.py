@@ -25,9 +25,9 @@ zero one two three four five six seven eight nine ten
 eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty
 """
 THINGS = """
-bees, bread, rain, the moon, a bicycle, a doctor, winter, music, the sea, a library, coffee, horses, a bridge, trees, sleep, a teacher,
-salt, a clock, birds, the sun, a garden, paper, fire, a kitchen, snow, cats, a train, money, the wind, a farmer, milk, a city, shoes,
-stars, a dentist, books, a lamp, wool, a river, friends
+bees, bread, rain, the moon, a bicycle, a doctor, winter, music, the sea, a library, coffee, horses, a bridge, trees,
+sleep, a teacher, salt, a clock, birds, the sun, a garden, paper, fire, a kitchen, snow, cats, a train, money, the wind,
+a farmer, milk, a city, shoes, stars, a dentist, books, a lamp, wool, a river, friends
 """
 WORDS = ("river", "stone", "window", "apple", "silver", "morning", "letter", "yellow")
 OPEN = (

@@ -38,7 +38,8 @@ HEADERS = """{{ "<|begin_of_text|>" }}
 {%- if add_generation_prompt %}{{ "<|start_header_id|>assistant<|end_header_id|>\n\n" }}{% endif %}"""
 THINKING = """
 {%- for message in messages %}
-{%- set content = message.content.split("</think>")[-1].lstrip("\n") if message.role == "assistant" else message.content %}
+{%- set content = message.content.split("</think>")[-1].lstrip("\n")
+    if message.role == "assistant" else message.content %}
 {{- "<|im_start|>" + message.role + "\n" + content + "<|im_end|>\n" }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\n<think>\n" }}{% endif %}"""

@@ -30,13 +30,16 @@ FORMS = {
         f'<tool_call>\n{{"name": "get_weather", "arguments": {TWO}}}\n</tool_call>'
     ],
     "qwen_xml": [
-        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n"
         "</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\n10115\n</parameter>\n"
         '<parameter=near>\n["a", "b"]\n</parameter>\n</function>\n</tool_call>'
     ],
     "glm": [
-        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
-        "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>10115</arg_value>\n"
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+        "<arg_value>10115</arg_value>\n"
         '<arg_key>near</arg_key>\n<arg_value>["a", "b"]</arg_value>\n</tool_call>'
     ],
     "llama": [
@@ -51,12 +54,15 @@ FORMS = {
         f'I look.[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ONE}, "id": "call00000"}}, '
         f'{{"name": "get_weather", "arguments": {TWO}, "id": "call00001"}}]</s>',
         f"I look.[TOOL_CALLS]get_weather[ARGS]{ONE}[TOOL_CALLS]get_weather[ARGS]{TWO}</s>",
-        f"I look.[TOOL_CALLS]get_weather[CALL_ID]call00000[ARGS]{ONE}[TOOL_CALLS]get_weather[CALL_ID]call00001[ARGS]{TWO}",
+        f"I look.[TOOL_CALLS]get_weather[CALL_ID]call00000[ARGS]{ONE}[TOOL_CALLS]get_weather[CALL_ID]"
+        f"call00001[ARGS]{TWO}",
         f"I look.[TOOL_CALLS]get_weather{ONE}[TOOL_CALLS]get_weather{TWO}",
     ],
     "deepseek": [
-        f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{ONE}\n```<｜tool▁call▁end｜>\n"
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{TWO}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        f"{ONE}\n```<｜tool▁call▁end｜>\n"
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{TWO}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
         f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{ONE}<｜tool▁call▁end｜>"
         f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{TWO}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ],

@@ -22,7 +22,8 @@ pytest.importorskip("renderers")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 # The format of Qwen3: thoughts are kept after the last question alone, and results of tools are a user's message.
 QWEN3 = """
-{%- if tools %}{{ "<|im_start|>system\n" }}{% if messages[0].role == "system" %}{{ messages[0].content + "\n\n" }}{% endif %}
+{%- if tools %}{{ "<|im_start|>system\n" }}
+{%- if messages[0].role == "system" %}{{ messages[0].content + "\n\n" }}{% endif %}
 {{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n" }}
 {{- "You are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
 {%- for tool in tools %}{{ "\n" + (tool | tojson) }}{% endfor %}
@@ -35,7 +36,8 @@ QWEN3 = """
 {%- for message in messages %}
 {%- if message.role == "assistant" %}
 {%- set content = message.content.split("</think>")[-1].lstrip("\n") %}
-{%- set thought = message.content.split("</think>")[0].split("<think>")[-1].strip("\n") if "</think>" in message.content else "" %}
+{%- set thought = message.content.split("</think>")[0].split("<think>")[-1].strip("\n")
+    if "</think>" in message.content else "" %}
 {{- "<|im_start|>assistant\n" }}
 {%- if loop.index0 > ns.last and (loop.last or thought) %}{{ "<think>\n" + thought + "\n</think>\n\n" }}{% endif %}
 {{- content }}

@@ -77,6 +77,6 @@ def test_no_memory_is_taken_beyond_the_limit(mode: str) -> None:
 def test_memory_within_the_limit_is_given() -> None:
     taken = (
         SHARED
-        + "held = shared(150)\nwith open('/tmp/file', 'wb') as file:\n    for _ in range(50):\n        file.write(MIB)\nwon = True"
+        + "held = shared(150)\nwith open('/tmp/file', 'wb') as file:\n  for _ in range(50):\n  file.write(MIB)\nwon = True"
     )
     assert made([taken], memory_gib=0.5)[0].correct

@@ -1,7 +1,7 @@
 """A simulated CUDA device: torch's fake tensors know the device of each tensor, and a CPU shadow holds its numbers.
 
-an operation ──▶ FakeTensorMode: devices, shapes, dtypes       as on CUDA; a tensor on another device is an error
-             └─▶ the same operation on the shadows             so that code that depends on numbers continues as it would
+an operation ──▶ FakeTensorMode: devices, shapes, dtypes      as on CUDA; a tensor on another device is an error
+             └─▶ the same operation on the shadows            so that code that depends on numbers continues as it would
 
 The mode records each place in Braid that makes the host wait for the device, or that computes in float64.
 `device.cpp` must have been preloaded, for autograd.

@@ -28,7 +28,8 @@ QWEN = """
 {%- for message in messages %}
 {%- if message.role == "assistant" %}
 {%- set content = message.content.split("</think>")[-1].lstrip("\n") %}
-{%- set thought = message.content.split("</think>")[0].split("<think>")[-1].strip("\n") if "</think>" in message.content else "" %}
+{%- set thought = message.content.split("</think>")[0].split("<think>")[-1].strip("\n")
+    if "</think>" in message.content else "" %}
 {{- "<|im_start|>assistant\n" }}
 {%- if loop.index0 > ns.last and (loop.last or thought) %}{{ "<think>\n" + thought + "\n</think>\n\n" }}{% endif %}
 {{- content }}

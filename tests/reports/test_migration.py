@@ -43,11 +43,13 @@ actor_rollout_ref:
     strategy: fsdp2
     ulysses_sequence_parallel_size: 2
     fsdp_config: {param_offload: true, dtype: bfloat16}
-  rollout: {name: vllm, n: 8, temperature: 0.9, top_k: -1, tensor_model_parallel_size: 2, max_num_seqs: 256, mode: async}
+  rollout: {name: vllm, n: 8, temperature: 0.9, top_k: -1, tensor_model_parallel_size: 2,
+            max_num_seqs: 256, mode: async}
   ref: {log_prob_max_token_len_per_gpu: 8192}
 reward: {custom_reward_function: {path: my_reward.py, name: compute_score}}
 trainer:
-  {n_gpus_per_node: 8, nnodes: 2, save_freq: 20, test_freq: -1, total_training_steps: 300, logger: [console, wandb, clearml],
+  {n_gpus_per_node: 8, nnodes: 2, save_freq: 20, test_freq: -1, total_training_steps: 300,
+   logger: [console, wandb, clearml],
    experiment_name: first, val_before_train: false, no_such_key: 3}
 """
 

@@ -1,8 +1,9 @@
 """Runs under random faults: killed and frozen processes, garbage on sockets, damaged checkpoints; `make chaos` prints a
 table.
 
-a run ──at a random moment──▶ a fault ──▶ it continues, or ends in a line ──resume──▶ the next fault, two of each kind ──▶ the end
-            metrics, rows and leftovers are compared with an undisturbed run's
+a run ─at a random moment──▶ a fault ──▶ it continues, or ends in a line ──resume─▶ the next fault, two of each kind
+    ─▶ the end
+           metrics, rows and leftovers are compared with an undisturbed run's
 
     python -m tests.soak.chaos --faults 20 --seed 3 --runtimes eager distributed streaming stale --file faults.jsonl
 """

@@ -288,7 +288,8 @@ net=braid-$$
 trap "ip netns del $net-0; ip netns del $net-1" EXIT
 ip netns add $net-0 && ip netns add $net-1 && ip link add e0 netns $net-0 type veth peer name e1 netns $net-1 || exit 77
 for n in 0 1; do
-    ip -n $net-$n address add 10.77.0.$((n + 1))/24 dev e$n && ip -n $net-$n link set lo up && ip -n $net-$n link set e$n up || exit 77
+    ip -n $net-$n address add 10.77.0.$((n + 1))/24 dev e$n && ip -n $net-$n link set lo up || exit 77
+    ip -n $net-$n link set e$n up || exit 77
 done
 ip netns exec $net-1 $PYTHON -m tests.weights.on_machines 1 > /dev/null &
 ip netns exec $net-0 $PYTHON -m tests.weights.on_machines 0

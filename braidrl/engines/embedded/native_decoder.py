@@ -1,6 +1,7 @@
 """One decode step of a Llama-like model on the CPU: matrix products by torch, everything else by compiled kernels.
 
-token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm ─▶ logits ─▶ draw
+token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
+    ─▶ logits ─▶ draw
 
 Each slot reads its own keys up to its own position, so a long row costs the others nothing. The residual stream is
 float32 for weights of any dtype.

@@ -1,6 +1,7 @@
 """Sharded decoding: plain layers that compute their local slices, and layers with a collective.
 
-    embedding ──all-reduce──▶ [q k v ─▶ attend ─▶ o ──all-reduce──▶ gate up ─▶ down ──all-reduce──▶] × layers ─▶ norm ─▶ output
+    embedding ──all-reduce─▶ [q k v ─▶ attend ─▶ o ─all-reduce─▶ gate up ─▶ down ─all-reduce─▶] × layers ─▶ norm
+        ─▶ output
     ──all-gather──▶ logits
 
 All ranks compute the same rows, with hidden states that are bitwise equal and without gradients. Each pipeline rank has

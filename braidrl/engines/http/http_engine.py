@@ -1,6 +1,6 @@
 """Another project's server as an engine over HTTP: it is sent token ids, and returns token ids and log-probs.
 
-submit ──▶ server ──▶ tokens, log-probs ──▶ Response        abort: the server ends what it draws, and answers with what there is
+submit ──▶ server ─▶ tokens, log-probs ─▶ Response  abort: the server ends what it draws, and answers with what there is
 
 A row is one request and has one version of the weights; `ResumingEngine` requests the rest of a preempted row.
 """

@@ -1,12 +1,13 @@
 """Several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that one dies.
 
-submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
-              ▲                    |
-              └──── EngineError ───┘      the router tries every `retry_s` seconds to recover the engine, and sends it the current weights
+submit ─▶ waiting ──dispatch──▶ engine ─▶ Response
+             ▲                    |
+             └──── EngineError ───┘     every `retry_s` seconds the router tries to recover it with the current weights
 
 `ResumingEngine` preempts the rows of an engine, and resumes them:
 
-submit ──▶ engine ──preempt──▶ tokens, log-probs, versions so far ──resume──▶ the rest, with the draws that come next ──▶ Response
+submit ─▶ engine ─preempt─▶ tokens, log-probs, versions so far ─resume─▶ the rest, with the draws that come next
+    ─▶ Response
 
 `EngineService` puts a router over engines in other processes for callers that generate batches without an event loop.
 It writes weights once, where all engines read them.

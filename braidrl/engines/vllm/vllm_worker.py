@@ -1,13 +1,13 @@
 """Braid's extension of vLLM's workers: each receives a version of the weights, and writes its slices into vLLM's live
 parameters.
 
-path ──▶ worker: maps the file ──────────────┬─its own slices──▶ vLLM's live parameters
-notice ──▶ worker: joins a group, receives ──┴─tensor by tensor──▶ vLLM's loaders, where it keeps the weights in another form
+path ──▶ worker: maps the file ─────────────┬─its own slices──▶ vLLM's live parameters
+notice ──▶ worker: joins a group, receives ─┴─tensor by tensor──▶ vLLM's loaders, where it keeps another form
 
 Running vLLM's own loader on tensors without values finds the live parameters:
 
-q_proj.weight, on the meta device ╮                       ╭─▶ rows 0 to 63 of qkv_proj.weight      a part: a view of the parameter,
-k_proj.weight                     ┼─vLLM's loader: slices─┼─▶ rows 64 to 95                        and its block of the tensor
+q_proj.weight, on the meta device ╮                       ╭─▶ rows 0 to 63 of qkv_proj.weight  a part: a view of the
+k_proj.weight                     ┼─vLLM's loader: slices─┼─▶ rows 64 to 95                    parameter, and its block
 v_proj.weight                     ╯         watched       ╰─▶ rows 96 to 127
 
 No worker holds a whole tensor. A model whose weights vLLM changes after it has loaded them (quantised, packed,

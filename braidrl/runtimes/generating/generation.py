@@ -6,8 +6,9 @@ trained weights ──publish──▶ engines
 
 Partial rollout: a response draws at most its token budget, is suspended, and resumes in a later iteration.
 
-admitted, nothing drawn ──▶ generate ──over its budget──▶ suspended: tokens, log-probs, versions ──▶ generate, one version later
-                                     ──ended──▶ verify, select, train
+admitted, nothing drawn ─▶ generate ─over its budget──▶ suspended: tokens, log-probs, versions
+    ─▶ generate, one version later
+                                    ─ended──▶ verify, select, train
 
 Suspended and newly admitted rows are ordinary rows whose `finish_reason` is ABORT.
 """

@@ -2,7 +2,7 @@
 
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
 
-driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
+driver ─configuration, number─▶ worker: derives its part ─▶ process groups ─▶ data, read by generating workers ─▶ models
 """
 
 from collections import deque

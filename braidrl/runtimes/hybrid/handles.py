@@ -1,6 +1,6 @@
 """The five types that carry rows: three in the driver, and two that travel. None of them has payload.
 
-Handle    a table of the driver; immutable         rows        0 1 2 3 4 5     for each output the row number of each row in it
+Handle    a table of the driver; immutable         rows        0 1 2 3 4 5     the row number of each row in an output
 Output    columns that one stage writes            generate    a a a b b b     deferred, then running, then complete
 Future    a, b: a call on one worker               verify      c c c d d d
 Part      rows for a worker: index columns by value, payload by its location, for each stage that wrote some

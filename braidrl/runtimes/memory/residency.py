@@ -1,8 +1,8 @@
 """Residency: which assets of the roles are in device memory at each stage, if not all fit at once; the plan, and its
 execution.
 
-    stage       actor.generate   reference.log_probs   actor.update          publish
-    resident    engine           reference weights     weights, optimizer    weights, engine      + whatever is kept throughout
+    stage       actor.generate   reference.log_probs  actor.update        publish
+    resident    engine           reference weights    weights, optimizer  weights, engine  + whatever is kept throughout
 
 The plan follows from the order of stages alone. An asset is loaded before the first of consecutive stages that need it,
 and offloaded after the last; this continues from one iteration to the next. An asset that fits beside every stage's

@@ -1,6 +1,6 @@
 """Fingerprints of a run's inputs: saved in each checkpoint, and compared on resume.
 
-model, tokenizer, template, data, code ──digests──▶ state.json        --resume: digests now ──compare──▶ same, accepted, or a
+model, tokenizer, template, data, code ──digests──▶ state.json     --resume: digests now ─compare─▶ same, accepted, or a
 UserError
 """
 

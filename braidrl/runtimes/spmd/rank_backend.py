@@ -1,11 +1,11 @@
 """The backend of processes that hold every role: distributed ranks run the same chain of stages, and eager is a world
 of one rank.
 
-rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
-rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
-                                       │                    │    ╰all-to-all──╯
-                                       ╰── index columns ───┴──▶ gathered on every rank: selection, updates and partitions
-                                                                 follow from them, the same everywhere
+rank 0  its prompts ─generate─▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
+rank 1  its prompts ─generate─▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
+                                    │                    │    ╰all-to-all──╯
+                                    ╰── index columns ───┴──▶ gathered on every rank: selection, updates and partitions
+                                                              follow from them, the same everywhere
 
 Every rank knows the index columns of all rows; a row's payload is on one rank.
 """

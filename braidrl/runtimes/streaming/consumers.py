@@ -1,7 +1,8 @@
 """The consumers of a flow: where rows leave the queue. All other stages run beside one, without the queue.
 
-actor.generate ──▶ verdicts ──▶ reference.log_probs ──▶ train.actor          consumers of the queue, and the main process's verdicts
-  verify, shape     select        (a frozen model)       log_probs, advantage, update
+actor.generate ─▶ verdicts ─▶ reference.log_probs
+    ─▶ train.actor          consumers of the queue, and the main process's verdicts
+  verify, shape    select       (a frozen model)      log_probs, advantage, update
 
 * A generate stage, and an infer stage with devices of its own, is a consumer. So is an infer stage of a trained role
   that another group's stages need.

@@ -1,7 +1,8 @@
 """The control plane: answers workers' requests from the schedule, and hands them weights and orders.
 
 take  ─▶ rows (a lease, payload locations) │ step │ give weights │ load │ order │ stop │ wait
-done, stepped, given, weights, loaded, ordered, renew ─▶ recorded, then: verdicts? close the batch? publish? let engines load?
+done, stepped, given, weights, loaded, ordered, renew
+    ─▶ recorded, then: verdicts? close the batch? publish? let engines load?
 
 The server's thread and the main process call these methods: one lock guards everything.
 """

@@ -1,6 +1,7 @@
 """The worker processes of a streaming run: started, watched, replaced after a kill, and ended with the run.
 
-main process ──start──▶ work: model, executor, connection to the queue ──▶ generate, compute or model loop, until the run ends
+main process ─start─▶ work: model, executor, connection to the queue
+    ─▶ generate, compute or model loop, until the run ends
 """
 
 import time

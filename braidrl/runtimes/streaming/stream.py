@@ -1,6 +1,6 @@
 """One flow's rows in the queue: the schedule that decides, the table that holds them, and a record of each iteration.
 
-admit ──▶ table ◀──take: payload locations──▶ complete: index columns ──▶ verdicts ──▶ close the batch ──▶ publish ──▶ record
+admit ──▶ table ◀──take: payload locations─▶ complete: index columns ─▶ verdicts ─▶ close the batch ─▶ publish ─▶ record
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

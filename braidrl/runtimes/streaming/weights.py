@@ -1,7 +1,8 @@
 """Weight publication under streaming: training ranks write or offer a version beside the next batch; the control plane
 announces it.
 
-trainer ranks ──file, collective──▶ control plane: role, version, location ──▶ an engine loads from there when the policy allows
+trainer ranks ─file, collective─▶ control plane: role, version, location
+    ─▶ an engine loads from there when the policy allows
 
 A file in shared memory serves the engines of a machine; other machines, and devices, request slices from the ranks that
 hold them.

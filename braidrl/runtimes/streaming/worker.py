@@ -3,8 +3,10 @@
 The ranks of a role, in any layout, are one worker. The leader takes leases and orders; every rank does its share of a
 lease, by the partition function, and the collective work of its layout; the leader reports.
 
-leader: take ──▶ share ──▶ each rank: its rows ──executor──▶ columns in shared memory, loss sums ──▶ gather ──▶ leader: done, stepped
-                            thread:   its slices of the new weights ──▶ shared memory ──▶ each rank, in the leader's name: weights
+leader: take ─▶ share ─▶ each rank: its rows ──executor──▶ columns in shared memory, loss sums ──▶ gather
+    ──▶ leader: done, stepped
+                          thread:   its slices of the new weights ──▶ shared memory
+                              ──▶ each rank, in the leader's name: weights
 
 Rows of a frozen role pass through; rows of a trained role stay with its `Trainer` until the batch is trained.
 """

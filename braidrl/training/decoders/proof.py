@@ -1,8 +1,8 @@
 """The proof: Braid and transformers (row by row) must compute equal results on a tiny twin of a decoder, in training
 and decoding.
 
-config ──shrink──▶ twin ──packed, mixers by rows, or all by rows──▶ log-probs, gradients ─┬─ equal? ──▶ a `ForwardPlan`, or a refusal
-                     └──── transformers' own attention, each row alone ──────────────────┘
+config ─shrink─▶ twin ─packed, mixers or all by rows─▶ log-probs, gradients ─┬─ equal? ─▶ `ForwardPlan` or refusal
+                   └─ transformers' own attention, each row alone ───────────┘
 
 Plans are found by experiment. The twin first runs fully packed. If a module's output differs from that of single rows
 although its inputs agree, the module mixes tokens outside attention: its class then runs over rows of equal length, and

@@ -1,8 +1,8 @@
 """Copies of a role's weights: to infer in another layout, and to roles that follow another one (target network, EMA).
 
 training layout   step ─ step ──────────── step ─
-                              ╲ moves             ╲          block by block, if the weights have changed when the copy is used
-another layout                 infer ─ infer       infer
+                              ╲ moves            ╲     block by block, if the weights have changed when the copy is used
+another layout                 infer ─ infer      infer
 
 A role that follows another one has own = decay · own + (1 - decay) · source.
 """

@@ -3,7 +3,7 @@ weights.
 
 folder ──read──▶ model ──adapters──▶ sharded ──▶ optimizer
 
-rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
+rows ──plan──▶ micro-batches ─pack─▶ hidden states ─predict─▶ per action or row ─objective─▶ sums ─backward─▶ optim_step
 
 tokens       p  p  p  a1 a2 a3
 log_probs             l1 l2 l3       of each action, by an actor or a reference

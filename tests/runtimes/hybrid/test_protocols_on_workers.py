@@ -43,7 +43,8 @@ class Every:
 
 
 def surprise(self, rows, scale):
-    return {"surprise": -scale * self.worker.forward("log_probs", rows).row_means(), "rank": 0 * rows["sample"] + self.worker.ranks.rank}
+    return {"surprise": -scale * self.worker.forward("log_probs", rows).row_means(),
+            "rank": 0 * rows["sample"] + self.worker.ranks.rank}
 
 
 def by(protocol):

@@ -26,7 +26,10 @@ from braidrl.agents.turns import Observation
 
 
 class LongTailed:
-    """One turn; in one row of the second group twelve, once half of the batch is trained on. Every third group is all wrong."""
+    """One turn; in one row of the second group twelve, once half of the batch is trained on.
+
+    Every third group is all wrong.
+    """
 
     def __init__(self, trace, half):
         self.trace, self.half, self.turns = Path(trace), half, 0
@@ -100,7 +103,8 @@ def held_begin(self):
     def held_write():
         assert trained.wait(LIMIT_S), "training waits for the copy"
         assert due.wait(LIMIT_S), "no step is due before the copy has ended"
-        assert all(torch.equal(part.merged().local, before[name]) for name, part in self.parts().items()), "a step came in"
+        now = {name: part.merged().local for name, part in self.parts().items()}
+        assert all(torch.equal(tensor, before[name]) for name, tensor in now.items()), "a step came in"
         Path(__file__).with_name(f"{os.getpid()}.held").touch()
         return write()
 

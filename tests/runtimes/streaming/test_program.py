@@ -358,7 +358,7 @@ def faulty(workshop: Workshop) -> dict[str, Any]:
     (workshop.folder / "faulty.py").write_text(
         "from braidrl.algorithms.registry import shapes\n\n\n"
         "@shapes.register(writes=['reward'])\n"
-        "def faulty(reward, *, factor=1.0):\n    raise RuntimeError('the shape of water')\n\n\n"
+        "def faulty(reward, *, factor=1.0):\n    '''Raise.'''\n    raise RuntimeError('the shape of water')\n\n\n"
         "faulty.__module__ = 'braidrl.faulty'  # a defect of Braid ends with its traceback\n"
     )
     (workshop.folder / "faulty-flow.yaml").write_text(
