@@ -57,8 +57,12 @@ class PluginRegistry:
 
     def check_methods(self, name: str, made: Any) -> None:
         """Raise UserError if an object, or a class that makes it, lacks a method."""
-        found = {method: getattr(made, method, None) for method in self.methods}
-        lacking = [n for n, one in found.items() if not callable(one) or getattr(one, "__isabstractmethod__", False)]
+        methods = {method: getattr(made, method, None) for method in self.methods}
+        lacking = [
+            n
+            for n, function in methods.items()
+            if not callable(function) or getattr(function, "__isabstractmethod__", False)
+        ]
         if lacking:
             raise UserError(f"{name} is no {self.kind}: it lacks {' and '.join(lacking)}")
 
@@ -69,14 +73,14 @@ class PluginRegistry:
         Built-in ones are not imported: only another process may have their packages. Without `load` a user's own is not
         either.
         """
-        place = self.place(name)
+        path = self.place(name)
         if not load or name in self.built_in:
             return
-        found = import_function(place, self.type)
-        if isinstance(found, type) and not hasattr(found, "__getattr__"):
-            self.check_methods(name, found)
+        plugin = import_function(path, self.type)
+        if isinstance(plugin, type) and not hasattr(plugin, "__getattr__"):
+            self.check_methods(name, plugin)
         if self.methods:
-            check_call(f"{self.kind} {name}", found, *self.arguments, settings=settings)
+            check_call(f"{self.kind} {name}", plugin, *self.arguments, settings=settings)
 
     def check_settings(self, name: str, settings: Iterable[str]) -> None:
         """Raise UserError for a setting that the plug-in `name` does not have; its first parameter is none."""
@@ -86,8 +90,8 @@ class PluginRegistry:
         """Return the `module:name` of a plug-in. Raises UserError for an unknown short name."""
         if name not in self.built_in and ":" not in name:
             near = f"{suggest(name, self.built_in)} " if self.built_in else ""
-            own = "Your own is written module:name or path/to/file.py:name."
-            raise UserError(f"no {self.kind} is called {name!r}. {near}{own}")
+            form = "Your own is written module:name or path/to/file.py:name."
+            raise UserError(f"no {self.kind} is called {name!r}. {near}{form}")
         return self.built_in.get(name, name)
 
     def __contains__(self, name: object) -> bool:
@@ -138,24 +142,24 @@ def import_function(name: str, type: Any = Callable) -> Any:
 
     Raises UserError if there is none.
     """
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
+    module_name, _, attribute = name.rpartition(":")
+    if not module_name or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")
-    if place.endswith(".py"):
-        module = _load_file(Path(place))
+    if module_name.endswith(".py"):
+        module = _load_file(Path(module_name))
     else:
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            raise UserError(f"cannot import {place!r} ({error}); is its folder on PYTHONPATH?") from None
+            raise UserError(f"cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?") from None
         except Exception as error:
-            raise UserError(f"importing {place!r} raised {error.__class__.__name__}: {error}") from error
-    found = getattr(module, attribute, None)
-    if not isinstance(found, type):
+            raise UserError(f"importing {module_name!r} raised {error.__class__.__name__}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not isinstance(function, type):
         what = "function" if type is Callable else type.__name__
         known = [n for n, value in vars(module).items() if isinstance(value, type) and not n.startswith("_")]
-        raise UserError(f"{place} has no {what} {attribute!r}. {suggest(attribute, known)}")
-    return found
+        raise UserError(f"{module_name} has no {what} {attribute!r}. {suggest(attribute, known)}")
+    return function
 
 
 def relative_to(folder: Path, name: str) -> str:
@@ -172,24 +176,24 @@ def relative_to(folder: Path, name: str) -> str:
         with suppress(ValueError):  # quotes that do not end are refused where the server starts
             words = shlex.split(name.removeprefix("mcp:"))
             files = {word for word in words if word.endswith(".py") and (folder / word).is_file()}
-            found = [str((folder / word).resolve()) if word in files else word for word in words]
-            return "mcp:" + shlex.join(found) if found != words else name
-    place, colon, attribute = name.rpartition(":")
-    if place.endswith(".py") and (folder / place).is_file():
-        return f"{(folder / place).resolve()}{colon}{attribute}"
+            absolute = [str((folder / word).resolve()) if word in files else word for word in words]
+            return "mcp:" + shlex.join(absolute) if absolute != words else name
+    file, colon, attribute = name.rpartition(":")
+    if file.endswith(".py") and (folder / file).is_file():
+        return f"{(folder / file).resolve()}{colon}{attribute}"
     return name
 
 
 def source_of(name: str) -> Path | None:
     """Return the file of `module:name` or `file.py:name` without importing it, or None."""
-    place = name.rpartition(":")[0]
-    if place.endswith(".py"):
-        return Path(place).resolve() if Path(place).is_file() else None
+    module_name = name.rpartition(":")[0]
+    if module_name.endswith(".py"):
+        return Path(module_name).resolve() if Path(module_name).is_file() else None
     try:
-        found = importlib.util.find_spec(place) if place else None
+        spec = importlib.util.find_spec(module_name) if module_name else None
     except (ImportError, ValueError):
         return None
-    return None if found is None or found.origin is None else Path(found.origin).resolve()
+    return None if spec is None or spec.origin is None else Path(spec.origin).resolve()
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -219,13 +223,13 @@ def _load_file(path: Path) -> ModuleType:
     # in the search path, so that it hides none, and before the folders of other users' files; modules of these with the
     # same names are removed, and are imported again.
     folder = path.parent
-    others = [place for place in sys.path if place.endswith(USER_FOLDER) and place != f"{folder}{USER_FOLDER}"]
+    others = [entry for entry in sys.path if entry.endswith(USER_FOLDER) and entry != f"{folder}{USER_FOLDER}"]
     for neighbour in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
         known = neighbour.stem if neighbour.parent == folder else neighbour.parent.name
         file = getattr(sys.modules.get(known), "__file__", None)
-        if file is not None and any(Path(file).is_relative_to(other) for other in others):
+        if file is not None and any(Path(file).is_relative_to(root) for root in others):
             del sys.modules[known]
-    sys.path[:] = [place for place in sys.path if not place.endswith(USER_FOLDER)] + [f"{folder}{USER_FOLDER}", *others]
+    sys.path[:] = [entry for entry in sys.path if not entry.endswith(USER_FOLDER)] + [f"{folder}{USER_FOLDER}", *others]
     try:
         spec.loader.exec_module(module)
     except Exception as error:

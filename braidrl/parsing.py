@@ -70,13 +70,13 @@ def read_bytes(path: Path, most: int) -> bytes:
     """Return a file's bytes. Raises ValueError for more than `most` bytes, and UserError for an unreadable file."""
     try:
         with path.open("rb") as file:
-            found = file.read(most + 1)
+            content = file.read(most + 1)
             size = path.stat().st_size
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    if len(found) > most:
-        raise ValueError(f"it has {max(size, len(found))} bytes, and at most {most} are read")
-    return found
+    if len(content) > most:
+        raise ValueError(f"it has {max(size, len(content))} bytes, and at most {most} are read")
+    return content
 
 
 def what_is_wrong(kind: str, error: ValueError) -> str:
@@ -97,7 +97,7 @@ def check_levels(value: Any) -> None:
     """Raise ValueError for lists and dicts nested deeper than MOST_LEVELS, or containing themselves."""
     layer = [value] if isinstance(value, dict | list | tuple) else []
     for _ in range(MOST_LEVELS + 1):
-        held = (each.values() if isinstance(each, dict) else each for each in layer)
+        held = (node.values() if isinstance(node, dict) else node for node in layer)
         layer = [part for parts in held for part in parts if isinstance(part, dict | list | tuple)]
         if not layer:
             return
@@ -106,10 +106,10 @@ def check_levels(value: Any) -> None:
 
 def finite_float(text: str) -> float:
     """Return the number. Raises ValueError for a number beyond double precision."""
-    found = float(text)
-    if not math.isfinite(found):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is beyond the numbers of double precision; write a smaller one")
-    return found
+    return number
 
 
 def refuse_constant(name: str) -> NoReturn:

@@ -186,10 +186,10 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | 
     clipped = torch.zeros_like(returns)
     if clip is not None:
         change = values - old_values
-        other = (old_values + change.clamp(-clip, clip) - returns) ** 2
+        clipped_loss = (old_values + change.clamp(-clip, clip) - returns) ** 2
         # Within the range `other` differs from `loss` by rounding.
-        clipped = ((change.abs() > clip) & (other > loss)).to(returns.dtype)
-        loss = torch.maximum(loss, other)
+        clipped = ((change.abs() > clip) & (clipped_loss > loss)).to(returns.dtype)
+        loss = torch.maximum(loss, clipped_loss)
     error = (returns - values).detach()
     return 0.5 * loss, {
         "clip_fraction": clipped,

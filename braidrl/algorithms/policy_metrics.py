@@ -42,12 +42,12 @@ def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Te
     """
     groups = Groups(group)
     right, size, equal = groups.sums((correct > 0).long()), groups.sizes, ~groups.varies(reward)
-    found = {
+    shares = {
         "all_correct_fraction": (right == size) & equal,
         "all_wrong_fraction": (right == 0) & equal,
         "no_signal_fraction": equal,
     }
-    return {name: chosen.double().sum() / max(len(chosen), 1) for name, chosen in found.items()}
+    return {name: chosen.double().sum() / max(len(chosen), 1) for name, chosen in shares.items()}
 
 
 def avg_at_k(correct: Tensor, group: Tensor) -> Tensor:

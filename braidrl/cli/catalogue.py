@@ -68,18 +68,18 @@ class Listed:
 
 def catalogue(kind: str) -> list[Listed]:
     """Return the built-in entries of a kind. Raises UserError for an unknown kind."""
-    found: list[Listed] = []
+    listed: list[Listed] = []
     if kind in ALGORITHMS:
         entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
-        for entry in (each for each in entries if each.function.__module__.startswith("braidrl.")):
+        for entry in (candidate for candidate in entries if candidate.function.__module__.startswith("braidrl.")):
             settings = {name: "required" if name in entry.required else repr(v) for name, v in entry.settings.items()}
             settings |= {name: repr(value) for name, value in entry.state.items()}
             reads = [*map(entry.column, entry.reads), *(f"[{entry.column(name)}]" for name in entry.optional)]
             columns = dict.fromkeys(
                 name for name in reads if name not in ("offsets", "[statistics_mask]", "[loss_mask]")
             )
-            found.append(Listed(entry.name, summary(entry.function), settings, tuple(columns)))
-        return found
+            listed.append(Listed(entry.name, summary(entry.function), settings, tuple(columns)))
+        return listed
     if kind == "environments":
         return [Listed(name, about) for name, about in SCHEMES.items()]
     if kind not in PLUGINS:
@@ -89,15 +89,15 @@ def catalogue(kind: str) -> list[Listed]:
         try:
             plugin = plugins.find(name)
         except UserError as error:  # it needs a package that is not installed
-            found.append(Listed(name, str(error)))
+            listed.append(Listed(name, str(error)))
             continue
         # A protocol is a pair of functions; the first one has the docstring.
         about, settings = summary(getattr(plugin, "distribute", plugin)), {}
         if plugins.kind == "verifier":
             keywords = [p for p in inspect.signature(plugin).parameters.values() if p.kind is p.KEYWORD_ONLY]
             settings = {p.name: "required" if p.default is p.empty else repr(p.default) for p in keywords}
-        found.append(Listed(name, about, settings))
-    return found
+        listed.append(Listed(name, about, settings))
+    return listed
 
 
 def summary(thing: Any) -> str:

@@ -124,18 +124,18 @@ class Inspector:
         if not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):  # Ray hides devices from an actor that requests none
             del os.environ["CUDA_VISIBLE_DEVICES"]
         devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        place = ray.util.get_node_ip_address(), self._server.getsockname()[1]
-        name = f"{platform.node()} ({place[0]}, node {node})"
-        return NodeReport(name, versions, unseen, devices=devices, place=place)
+        address = ray.util.get_node_ip_address(), self._server.getsockname()[1]
+        name = f"{platform.node()} ({address[0]}, node {node})"
+        return NodeReport(name, versions, unseen, devices=devices, place=address)
 
     def reach(self, others: Sequence[NodeReport]) -> dict[str, str]:
         """Return the other nodes that refuse a connection, with the reasons."""
         closed = {}
-        for other in others:
+        for peer in others:
             try:
-                socket.create_connection(other.place, CONNECT_LIMIT_S).close()
+                socket.create_connection(peer.place, CONNECT_LIMIT_S).close()
             except OSError as error:
-                closed[other.node] = "{}:{}: {}".format(*other.place, error)
+                closed[peer.node] = "{}:{}: {}".format(*peer.place, error)
         return closed
 
     def close(self) -> None:
@@ -168,10 +168,10 @@ def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
     for report in reports:
         devices = f"{len(report.devices)} of {report.devices[0]}" if report.devices else "no CUDA device"
         say(f"{report.node}: {devices}")
-    found = problems(reports)
-    for line in found:
+    faults = problems(reports)
+    for line in faults:
         say(f"PROBLEM: {line}")
-    return not found
+    return not faults
 
 
 def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
@@ -186,15 +186,17 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
             except OSError as error:
                 raise UserError(f"output: {folder} cannot be written ({error.strerror}); set another folder") from error
         nodes = [node["NodeID"] for node in cluster.ray.nodes() if node["Alive"]]
-        own = {node[:8]: cluster.start_on(node, Inspector) for node in nodes}
-        looks = {node: one.look.remote(node, paths_of(config), folder, mark) for node, one in own.items()}
+        inspectors = {node[:8]: cluster.start_on(node, Inspector) for node in nodes}
+        looks = {
+            node: inspector.look.remote(node, paths_of(config), folder, mark) for node, inspector in inspectors.items()
+        }
         seen: dict[str, NodeReport] = answers(cluster.ray, looks, limit_s)
         others = {node: [report for peer, report in seen.items() if peer != node] for node in seen}
-        asked = {node: own[node].reach.remote(peers) for node, peers in others.items()}
+        asked = {node: inspectors[node].reach.remote(peers) for node, peers in others.items()}
         for node, closed in answers(cluster.ray, asked, limit_s).items():
             seen[node].closed = closed
         silent = {"Ray": f"it did not answer within {limit_s:g} s"}
-        return [seen.get(node) or NodeReport(f"node {node}", unseen=silent) for node in own]
+        return [seen.get(node) or NodeReport(f"node {node}", unseen=silent) for node in inspectors]
     finally:
         for left in folder.glob(f"{mark}*") if folder is not None else ():
             left.unlink()
@@ -203,12 +205,12 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
 def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     """Return the answers of nodes that answer within `limit_s` seconds; a node lost meanwhile gives none."""
     ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
-    found = {}
+    answered = {}
     for node, reference in asked.items():
         if reference in ready:
             with contextlib.suppress(ray.exceptions.RayError):
-                found[node] = ray.get(reference)
-    return found
+                answered[node] = ray.get(reference)
+    return answered
 
 
 def paths_of(config: Config | None) -> dict[str, str]:
@@ -218,7 +220,7 @@ def paths_of(config: Config | None) -> dict[str, str]:
     data = config.data
     named = {
         "model": config.model,
-        **{f"roles.{role}.model": own.model for role, own in config.roles.items()},
+        **{f"roles.{role}.model": role_config.model for role, role_config in config.roles.items()},
         **{f"data.train.{n}" if n else "data.train": source.path for n, source in enumerate(data.train)},
         **{f"data.eval.{name}": source.path for name, source in data.eval.items()},
     }

@@ -58,12 +58,12 @@ def show_data(config: Config, console: Console | None = None) -> None:
         console.print(table)
         # Examples, evenly spread over the source, decoded from their token ids.
         write = partial(console.print, soft_wrap=True, highlight=False, markup=False)
-        for place in sorted({round(i * (len(source) - 1) / max(1, SAMPLES - 1)) for i in range(SAMPLES)}):
-            example = source[place]
-            write(f"── example {place}, record {example.line}")
-            write(tokenizer.decode(source.prompt(place).tolist()))
+        for row_number in sorted({round(i * (len(source) - 1) / max(1, SAMPLES - 1)) for i in range(SAMPLES)}):
+            example = source[row_number]
+            write(f"── example {row_number}, record {example.line}")
+            write(tokenizer.decode(source.prompt(row_number).tolist()))
             for name in RESPONSES:
-                if (given := source.response(place, name)) is not None:
+                if (given := source.response(row_number, name)) is not None:
                     write(f"── {name}: {tokenizer.decode(given[0].tolist())}")
             if example.answer is not None:
                 write(f"── answer: {example.answer}")

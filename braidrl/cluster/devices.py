@@ -71,10 +71,10 @@ def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str,
     """
     apart = {p.name: p.device * (1 + p.engines * p.engine_devices) for p in pools}
     shared = {p.name: p.device * max(1, p.engines * p.engine_devices) for p in pools}
-    for each in (apart, shared):
-        needed = sum(p.workers * each[p.name] for p in pools)
+    for devices_of in (apart, shared):
+        needed = sum(p.workers * devices_of[p.name] for p in pools)
         if needed <= available:
-            return each
+            return devices_of
     sizes = ", ".join(f"{p.name}: {p.workers * shared[p.name]}" for p in pools if p.device)
     raise UserError(
         f"the processes of the run need {needed} CUDA devices ({sizes}) and {where} has {available}; "
@@ -88,16 +88,18 @@ def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
 
     Raises as `devices_each`.
     """
-    each, table, first = devices_each(pools, available, "this machine"), dict[str, Devices](), 0
+    shared, table, first = devices_each(pools, available, "this machine"), dict[str, Devices](), 0
     for pool in pools:
         for number in range(pool.workers):
-            block = tuple(range(first, first + each[pool.name]))
+            block = tuple(range(first, first + shared[pool.name]))
             # Engines have the end of the block, so that the process's own device is shared last.
             size = pool.engine_devices
-            own = block[len(block) - pool.engines * size :] if block else ()
-            engines = tuple(own[n * size : (n + 1) * size] for n in range(pool.engines)) if own else ()
+            engine_block = block[len(block) - pool.engines * size :] if block else ()
+            engines = (
+                tuple(engine_block[n * size : (n + 1) * size] for n in range(pool.engines)) if engine_block else ()
+            )
             table[f"{pool.name}-{number}"] = Devices(block, engines)
-            first += each[pool.name]
+            first += shared[pool.name]
     return table
 
 
@@ -116,6 +118,6 @@ def device_lines(table: Mapping[str, Devices]) -> list[str]:
     lines = []
     for name, devices in table.items():
         engines = {f"{name}, engine {number}": own for number, own in enumerate(devices.engines)}
-        for each, numbers in {name: devices.every[:1], **engines}.items():
-            lines.append(f"{each}: {' '.join(f'cuda:{number}' for number in numbers) or 'no device'}")
+        for entry, numbers in {name: devices.every[:1], **engines}.items():
+            lines.append(f"{entry}: {' '.join(f'cuda:{number}' for number in numbers) or 'no device'}")
     return lines

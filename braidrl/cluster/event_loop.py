@@ -55,18 +55,18 @@ class Runner(AbstractContextManager["Runner"]):
                 loop, task = running[0]
                 loop.call_soon_threadsafe(task.cancel)
 
-        whole = cancellable()
+        guarded = cancellable()
         handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with interrupts_handled(handle, [number for number in handlers if callable(handlers[number])]):
-                result = outside_of_loops(lambda: self._runner.run(whole))
+                result = outside_of_loops(lambda: self._runner.run(guarded))
         except BaseException:
             if interrupts:
                 raise KeyboardInterrupt from None
             raise
         finally:
             # An interrupt may come before the loop: Python would warn of coroutines that were never awaited.
-            for coroutine in (whole, work):
+            for coroutine in (guarded, work):
                 if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                     coroutine.close()
         if interrupts:  # the interrupt came after the end

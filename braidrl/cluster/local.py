@@ -226,9 +226,9 @@ def from_server(spec: ProcessSpec) -> LocalProcess:
     modules = [name.partition(":")[0] for name in (spec.entry, spec.also_calls) if name]
     context.set_forkserver_preload([SERVER_START, *modules])
     ours, theirs = context.Pipe()
-    own = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
+    changed = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
     process = context.Process(
-        target=_copied, args=(theirs, own, spec.threads, spec.starts, spec.main), name=spec.name, daemon=False
+        target=_copied, args=(theirs, changed, spec.threads, spec.starts, spec.main), name=spec.name, daemon=False
     )
     with STARTING, main_module_hidden():
         process.start()
@@ -357,12 +357,12 @@ class LocalLauncher(Launcher):
         return from_server(spec) if given is None else Spawned(spec)
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}
+        lines = {process.connection: process for process in processes if isinstance(process, LocalProcess)}
         deadline = time.monotonic() + seconds
         while True:
             remaining_s = max(0.0, deadline - time.monotonic())
             spoken = [lines[line] for line in wait(list(lines), remaining_s)]  # type: ignore[index]
-            ended: list[Process] = [each for each in spoken if each.outcome is not None or each.hung_up]
+            ended: list[Process] = [process for process in spoken if process.outcome is not None or process.hung_up]
             if ended or time.monotonic() >= deadline:  # Most messages are heartbeats.
                 return ended
 

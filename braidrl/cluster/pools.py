@@ -56,10 +56,11 @@ def place(
     if placement.pools:
         check_partition(placement.pools, roles, generating)
         parts = [(tuple(pool.roles), pool.workers or workers, pool.kind, pool.nodes) for pool in placement.pools]
-        for own, size, _, nodes in parts:
+        for pool_roles, size, _, nodes in parts:
             if nodes and size % nodes:
                 raise UserError(
-                    f"placement: {'+'.join(own)} has {size} workers, which nodes={nodes} does not divide; write another"
+                    f"placement: {'+'.join(pool_roles)} has {size} workers, which nodes={nodes} does not divide; "
+                    "write another"
                 )
     elif placement.name not in NAMES:
         raise UserError(f"no placement is called {placement.name!r}. {suggest(placement.name, NAMES)}")
@@ -70,12 +71,18 @@ def place(
             "standalone": [(role,) for role in roles],
             "split": [generate, others],
         }
-        parts = [(own, workers, None, None) for own in named[placement.name] if own]
-    apart = {name for own, *_ in parts for name in own if name.endswith(GENERATE)}
+        parts = [(pool_roles, workers, None, None) for pool_roles in named[placement.name] if pool_roles]
+    apart = {name for pool_roles, *_ in parts for name in pool_roles if name.endswith(GENERATE)}
     places = {role: role + GENERATE if role + GENERATE in apart else role for role in generating}
     return tuple(
-        Pool(own, size, generating=tuple(role for role, name in places.items() if name in own), kind=kind, nodes=nodes)
-        for own, size, kind, nodes in parts
+        Pool(
+            pool_roles,
+            size,
+            generating=tuple(role for role, name in places.items() if name in pool_roles),
+            kind=kind,
+            nodes=nodes,
+        )
+        for pool_roles, size, kind, nodes in parts
     )
 
 

@@ -125,14 +125,14 @@ def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, s
     """Return the whole environment of a process started from the environment `starter`; it must be set before torch is
     imported.
     """
-    own = dict(spec.environment)
+    environment = dict(spec.environment)
     if spec.threads is not None:
-        own["OMP_NUM_THREADS"] = str(spec.threads)
+        environment["OMP_NUM_THREADS"] = str(spec.threads)
     if spec.devices is not None:
         seen = starter.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if seen != [""] else str(n) for n in spec.devices)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if seen != [""] else str(n) for n in spec.devices)
     passed = starter if spec.inherits is None else {name: starter[name] for name in spec.inherits if name in starter}
-    return {**passed, **own}
+    return {**passed, **environment}
 
 
 def usable_cores() -> int:

@@ -87,7 +87,7 @@ def join_group(
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
-        late = [str(other) for other in range(size) if not store.check([f"came/{other}"])]
+        late = [str(peer) for peer in range(size) if not store.check([f"came/{peer}"])]
         raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
     assert dist.group.WORLD is not None
     return dist.group.WORLD
@@ -105,7 +105,7 @@ def address_towards(peer: str) -> str:
 def interface_of(address: str) -> str:
     """Return the name of the interface with an IPv4 address of this machine, or an empty string."""
     for name, every in net_if_addrs().items():
-        if any(one.family == socket.AF_INET and one.address == address for one in every):
+        if any(address_info.family == socket.AF_INET and address_info.address == address for address_info in every):
             return name
     return ""
 
@@ -156,13 +156,13 @@ def group_between(
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = limit
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    own = dist.PrefixStore("group", dist.PrefixStore("cpu", store))
-    group._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(own, rank, size, gloo))
+    group_store = dist.PrefixStore("group", dist.PrefixStore("cpu", store))
+    group._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(group_store, rank, size, gloo))
     if cuda:
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
-        own = dist.PrefixStore("group", dist.PrefixStore("cuda", store))
-        group._register_backend(torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(own, rank, size, nccl))
+        group_store = dist.PrefixStore("group", dist.PrefixStore("cuda", store))
+        group._register_backend(torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(group_store, rank, size, nccl))
     return group
 
 
@@ -178,9 +178,9 @@ def all_gather_bytes(
         dist.all_gather(list(sizes.split(1)), torch.tensor([len(mine)]), group=group)
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     padded[: len(mine)] = mine
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded, group=group)
-    return [part[:size].numpy().data for part, size in zip(found, sizes.tolist(), strict=True)]
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return [part[:size].numpy().data for part, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
 def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:

@@ -67,12 +67,12 @@ def run_ranks(
             store = open_store(launcher.ip, limit_s)
             for rank in range(pool.workers):
                 meeting = {"MASTER_ADDR": launcher.ip, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(pool.workers)}
-                own = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                environment = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
                 spec = ProcessSpec(
                     f"rank {rank}",
                     f"{__name__}:work",
                     {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank, "secret": secret},
-                    environment={**meeting, **own},
+                    environment={**meeting, **environment},
                     also_calls=entry,
                 )
                 ranks.append(launcher.start(pool.name, rank, spec))
@@ -80,11 +80,11 @@ def run_ranks(
                 return supervise(launcher, ranks, interrupts, silence_s, frozen.killed)
     finally:
         # Ask each rank that still runs to end, then kill it.
-        for each in ranks:
-            each.hang_up()
+        for process in ranks:
+            process.hang_up()
         deadline = time.monotonic() + STOPPING_S
-        for each in ranks:
-            each.close(max(0.0, deadline - time.monotonic()))
+        for process in ranks:
+            process.close(max(0.0, deadline - time.monotonic()))
         launcher.close()
         # A traceback would keep the store, and with it its port.
         store = None
@@ -115,7 +115,7 @@ def supervise(
             outcomes[rank.name] = rank.outcome or Outcome(
                 failure=Failure("died", frozen or f"{rank.name} is gone without a word ({rank.describe_end()})")
             )
-        for rank in [each for each in silent if each.end_if_silent(mute_after(silence_s))]:
+        for rank in [process for process in silent if process.end_if_silent(mute_after(silence_s))]:
             silent.remove(rank)
             outcomes[rank.name] = Outcome(failure=Failure("died", f"{rank.name} {rank.describe_end()}"))
         failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]

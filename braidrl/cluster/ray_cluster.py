@@ -72,8 +72,12 @@ class RayCluster:
         """Ray's own processes, for a cluster started here."""
         if self.started:
             address = config.address or os.environ.get("RAY_ADDRESS")
-            own = {"max_direct_call_object_size": INLINE_BYTES}
-            local = {} if address else {"num_cpus": config.cpus, "include_dashboard": False, "_system_config": own}
+            system_config = {"max_direct_call_object_size": INLINE_BYTES}
+            local = (
+                {}
+                if address
+                else {"num_cpus": config.cpus, "include_dashboard": False, "_system_config": system_config}
+            )
             try:
                 self.ray.init(address or "local", logging_level=logging.ERROR, **local)
             except Exception as error:
@@ -114,26 +118,26 @@ class RayCluster:
                 f"the pools ask for {needed} CPUs ({sizes}) and the cluster has {cpus}; "
                 "lower `workers` or `streaming.workers`, or place more roles in one pool"
             )
-        each = devices_each(pools, self.devices, "the cluster") if self.kind == "GPU" else {}
+        devices_by_pool = devices_each(pools, self.devices, "the cluster") if self.kind == "GPU" else {}
         largest = max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
         for pool in pools:
-            if each.get(pool.name, 0) > largest:
+            if devices_by_pool.get(pool.name, 0) > largest:
                 raise UserError(
-                    f"{pool.name} needs {each[pool.name]} CUDA devices on one node, and the largest has {largest}; "
-                    "lower rollout.tensor or "
-                    "rollout.engines, or let engines of vLLM span nodes (runtime=streaming, rollout.nodes=2)"
+                    f"{pool.name} needs {devices_by_pool[pool.name]} CUDA devices on one node, and the largest has "
+                    f"{largest}; lower rollout.tensor or rollout.engines, or let engines of vLLM span nodes "
+                    "(runtime=streaming, rollout.nodes=2)"
                 )
         for pool in pools:
             # Ranks that share a node of a pinned pool share one bundle.
             together = pool.workers // pool.nodes if pool.nodes else 1
             bundle: dict[str, float] = {"CPU": together}
-            if each.get(pool.name):
-                bundle["GPU"] = together * each[pool.name]
+            if devices_by_pool.get(pool.name):
+                bundle["GPU"] = together * devices_by_pool[pool.name]
             if pool.name in wanted:
                 bundle[KIND + wanted[pool.name]] = SOME
             bundles = [bundle] * (pool.workers // together)
             self.groups.append(util.placement_group(bundles, strategy="STRICT_SPREAD" if pool.nodes else "PACK"))
-        found = []
+        reserved = []
         for pool, group in zip(pools, self.groups, strict=True):
             if not group.wait(self.config.start_limit_s):
                 raise UserError(
@@ -145,9 +149,9 @@ class RayCluster:
             # The bundles of a node are neighbours, nodes in the order of their first bundles.
             firsts = list(dict.fromkeys(nodes[bundle] for bundle in sorted(nodes)))
             order = sorted(nodes, key=lambda bundle: (firsts.index(nodes[bundle]), bundle))
-            places = [Reservation(nodes[n], strategy(group, n), 1, each.get(pool.name, 0)) for n in order]
-            found.append([place for place in places for _ in range(pool.workers // len(order))])
-        return found
+            places = [Reservation(nodes[n], strategy(group, n), 1, devices_by_pool.get(pool.name, 0)) for n in order]
+            reserved.append([slot for slot in places for _ in range(pool.workers // len(order))])
+        return reserved
 
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call
@@ -175,7 +179,7 @@ class RayCluster:
     @property
     def lost(self) -> str:
         """Describe a dead Ray process in a line; return an empty string while a cluster started here is complete."""
-        gone = [f"{name} (process {each})" for each, name in self.needed.items() if has_ended(each)]
+        gone = [f"{name} (process {pid})" for pid, name in self.needed.items() if has_ended(pid)]
         return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
 
     def look(self) -> None:
@@ -214,17 +218,17 @@ class RayCluster:
         deadline = time.monotonic() + limit_s
         while True:
             left = max(0.0, deadline - time.monotonic())
-            found: list[Any] = self.ray.wait(list(references), timeout=min(BEAT_S, left))[0]
+            done: list[Any] = self.ray.wait(list(references), timeout=min(BEAT_S, left))[0]
             self.look()
             for actor in self.actors:
                 if (silence := self.silence(actor)) > mute_after(self.config.silence_s):
                     name = self.names.get(actor._actor_id.hex(), "an actor")
                     raise LostProcess(f"{name} has said nothing for {silence:.0f} s; go on with `braid train --resume`")
-            if found:
+            if done:
                 # One call for all references: many workers answer together, and each call scans all of them.
-                found = self.ray.wait(list(references), num_returns=len(references), timeout=0)[0]
-            if found or left <= BEAT_S:
-                return found
+                done = self.ray.wait(list(references), num_returns=len(references), timeout=0)[0]
+            if done or left <= BEAT_S:
+                return done
 
     def dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
         """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only
@@ -252,7 +256,7 @@ class RayCluster:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        self.actors = [other for other in self.actors if not any(other is actor for actor in actors)]
+        self.actors = [kept for kept in self.actors if not any(kept is actor for actor in actors)]
         deadline = time.monotonic() + self.config.start_limit_s
         for name in names:
             while True:
@@ -272,7 +276,7 @@ class RayCluster:
         if self.lost:
             # The cluster does not answer, so Ray's own shutdown would hang. Workers and agents are children of the
             # raylet.
-            for process in {each for own in self.needed for each in descendants(own)}:
+            for process in {descendant for root in self.needed for descendant in descendants(root)}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             return

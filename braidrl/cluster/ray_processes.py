@@ -133,23 +133,23 @@ class RayLauncher(Launcher):
         return self._reserved[pool][number].node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        nodes = sorted({place.node for places in self._reserved.values() for place in places} - {self.node})
+        nodes = sorted({bundle.node for places in self._reserved.values() for bundle in places} - {self.node})
         services = [self.cluster.start_on(node, service, node, self._ips[node], *arguments) for node in nodes]
-        answers = [each.place.remote() for each in services]
+        answers = [started.place.remote() for started in services]
         return self.cluster.ray.get(answers, timeout=self.cluster.config.start_limit_s)
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process; it inherits devices and threads from its actor's environment."""
-        place = self._reserved[pool][number]
-        none = self.cluster.kind == "GPU" and not place.gpus
+        bundle = self._reserved[pool][number]
+        none = self.cluster.kind == "GPU" and not bundle.gpus
         # If an actor dies, only its process dies with it; the run and its shared memory stay.
         spec = replace(spec, orphaned="", devices=() if none else None)
-        return RayProcess(self.cluster, place, spec)
+        return RayProcess(self.cluster, bundle, spec)
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        ended = {each.ended: each for each in processes if isinstance(each, RayProcess)}
+        ended = {process.ended: process for process in processes if isinstance(process, RayProcess)}
         self.cluster.look()
-        return [ended[one] for one in self.cluster.ray.wait(list(ended), timeout=seconds)[0]]
+        return [ended[reference] for reference in self.cluster.ray.wait(list(ended), timeout=seconds)[0]]
 
     def close(self) -> None:
         self.cluster.close()

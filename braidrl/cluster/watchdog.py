@@ -79,13 +79,13 @@ def keep_stack(process: int, name: str, folder: Path | None) -> str:
 
 def holding_back(process: int, number: signal.Signals) -> set[str]:
     """Return the threads of a process that block or still handle a signal."""
-    found = set()
+    held = set()
     for thread in Path(f"/proc/{process}/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
             (mask,) = re.findall(r"SigBlk:\t(\w+)", (thread / "status").read_text())
             if int(mask, 16) >> (number - 1) & 1:
-                found.add(thread.name)
-    return found
+                held.add(thread.name)
+    return held
 
 
 def stack_file(folder: Path, name: str, process: int) -> Path:
@@ -97,12 +97,12 @@ def stack_file(folder: Path, name: str, process: int) -> Path:
 
 def descendants(process: int) -> dict[int, str]:
     """Return all descendants of a process with the status of each, as psutil names it."""
-    found = dict[int, str]()
+    names = dict[int, str]()
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[child.pid] = child.status()
-    return found
+                names[child.pid] = child.status()
+    return names
 
 
 def has_ended(process: int) -> bool:
@@ -168,9 +168,9 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
                 said = f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}{last}"
                 self.killed.append(said)
                 self.say(said)  # before the kill: Ray may then end this process
-                for each in (*(descendants(process) if name in NEEDED_BY_RAY else ()), process):
+                for candidate in (*(descendants(process) if name in NEEDED_BY_RAY else ()), process):
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(each, signal.SIGKILL)
+                        os.kill(candidate, signal.SIGKILL)
             # Report a stall of this process's own work once; no other process watches it.
             stall = WORK.stalled()
             if stall is None or stall.seconds < self.silence_s:

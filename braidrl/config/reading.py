@@ -46,11 +46,11 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: b
         # Paths in overrides are searched in the current folder first.
         folder = Path(path).parent
         tree = found_beside(folder, tree, unless_here=True)
-        for place, value in texts_and_numbers(tree):
-            code = CODE.fullmatch(value) if isinstance(value, str) and not OTHERS_SETTINGS.fullmatch(place) else None
+        for key, value in texts_and_numbers(tree):
+            code = CODE.fullmatch(value) if isinstance(value, str) and not OTHERS_SETTINGS.fullmatch(key) else None
             if code is not None and not Path(code[1]).is_file():
                 raise UserError(
-                    f"{place}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} "
+                    f"{key}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} "
                     f"nor in {Path.cwd()}; "
                     "give its path"
                 )
@@ -118,15 +118,15 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
         check_levels(tree)
     except ValueError as error:
         raise UserError(f"the configuration cannot be used: {error}") from None
-    for place, value in texts_and_numbers(tree):
+    for key, value in texts_and_numbers(tree):
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{place}: Input should be a finite number, got {value}")
+            raise UserError(f"{key}: Input should be a finite number, got {value}")
         if isinstance(value, int) and value.bit_length() > 63:
-            raise UserError(f"{place}: Input should be a whole number of 64 bits, got {shown(value)}")
+            raise UserError(f"{key}: Input should be a whole number of 64 bits, got {shown(value)}")
         if isinstance(value, str) and (
             "\0" in value or (not value.isascii() and value != value.encode(errors="replace").decode())
         ):
-            raise UserError(f"{place}: Input should be text without NUL and half characters, got {shown(value)}")
+            raise UserError(f"{key}: Input should be text without NUL and half characters, got {shown(value)}")
     tree = without_gone(tree)
     try:
         return Config.model_validate(tree)
@@ -139,12 +139,12 @@ def without_gone(tree: Mapping[Any, Any], place: str = "") -> dict[Any, Any]:
     """Return a tree without keys of earlier versions that have their default. Raises UserError for another value."""
     kept: dict[Any, Any] = {}
     for key, value in tree.items():
-        own = f"{place}{key}"
-        gone = next((found for pattern, found in GONE.items() if fnmatchcase(own, pattern)), None)
+        path = f"{place}{key}"
+        gone = next((reason for pattern, reason in GONE.items() if fnmatchcase(path, pattern)), None)
         if gone is None:
-            kept[key] = without_gone(value, f"{own}.") if isinstance(value, dict) else value
+            kept[key] = without_gone(value, f"{path}.") if isinstance(value, dict) else value
         elif value != gone[0]:
-            raise UserError(f"{own} is gone: {gone[1]}")
+            raise UserError(f"{path} is gone: {gone[1]}")
     return kept
 
 
@@ -174,26 +174,26 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]
         keys = tuple(part for part in first["loc"] if not UNION_MEMBER.search(str(part)))
         if keys in lines:
             continue
-        place = shown(".".join(map(str, keys))).strip("'")
+        key = shown(".".join(map(str, keys))).strip("'")
         if first["type"] == "extra_forbidden":
             known = suggest(str(first["loc"][-1]), section_keys(first["loc"][:-1], root))
-            lines[keys] = f"unknown key {place!r}. {known}"
+            lines[keys] = f"unknown key {key!r}. {known}"
         elif first["type"] == "missing":
-            lines[keys] = f"{place!r} is not set; give it in the file or as {place}=..."
+            lines[keys] = f"{key!r} is not set; give it in the file or as {key}=..."
         elif first["type"] == "model_type" and first["input"] is None:
-            lines[keys] = f"{place} is empty; write its keys below it, or remove it"
+            lines[keys] = f"{key} is empty; write its keys below it, or remove it"
         elif first["type"] == "model_type" and keys == first["loc"]:
             known = ", ".join(section_keys(keys, root)[:3])
-            lines[keys] = f"{place} is a section with keys such as {known}, got {shown(first['input'])}"
+            lines[keys] = f"{key} is a section with keys such as {known}, got {shown(first['input'])}"
         elif first["type"] == "dict_type" and keys and keys == first["loc"]:
-            lines[keys] = f"{place} has values by name; write {place}.NAME=..., got {shown(first['input'])}"
+            lines[keys] = f"{key} has values by name; write {key}.NAME=..., got {shown(first['input'])}"
         else:
             # One fault for each member of a union.
-            same = [one["msg"] for one in faults if keys != first["loc"] and one["loc"][: len(keys)] == keys]
+            same = [fault["msg"] for fault in faults if keys != first["loc"] and fault["loc"][: len(keys)] == keys]
             if first["type"] == "int_parsing_size":
                 same = ["Input should be an integer between -2^63 and 2^63 - 1"]
             said = " or ".join(dict.fromkeys(same or [first["msg"]])).removeprefix("Value error, ")
-            lines[keys] = f"{place}: {said}, got {shown(first['input'])}".removeprefix(": ")
+            lines[keys] = f"{key}: {said}, got {shown(first['input'])}".removeprefix(": ")
     return list(lines.values())
 
 

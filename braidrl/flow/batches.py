@@ -216,12 +216,12 @@ class UpdatesInProgress:
             # Mostly all rows have the same updates.
             places = {number: list(range(len(numbers))) for number in numbers[0]}
         else:
-            for place, own in enumerate(numbers):
-                for number in own:
-                    places.setdefault(number, []).append(place)
-        for number, found in places.items():
-            self._arrived[number] += len(found)
-            self._waiting.setdefault(number, deque()).append((piece, found))
+            for position, row_updates in enumerate(numbers):
+                for number in row_updates:
+                    places.setdefault(number, []).append(position)
+        for number, positions in places.items():
+            self._arrived[number] += len(positions)
+            self._waiting.setdefault(number, deque()).append((piece, positions))
 
     def take(self, whole: bool = False) -> list[tuple[Any, list[int]]]:
         """Return the pieces of the current update, with positions, that have not accumulated; with `whole` only all at

@@ -116,14 +116,14 @@ def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) 
     """
     names = [*stage.reads, *(name for name in stage.optional if name in latest)]
     for choices in [*((name,) for name in stage.reads), *stage.one_of]:
-        found = next((name for name in choices if name in latest), None)
-        if found is not None:
-            names.append(found)
+        written = next((name for name in choices if name in latest), None)
+        if written is not None:
+            names.append(written)
             continue
         reads = f"stage {stage.name} reads {' or '.join(map(repr, choices))}, which"
-        writer = next((other.name for other in later if set(choices) & set(other.writes)), None)
+        writer = next((stage_after.name for stage_after in later if set(choices) & set(stage_after.writes)), None)
         if writer:
             raise UserError(f"{reads} {writer} writes later; move {writer} before {stage.name}")
-        known = {*latest, *(name for other in later for name in other.writes)} - set(ADMITTED_IF_GIVEN)
+        known = {*latest, *(name for stage_after in later for name in stage_after.writes)} - set(ADMITTED_IF_GIVEN)
         raise UserError(f"{reads} no earlier stage writes. {suggest(choices[-1], known)}")
     return list(dict.fromkeys(names))

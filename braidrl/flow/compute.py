@@ -77,13 +77,13 @@ def dropped(stage: Stage, index: Rows) -> dict[int, str]:
 
     Raises UserError if its function returns something else.
     """
-    found = called(compute_entry(stage.type), arguments(stage, index), stage.params)
-    if not isinstance(found, Mapping):
+    result = called(compute_entry(stage.type), arguments(stage, index), stage.params)
+    if not isinstance(result, Mapping):
         raise UserError(
-            f"{stage.name} returned {form_of(found)}; return a dict from a dropped group's number to the reason"
+            f"{stage.name} returned {form_of(result)}; return a dict from a dropped group's number to the reason"
         )
     # Keys may be tensors of one number, as of `group.unique()`.
-    reasons = {int(group): str(reason) for group, reason in found.items()}
+    reasons = {int(group): str(reason) for group, reason in result.items()}
     if unknown := set(reasons).difference(index["group"].tolist()):
         raise UserError(
             f"{stage.name} dropped {sorted(unknown)}, which are no numbers of groups; return numbers of the column "

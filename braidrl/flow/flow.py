@@ -53,8 +53,8 @@ class Flow:
             if not any(column in stage.writes for stage in stages):
                 # As late as possible, before the first stage that reads them or trains, so that dropped rows are not
                 # computed.
-                place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or column in s.reads)
-                stages = [*stages[:place], make_stage("log_probs", role), *stages[place:]]
+                position = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or column in s.reads)
+                stages = [*stages[:position], make_stage("log_probs", role), *stages[position:]]
         self.stages = serial_order(stages)
         trained = stateful = None
         for stage in self.stages:
@@ -110,14 +110,14 @@ class Flow:
     @cached_property
     def scalar_roles(self) -> tuple[str, ...]:
         """Return the roles whose model has a scalar head: they compute or learn values or scores."""
-        found: dict[str, None] = {}
+        scalar: dict[str, None] = {}
         for stage in self.stages:
             is_scalar = stage.type in ("values", "score")
             if "loss" in stage.params:
                 is_scalar = bool(SCALARS & set(loss_of(stage).reads))
             if stage.role and is_scalar:
-                found[stage.role] = None
-        return tuple(found)
+                scalar[stage.role] = None
+        return tuple(scalar)
 
     @cached_property
     def trains_on_pairs(self) -> bool:

@@ -153,7 +153,7 @@ class GroupSelector:
         or all of the undecided groups before it are kept. Until the batch is known, unfinished groups raise only the
         highest rank.
         """
-        kept, undecided, unfinished, found = 0, 0, 0, []
+        kept, undecided, unfinished, chosen = 0, 0, 0, []
         is_known = self.batch() is not None
         for group in sorted({*self.waiting, *self.verdicts, *self.pending}):
             if kept + undecided >= self.target:
@@ -161,11 +161,11 @@ class GroupSelector:
             if group not in self.waiting and group not in self.verdicts:
                 undecided += 1
             elif group in self.waiting or self.verdicts[group].reason is None:
-                found.append((group, kept, min(kept + undecided + unfinished, self.target - 1)))
+                chosen.append((group, kept, min(kept + undecided + unfinished, self.target - 1)))
                 kept += 1
             else:
                 unfinished += self.verdicts[group].reason == UNFINISHED and not is_known
-        return found
+        return chosen
 
     def needless(self, decided: Mapping[int, bool]) -> list[int]:
         """Return the undecided groups that cannot be in the batch any more, given that those in `decided` are kept or
@@ -270,7 +270,7 @@ class GroupSelector:
             raise ValueError(f"the batch is not complete: {len(self.pending)} groups are undecided")
         # Suspended groups may have lower numbers than waiting ones, and are then counted as ahead of the waves.
         ahead = [group for group in ahead if group > groups[-1]]
-        old = max((place for place, group in enumerate(ahead) if usable and not usable(group)), default=-1)
+        old = max((position for position, group in enumerate(ahead) if usable and not usable(group)), default=-1)
         carried = ahead[old + 1 :] if self.max_staleness else []
         unfinished = [group for group, verdict in self.verdicts.items() if verdict.reason == UNFINISHED]
         returned = [] if self.max_staleness else ahead
@@ -357,8 +357,8 @@ class GroupSelector:
 
     def _end(self, waiting: dict[int, int], carried: Sequence[int], returned: Sequence[int]) -> None:
         """Reset the state after a batch."""
-        own = [verdict for group, verdict in self.verdicts.items() if group not in {*carried, *returned}]
-        ended = [verdict for verdict in own if verdict.reason != UNFINISHED]
+        decided = [verdict for group, verdict in self.verdicts.items() if group not in {*carried, *returned}]
+        ended = [verdict for verdict in decided if verdict.reason != UNFINISHED]
         if ended:
             self.observed = sum(verdict.reason is None for verdict in ended), len(ended)
         self.waiting, self.expired, self.is_open = waiting, (), False
@@ -380,12 +380,12 @@ GRADED = (
 
 def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
     """Return the lowest and the highest score of each group's rows; empty for rows without scores."""
-    found: dict[int, tuple[float, float]] = {}
+    sums: dict[int, tuple[float, float]] = {}
     if "score" in index:
         for group, score in zip(index["group"].tolist(), index["score"].tolist(), strict=True):
-            low, high = found.get(group, (score, score))
-            found[group] = min(low, score), max(high, score)
-    return found
+            low, high = sums.get(group, (score, score))
+            sums[group] = min(low, score), max(high, score)
+    return sums
 
 
 # `on_policy_share` is the share of a batch's groups that must start on the version on which the batch is trained:
@@ -410,5 +410,5 @@ def started_too_many(started: Mapping[int, int | None], places: int) -> set[int]
     """Return the started groups that exceed the slots for older groups in the next batch: all but the last by
     number.
     """
-    found = sorted(group for group, version in started.items() if version is not None)
-    return set(found[: max(0, len(found) - places)])
+    older = sorted(group for group, version in started.items() if version is not None)
+    return set(older[: max(0, len(older) - places)])

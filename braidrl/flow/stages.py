@@ -99,7 +99,9 @@ class RegisteredNames:
         """
         of_stages = inspect.signature(make_stage).parameters.values()
         self.registered, self._family = registered, family
-        self._also = [own for own in of_stages if own.kind is Parameter.KEYWORD_ONLY] if family else also
+        self._also = (
+            [parameter for parameter in of_stages if parameter.kind is Parameter.KEYWORD_ONLY] if family else also
+        )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -108,7 +110,9 @@ class RegisteredNames:
         def made(**settings: Any) -> Any:
             if self._family is None:
                 return {"name": name, **settings}
-            of_stage = {own.name: settings.pop(own.name) for own in self._also if own.name in settings}
+            of_stage = {
+                parameter.name: settings.pop(parameter.name) for parameter in self._also if parameter.name in settings
+            }
             return make_stage(f"{self._family}.{name}", None, settings, **of_stage)
 
         if name in self.registered:
@@ -125,8 +129,8 @@ class RegisteredNames:
         parameters.
         """
         entry = self.registered[name]
-        own = inspect.signature(entry.function).parameters
-        settings = [own[setting] for setting in entry.settings]
+        parameters = inspect.signature(entry.function).parameters
+        settings = [parameters[setting] for setting in entry.settings]
         state = [
             Parameter(setting, Parameter.KEYWORD_ONLY, default=value, annotation=float)
             for setting, value in entry.state.items()

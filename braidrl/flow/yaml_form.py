@@ -56,22 +56,22 @@ for _class in (_Loader, _Dumper):
 
 def from_yaml(source: str | Path) -> Flow:
     """Load a flow from a YAML text or a YAML file. Raises UserError, which names the file and the stage."""
-    text, place, folder = str(source), "flow", Path()
+    text, origin, folder = str(source), "flow", Path()
     if isinstance(source, Path) or source.endswith(SUFFIXES):
         path = Path(source)
         if not path.is_file():
             raise UserError(f"no flow file {path}")
-        text, place, folder = read_text(path), str(path), path.parent
-    tree = _mapping(parse_yaml(text, place, _Loader), FLOW_KEYS, place)
+        text, origin, folder = read_text(path), str(path), path.parent
+    tree = _mapping(parse_yaml(text, origin, _Loader), FLOW_KEYS, origin)
     if not isinstance(tree.get("flow"), str):
-        raise UserError(f"{place}: the flow has no name, as in `flow: grpo`")
+        raise UserError(f"{origin}: the flow has no name, as in `flow: grpo`")
     if not isinstance(tree.get("stages"), list):
-        raise UserError(f"{place}: the flow has no list of stages, as in `stages: [{{role: actor, type: generate}}]`")
+        raise UserError(f"{origin}: the flow has no list of stages, as in `stages: [{{role: actor, type: generate}}]`")
     stages = []
     for number, stage in enumerate(tree["stages"], 1):
         name = isinstance(stage, Mapping) and (stage.get("id") or stage.get("type"))
-        stages.append(_read_stage(stage, f"{place}: stage {number}" + (f" ({name})" if name else ""), folder))
-    with located(place):
+        stages.append(_read_stage(stage, f"{origin}: stage {number}" + (f" ({name})" if name else ""), folder))
+    with located(origin):
         return Flow(tree["flow"], stages)
 
 

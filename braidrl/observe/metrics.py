@@ -173,16 +173,16 @@ class Sums:
 
         A name that ends in `_max` is reduced by its maximum.
         """
-        found = [values.max() if name.endswith("_max") else values.sum() for name, values in metrics.items()]
+        reduced = [values.max() if name.endswith("_max") else values.sum() for name, values in metrics.items()]
         # One transfer for all: each separate read makes the host wait for the device.
-        numbers = torch.stack(found).tolist() if found else []
+        numbers = torch.stack(reduced).tolist() if reduced else []
         for (name, values), number in zip(metrics.items(), numbers, strict=True):
             self.add(f"{role}/{name}", number, len(values))
 
     def merge(self, *others: "Sums") -> "Sums":
         """Add the sums of other micro-batches or workers, in the given order, and return this object."""
-        for other in others:
-            for name, (total, count) in other._pairs.items():
+        for sums in others:
+            for name, (total, count) in sums._pairs.items():
                 self.add(name, total, count)
         return self
 

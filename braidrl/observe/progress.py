@@ -129,9 +129,9 @@ class Progress:
 
 def spell_seconds(seconds: float) -> str:
     """Format a duration as `7 s`, `3:07 min` or `2:05 h`."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+    rounded = int(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60}:{rounded % 60:02} min"
+    return f"{rounded // 3600}:{rounded % 3600 // 60:02} h"

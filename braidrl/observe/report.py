@@ -178,13 +178,17 @@ def write_report(run: Path) -> Path:
             # Leading nulls are steps that cannot have a value (an evaluation before training), not gaps.
             if key not in ("step", "version") and (value is not None or key in points):
                 points.setdefault(key, []).append((line["step"], value))
-    curves = {key: Series(key, *map(tuple, zip(*found, strict=True))) for key, found in points.items()}
+    curves = {key: Series(key, *map(tuple, zip(*samples, strict=True))) for key, samples in points.items()}
     series = {
-        picture: [one for name, one in curves.items() if any(re.fullmatch(pattern, name) for pattern in picture.keys)]
+        picture: [
+            series_of
+            for name, series_of in curves.items()
+            if any(re.fullmatch(pattern, name) for pattern in picture.keys)
+        ]
         for pictures in SECTIONS.values()
         for picture in pictures
     }
-    known = {one.name for found in series.values() for one in found}
+    known = {series_of.name for samples in series.values() for series_of in samples}
     summary = "No step has been written yet."
     if lines:
         seconds, steps = sum(line.get("time/step") or 0.0 for line in lines), lines[-1]["step"]
@@ -194,23 +198,30 @@ def write_report(run: Path) -> Path:
     path, config = run / "report.html", run / "config.yaml"
     # A random word, which no response contains. The script replaces it in the page's bytes: a template would copy its 5
     # MB four times.
-    place = secrets.token_hex(16)
+    token = secrets.token_hex(16)
     html = TEMPLATES.get_template("report.html").render(
         name=run.resolve().name,
         summary=summary,
         tiles=headlines(curves, series[EVALUATION]),
         sections=[
-            (title, [chart(one.title, series[one], one.about, one.stacked) for one in pictures if series[one]])
+            (
+                title,
+                [
+                    chart(series_of.title, series[series_of], series_of.about, series_of.stacked)
+                    for series_of in pictures
+                    if series[series_of]
+                ],
+            )
             for title, pictures in SECTIONS.items()
         ],
         samples=sample_groups(run),
         longest=SHOWN_CHARACTERS,
-        other=[chart(name, [one]) for name, one in curves.items() if name not in known],
+        other=[chart(name, [series_of]) for name, series_of in curves.items() if name not in known],
         configuration=config.read_text(encoding="utf-8") if config.is_file() else "",
-        plotly=place,
+        plotly=token,
     )
     with whole_file(path) as unfinished:
-        unfinished.write_bytes(html.encode().replace(place.encode(), script, 1))
+        unfinished.write_bytes(html.encode().replace(token.encode(), script, 1))
     return path
 
 
@@ -218,19 +229,19 @@ def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool =
     """Return a chart of several series as curves or `stacked` bars; a point of a long series is the mean over equally
     many steps.
     """
-    if len(series) > 1 and len({one.name.partition("/")[0] for one in series}) == 1:
-        series = [replace(one, name=one.name.partition("/")[2]) for one in series]
+    if len(series) > 1 and len({line.name.partition("/")[0] for line in series}) == 1:
+        series = [replace(line, name=line.name.partition("/")[2]) for line in series]
     curves, traces, longest_mean = list[dict[str, str]](), list[dict[str, Any]](), 1
-    for number, one in enumerate(series):
-        paint, steps, values = PALETTE[number % len(PALETTE)], one.steps, one.values
-        curves.append({"name": one.name, "colour": paint, "last": spell(one.numbers[-1])})
+    for number, line in enumerate(series):
+        paint, steps, values = PALETTE[number % len(PALETTE)], line.steps, line.values
+        curves.append({"name": line.name, "colour": paint, "last": spell(line.numbers[-1])})
         size = math.ceil(len(steps) / (MOST_BARS if stacked else MOST_POINTS))
         if size > 1:
             longest_mean = max(longest_mean, size)
             stretches = [slice(i, i + size) for i in range(0, len(steps), size)]
             steps = tuple(steps[s][len(steps[s]) // 2] for s in stretches)
             values = tuple(mean(values[s]) for s in stretches)
-        trace: dict[str, Any] = {"x": steps, "y": values, "name": one.name}
+        trace: dict[str, Any] = {"x": steps, "y": values, "name": line.name}
         curve = {**trace, "line": {"color": paint}, "mode": "lines"}
         shown = sum(value is not None for value in values)
         if stacked:
@@ -271,7 +282,7 @@ def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> li
     """Return a tile `0.31 → 0.88`, means over first and last steps, for each headline number, and one for the tokens
     trained.
     """
-    wanted = [(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
+    wanted = [(curve.name.removeprefix("eval/").replace("/", " "), curve, 1) for curve in evaluations]
     wanted += [(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
     tiles = []
     for label, series, steps in wanted:
@@ -293,15 +304,15 @@ def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> li
 
 def read_samples(run: Path, step: int, evaluation: str | None = None) -> list[Sample]:
     """Read the recorded rows of a step. The score is the verifier's if present, else the reward."""
-    found = []
+    samples = []
     for row in read_texts(rollout_path(run, step, evaluation), COLUMNS):
         correct, reason = row.get("correct"), row.get("finish_reason")
         named = None if reason is None else FinishReason(reason).name.lower()
         answer = json.loads(row.get("metadata") or "{}").get("answer")
         known = None if answer is None else whole_text(answer) if isinstance(answer, str) else json.dumps(answer)
         right, score = None if correct is None else bool(correct), row.get("score", row.get("reward"))
-        found.append(Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, known))
-    return found
+        samples.append(Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, known))
+    return samples
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
@@ -321,13 +332,13 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
     """Return a step's samples for trackers: the best and worst training row, and the first prompts of each set
     evaluated then.
     """
-    found: list[tuple[str, Sample]] = []
+    samples: list[tuple[str, Sample]] = []
     if step in recorded_steps(run):
-        found += [("training", sample) for sample in best_and_worst(read_samples(run, step))]
+        samples += [("training", sample) for sample in best_and_worst(read_samples(run, step))]
     for name in recorded_evaluations(run):
         if step in recorded_steps(run, name):
-            found += [(name, sample) for sample in read_samples(run, step, name)[:PROMPTS_PER_SET]]
-    return [{"step": step, "set": name, **asdict(sample)} for name, sample in found]
+            samples += [(name, sample) for sample in read_samples(run, step, name)[:PROMPTS_PER_SET]]
+    return [{"step": step, "set": name, **asdict(sample)} for name, sample in samples]
 
 
 def sample_groups(run: Path) -> list[SampleGroup]:
@@ -338,12 +349,12 @@ def sample_groups(run: Path) -> list[SampleGroup]:
     for name in recorded_evaluations(run):
         chosen: dict[str, list[Sample]] = {}
         for step in spread(recorded_steps(run, name), MOST_STEPS):
-            found: dict[str, Sample] = {}
+            by_prompt: dict[str, Sample] = {}
             for sample in read_samples(run, step, name):
-                found.setdefault(sample.prompt, sample)
-            chosen = chosen or {prompt: [] for prompt in list(found)[:PROMPTS_PER_SET]}
-            for prompt in chosen.keys() & found.keys():
-                chosen[prompt].append(found[prompt])
+                by_prompt.setdefault(sample.prompt, sample)
+            chosen = chosen or {prompt: [] for prompt in list(by_prompt)[:PROMPTS_PER_SET]}
+            for prompt in chosen.keys() & by_prompt.keys():
+                chosen[prompt].append(by_prompt[prompt])
         title = f"{name}: the same prompt over time"
         groups += [SampleGroup(title, samples, prompt) for prompt, samples in chosen.items()]
     for step in spread(recorded_steps(run), MOST_STEPS):

@@ -46,13 +46,15 @@ def rollout_path(run: Path, step: int, evaluation: str | None = None) -> Path:
 def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
     """Return the steps with recorded rows of training, or of an evaluation set, ascending."""
     prefix = "" if evaluation is None else re.escape(f"eval-{evaluation}-")
-    found = (re.fullmatch(rf"{prefix}step-(\d+)\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (
+        re.fullmatch(rf"{prefix}step-(\d+)\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet")
+    )
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def recorded_evaluations(run: Path) -> list[str]:
-    found = (re.fullmatch(r"eval-(.+)-step-\d+\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
-    return sorted({match[1] for match in found if match})
+    matches = (re.fullmatch(r"eval-(.+)-step-\d+\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
+    return sorted({match[1] for match in matches if match})
 
 
 def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
@@ -108,8 +110,8 @@ def join_parts(path: Path, parts: Sequence[Path]) -> None:
     """
     names = sorted(pq.read_schema(parts[0]).names)
     for part in parts:
-        if (own := sorted(pq.read_schema(part).names)) != names:
-            raise ValueError(f"{part} has other columns than {parts[0]}: {own}, {names}")
+        if (columns := sorted(pq.read_schema(part).names)) != names:
+            raise ValueError(f"{part} has other columns than {parts[0]}: {columns}, {names}")
     folder = path.with_name(f".{path.name}.parts")
     shutil.rmtree(folder, ignore_errors=True)
     if len(parts) > 1:
@@ -185,10 +187,10 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
 
 def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Read each row's prompt and response text, and the named `columns` that the recording has."""
-    wanted, files, found = [PROMPT_TEXT, RESPONSE_TEXT, *columns], parts_of(path), []
+    wanted, files, records = [PROMPT_TEXT, RESPONSE_TEXT, *columns], parts_of(path), []
     for file in files:
         known = set(pq.read_schema(file).names)
-        found += pq.read_table(file, columns=[name for name in {*wanted, *IDENTITY} if name in known]).to_pylist()
+        records += pq.read_table(file, columns=[name for name in {*wanted, *IDENTITY} if name in known]).to_pylist()
     if len(files) > 1:
-        found.sort(key=lambda row: [row[name] for name in IDENTITY])
-    return [{name: row[name] for name in wanted if name in row} for row in found]
+        records.sort(key=lambda row: [row[name] for name in IDENTITY])
+    return [{name: row[name] for name in wanted if name in row} for row in records]

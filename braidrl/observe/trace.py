@@ -94,7 +94,7 @@ class TraceWriter:
 
     def record(self, span: Span) -> None:
         with self._lock:
-            append_line(self._file, {one.name: getattr(span, one.name) for one in fields(Span)})
+            append_line(self._file, {field_of.name: getattr(span, field_of.name) for field_of in fields(Span)})
 
     def close(self) -> None:
         with self._lock:
@@ -218,16 +218,18 @@ def busy_table(spans: Sequence[Span]) -> list[Busy]:
     for role in dict.fromkeys(span.role for span in spans):
         of_role = [span for span in spans if span.role == role]
         for stage in (ALL_STAGES, *dict.fromkeys(span.stage for span in of_role)):
-            own = of_role if stage == ALL_STAGES else [span for span in of_role if span.stage == stage]
-            workers = dict.fromkeys(span.worker for span in own)
+            stage_spans = of_role if stage == ALL_STAGES else [span for span in of_role if span.stage == stage]
+            workers = dict.fromkeys(span.worker for span in stage_spans)
             busy, waiting = (
-                sum(covered([s for s in own if (s.worker, s.state) == (worker, state)]) for worker in workers)
+                sum(covered([s for s in stage_spans if (s.worker, s.state) == (worker, state)]) for worker in workers)
                 for state in ("busy", "waiting")
             )
-            whole = available * len(workers) or 1.0
-            done = [span for span in own if span.state == "busy"]
+            capacity = available * len(workers) or 1.0
+            done = [span for span in stage_spans if span.state == "busy"]
             rows, tokens = sum(span.rows for span in done), sum(span.tokens for span in done)
-            table.append(Busy(role, stage, len(workers), rows, tokens, busy, waiting, busy / whole, waiting / whole))
+            table.append(
+                Busy(role, stage, len(workers), rows, tokens, busy, waiting, busy / capacity, waiting / capacity)
+            )
     return table
 
 
@@ -286,9 +288,9 @@ def timeline(run: Path) -> Iterator[str]:
     spans = read_trace(run)
     heads = f"{'workers':>8}{'rows':>10}{'tokens':>13}{'busy s':>10}{'waiting s':>11}{'busy':>7}{'waiting':>9}"
     yield f"{'role':<14}{'stage':<34}{heads}"
-    for one in busy_table(spans):
-        done = f"{one.workers:>8}{one.rows:>10,}{one.tokens:>13,}{one.busy_seconds:>10.2f}{one.waiting_seconds:>11.2f}"
-        yield f"{one.role:<14}{one.stage:<34}{done}{one.busy_share:>7.0%}{one.waiting_share:>9.0%}"
+    for row in busy_table(spans):
+        done = f"{row.workers:>8}{row.rows:>10,}{row.tokens:>13,}{row.busy_seconds:>10.2f}{row.waiting_seconds:>11.2f}"
+        yield f"{row.role:<14}{row.stage:<34}{done}{row.busy_share:>7.0%}{row.waiting_share:>9.0%}"
     path = run / "timeline.json"
     path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
     yield f"{path}: open it at ui.perfetto.dev"

@@ -92,34 +92,34 @@ class Trackers:
         """
         self._say, self._reported = say, set[str]()
         self._open: list[tuple[TrackerConfig, Any]] = []
-        for one in chosen:
-            with self._errors_of(one.name, raised=must_open):
-                self._open.append((one, TRACKERS.make(one.name, run, **one.params)))
+        for setting in chosen:
+            with self._errors_of(setting.name, raised=must_open):
+                self._open.append((setting, TRACKERS.make(setting.name, run, **setting.params)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for one, tracker in self._open:
-            with self._errors_of(one.name):
+        for setting, tracker in self._open:
+            with self._errors_of(setting.name):
                 tracker.write(step, metrics)
 
     def write_samples(self, step: int, read: Callable[[], Samples]) -> None:
         """Pass recorded responses of a step to the trackers that are due; reads them only if there are any."""
         samples: Samples | None = None
-        for one, tracker in self._open:
-            if one.samples_every and step % one.samples_every == 0 and hasattr(tracker, "write_samples"):
-                with self._errors_of(one.name):
+        for setting, tracker in self._open:
+            if setting.samples_every and step % setting.samples_every == 0 and hasattr(tracker, "write_samples"):
+                with self._errors_of(setting.name):
                     samples = read() if samples is None else samples
                     if samples:
                         tracker.write_samples(step, samples)
 
     def write_report(self, report: Path) -> None:
-        for one, tracker in self._open:
-            with self._errors_of(one.name):
+        for setting, tracker in self._open:
+            with self._errors_of(setting.name):
                 if hasattr(tracker, "write_report"):
                     tracker.write_report(report)
 
     def close(self) -> None:
-        for one, tracker in self._open:
-            with self._errors_of(one.name):
+        for setting, tracker in self._open:
+            with self._errors_of(setting.name):
                 tracker.close()
 
     @contextmanager
@@ -161,7 +161,7 @@ class TensorboardTracker:
 
     def write_samples(self, step: int, samples: Samples) -> None:
         os.stat(self._folder)
-        cells = (["" if value is None else str(value) for value in one.values()] for one in samples)
+        cells = (["" if value is None else str(value) for value in sample.values()] for sample in samples)
         escaped = ([text.replace("|", "\\|").replace("\n", "<br>") for text in texts] for texts in cells)
         rows = [list(samples[0]), ["---"] * len(samples[0]), *escaped]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
@@ -202,7 +202,9 @@ class WandbTracker(LoggedRun):
 
     def write_samples(self, step: int, samples: Samples) -> None:
         # Scores and answers may be missing or of mixed types, which wandb refuses.
-        table = self._library.Table(list(samples[0]), [list(one.values()) for one in samples], allow_mixed_types=True)
+        table = self._library.Table(
+            list(samples[0]), [list(sample.values()) for sample in samples], allow_mixed_types=True
+        )
         self._run.log({"samples": table}, step=step)
 
     def write_report(self, report: Path) -> None:
@@ -223,7 +225,7 @@ class TrackioTracker(LoggedRun):
         self._run = self._library.init(project, **arguments)
 
     def write_samples(self, step: int, samples: Samples) -> None:
-        self._run.log({"samples": self._library.Table(data=[dict(one) for one in samples])}, step=step)
+        self._run.log({"samples": self._library.Table(data=[dict(sample) for sample in samples])}, step=step)
 
     def write_report(self, report: Path) -> None:
         self._run.log_artifact(report, name=f"{self._run.name}-report", type="report")
@@ -245,11 +247,11 @@ class MlflowTracker:
         where = known.experiment_id if known else self._client.create_experiment(experiment)
         # The folder identifies the run: other runs may have the same name.
         folder = {"braid.folder": str(run.folder.resolve())}
-        found = self._client.search_runs([where], f"tags.`braid.folder` = '{folder['braid.folder']}'")
-        opened = found[0] if found else self._client.create_run(where, run_name=run.folder.name, tags=folder)
+        runs = self._client.search_runs([where], f"tags.`braid.folder` = '{folder['braid.folder']}'")
+        opened = runs[0] if runs else self._client.create_run(where, run_name=run.folder.name, tags=folder)
         self._id = opened.info.run_id
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
-        if not found:
+        if not runs:
             param = self._library.entities.Param
             settings = [param(mlflow_name(name), str(value)) for name, value in flat(run.config)]
             for first in range(0, len(settings), PARAMETERS_AT_A_TIME):
@@ -260,7 +262,7 @@ class MlflowTracker:
         self._client.log_batch(self._id, [metric(mlflow_name(n), value, now, step) for n, value in metrics.items()])
 
     def write_samples(self, step: int, samples: Samples) -> None:
-        columns = {name: [one[name] for one in samples] for name in samples[0]}
+        columns = {name: [sample[name] for sample in samples] for name in samples[0]}
         self._client.log_table(self._id, columns, "samples.json")
 
     def write_report(self, report: Path) -> None:
@@ -297,7 +299,7 @@ class SwanlabTracker(LoggedRun):
 
     def write_samples(self, step: int, samples: Samples) -> None:
         table = self._library.echarts.Table()
-        cells = [["" if value is None else str(value) for value in one.values()] for one in samples]
+        cells = [["" if value is None else str(value) for value in sample.values()] for sample in samples]
         table.add(list(samples[0]), cells)
         self._run.log({"samples": table}, step=step)
 

@@ -68,9 +68,9 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
             if span.state == "busy":
                 busy[span.stage, span.iteration][span.worker] += span.seconds
         placed = {
-            stage: (choice.use, one.devices)
-            for one in configured_sets(run.problem)
-            for choice in one.roles.values()
+            stage: (choice.use, configured.devices)
+            for configured in configured_sets(run.problem)
+            for choice in configured.roles.values()
             for stage in choice.costs
         }
         for step, problem in run.steps():
@@ -98,7 +98,7 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
             explained = predicted(replace(problem, rates={kind: fitted})).seconds
             sample = {"iteration_s": 1.0, "row_s": float(problem.rows), "slower": explained}
             steps[problem.config.runtime].append((sample, run.step_seconds[step], explained))
-    overheads = {name: RuntimeRates(**least_squares(*zip(*own, strict=True))) for name, own in steps.items()}
+    overheads = {name: RuntimeRates(**least_squares(*zip(*measured, strict=True))) for name, measured in steps.items()}
     return fitted.model_copy(update={"runtimes": {**rates.runtimes, **overheads}})
 
 
@@ -107,17 +107,17 @@ def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, fl
 
     `behind` is the share of compute that hides communication.
     """
-    found: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     for work in done:
         for name in OWN:
             # vLLM decodes at unit costs of its own.
             source = "vllm" if work.phase == "decode" and engine in VLLM else FITTED_AS[work.phase]
-            found[f"{source}.{name}"] += float(getattr(work, name))
-        found["memory"] += work.memory
-        found["link"] += work.link + (1 - behind) * work.behind_link
-        found["network"] += work.network + (1 - behind) * work.behind_network
-        found["collectives"] += work.collectives
-    return {name: value for name, value in found.items() if value}
+            totals[f"{source}.{name}"] += float(getattr(work, name))
+        totals["memory"] += work.memory
+        totals["link"] += work.link + (1 - behind) * work.behind_link
+        totals["network"] += work.network + (1 - behind) * work.behind_network
+        totals["collectives"] += work.collectives
+    return {name: value for name, value in totals.items() if value}
 
 
 def least_squares(
@@ -135,9 +135,9 @@ def least_squares(
     scale = np.abs(a).max(axis=0)
     weight = np.ones(len(a))
     for _ in range(REWEIGHED):
-        found = nonnegative(a / scale * weight[:, None], b * weight)
-        weight = np.abs(a / scale @ found - b).clip(min=SMALL) ** -0.5
-    return dict(zip(names, (found / scale).tolist(), strict=True))
+        solution = nonnegative(a / scale * weight[:, None], b * weight)
+        weight = np.abs(a / scale @ solution - b).clip(min=SMALL) ** -0.5
+    return dict(zip(names, (solution / scale).tolist(), strict=True))
 
 
 def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -170,18 +170,18 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
         "vllm.prefill": ("infer", rates.vllm.prefill),
         "vllm.decode": ("vllm", rates.vllm.decode),
     }
-    found: dict[str, Any] = {}
+    fitted: dict[str, Any] = {}
     for name, (source, phase_rates) in known.items():
-        found[name] = phase_rates
+        fitted[name] = phase_rates
         if f"{source}.operations" in costs:
             operations, *others = (costs.get(f"{source}.{quantity}", 0.0) for quantity in OWN)
             peak = kind.peak[dtype]
             unit = dict(zip(("activation_s", "token_s", "call_s", "row_s", "step_s"), others, strict=True))
-            found[name] = PhaseRates(share=1.0 / (max(operations, 0.1 / peak) * peak), **unit)
-    found["vllm"] = EngineRates(prefill=found.pop("vllm.prefill"), decode=found.pop("vllm.decode"))
+            fitted[name] = PhaseRates(share=1.0 / (max(operations, 0.1 / peak) * peak), **unit)
+    fitted["vllm"] = EngineRates(prefill=fitted.pop("vllm.prefill"), decode=fitted.pop("vllm.decode"))
     for name, full in (("memory", kind.bandwidth), ("link", kind.link), ("network", kind.network)):
         if costs.get(name, 0.0) > 0:
-            found[name] = 1.0 / (costs[name] * full)
+            fitted[name] = 1.0 / (costs[name] * full)
     if "collectives" in costs:
-        found["collective_s"] = costs["collectives"]
-    return rates.model_copy(update=found)
+        fitted["collective_s"] = costs["collectives"]
+    return rates.model_copy(update=fitted)

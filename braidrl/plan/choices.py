@@ -118,9 +118,9 @@ class Choices:
             for tried, (busy, picked) in enumerate(in_order(options)):
                 if busy >= limit or tried >= most:
                     break
-                found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit - busy)
-                if found is not None and found.busy < limit:
-                    quickest, limit, most = found, found.busy, MOST_TRIED // 10
+                choice_of_set = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit - busy)
+                if choice_of_set is not None and choice_of_set.busy < limit:
+                    quickest, limit, most = choice_of_set, choice_of_set.busy, MOST_TRIED // 10
             self._sets[key] = quickest
         return self._sets[key]
 
@@ -151,12 +151,16 @@ class Choices:
             return
         tried = sorted({longest, max(longest, given), max(longest, given * 4)})
         every = layouts(model.use.shape, devices, group, model.use.trained, longest)
-        found = [layout for layout in every if problem.allows(model.role, layout)]
-        for layout in found:
+        allowed = [layout for layout in every if problem.allows(model.role, layout)]
+        for layout in allowed:
             # If training gathers its weights, inference may use a copy in a layout that does not.
             copies: list[ParallelLayout | None] = [None]
             if model.infers and model.use.trained and layout.shard == "full":
-                copies += [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1][:2]
+                copies += [
+                    layout_of
+                    for layout_of in allowed
+                    if layout_of.shard == "none" and layout_of.pipeline == layout_of.sequence == 1
+                ][:2]
             checkpointing = (False, True) if model.use.trained else (False,)
             uses = [
                 replace(model.use, layout=layout, tokens=tokens, checkpointing=again, inference=inference)
@@ -166,14 +170,14 @@ class Choices:
             if not model.generates or part == "model":
                 yield from models
                 continue
-            whole, order = replace(model.use, layout=layout, tokens=1), [s.name for s in problem.flow.stages]
-            decoding = [replace(whole, engine=engine) for engine in self.engines(model, group, devices, layout)]
+            unsharded, order = replace(model.use, layout=layout, tokens=1), [s.name for s in problem.flow.stages]
+            decoding = [replace(unsharded, engine=engine) for engine in self.engines(model, group, devices, layout)]
             decoders = keep(self._fitting(model, group, decoding, devices, "generate"))
-            for one, other in itertools.product(models, decoders):
-                costs = {**other.costs, **one.costs}
+            for layout_of, decoder in itertools.product(models, decoders):
+                costs = {**decoder.costs, **layout_of.costs}
                 costs = {name: costs[name] for name in order if name in costs}
-                use = replace(one.use, engine=other.use.engine)
-                yield Choice(use, costs, {**one.resident, **other.resident}, one.working)
+                use = replace(layout_of.use, engine=decoder.use.engine)
+                yield Choice(use, costs, {**layout_of.resident, **decoder.resident}, layout_of.working)
 
     def _fitting(
         self,
@@ -237,15 +241,15 @@ class Choices:
         """
         kind = self.problem.cluster.kinds[group.kind]
         room = int(kind.memory * USABLE)
-        whole, working = all_resident(roles, group, devices), max(choice.working for choice in roles.values())
-        if whole.memory <= room:
-            return whole
+        resident, working = all_resident(roles, group, devices), max(choice.working for choice in roles.values())
+        if resident.memory <= room:
+            return resident
         if max(largest_stage(choice.resident) for choice in roles.values()) + working > room:
             return None
         # Lower bound: the excess is offloaded and loaded at least once.
-        if 2 * (whole.memory - room) / (kind.host * self.problem.rates[group.kind].host) >= limit:
+        if 2 * (resident.memory - room) / (kind.host * self.problem.rates[group.kind].host) >= limit:
             return None
-        return in_turns(self.problem, whole, room - working)
+        return in_turns(self.problem, resident, room - working)
 
 
 def best(choices: Iterable[Choice]) -> list[Choice]:
@@ -258,7 +262,7 @@ def best(choices: Iterable[Choice]) -> list[Choice]:
         measured.append(((choice.busy, *parts, weights, choice.working), choice))
     front: list[tuple[tuple[float, ...], Choice]] = []
     for numbers, choice in sorted(measured, key=lambda pair: pair[0]):
-        if not any(all(a <= b for a, b in zip(other, numbers, strict=True)) for other, _ in front):
+        if not any(all(a <= b for a, b in zip(kept, numbers, strict=True)) for kept, _ in front):
             front.append((numbers, choice))
     return [choice for _, choice in front]
 
@@ -274,8 +278,8 @@ def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) ->
 def in_turns(problem: Problem, whole: SetChoice, budget: int) -> SetChoice | None:
     """Return choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
     roles, kind = whole.roles, whole.group.kind
-    generating = [role for role, one in roles.items() if one.use.engine]
-    resident = {role: dict(one.resident) for role, one in roles.items()}
+    generating = [role for role, role_choice in roles.items() if role_choice.use.engine]
+    resident = {role: dict(role_choice.resident) for role, role_choice in roles.items()}
     try:
         plan = taking_turns(problem.flow, resident, generating, budget)
     except UserError:
@@ -295,14 +299,14 @@ def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple
     if not all(options):
         return
     first = (0,) * len(options)
-    waiting = [(sum(own[0].busy for own in options), first)]
+    waiting = [(sum(candidates[0].busy for candidates in options), first)]
     seen = {first}
     while waiting:
         busy, places = heapq.heappop(waiting)
-        yield busy, tuple(own[place] for own, place in zip(options, places, strict=True))
-        for i, own in enumerate(options):
+        yield busy, tuple(candidates[rank] for candidates, rank in zip(options, places, strict=True))
+        for i, candidates in enumerate(options):
             later = (*places[:i], places[i] + 1, *places[i + 1 :])
-            if later[i] < len(own) and later not in seen:
+            if later[i] < len(candidates) and later not in seen:
                 seen.add(later)
                 heapq.heappush(waiting, (sum(o[p].busy for o, p in zip(options, later, strict=True)), later))
 

@@ -55,10 +55,10 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
             resident, working = role_memory(use)
             name = asked.role + GENERATE * asked.apart
             roles[name] = Choice(use, costs, resident, sum(working.values()))
-        whole, found = all_resident(roles, kind, group.devices), None
+        every_asset, turns = all_resident(roles, kind, group.devices), None
         if config.trainer.resident_gib is not None and config.runtime != "streaming":
-            found = in_turns(problem, whole, int(config.trainer.resident_gib * GIB))
-        sets.append(found or whole)
+            turns = in_turns(problem, every_asset, int(config.trainer.resident_gib * GIB))
+        sets.append(turns or every_asset)
     return sets
 
 
@@ -72,9 +72,9 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         "rollout": {},
         "trainer": {"layout": {}, "inference_layout": None, "max_staleness": plan.staleness},
     }
-    engines, devices = {}, sum(one.devices for one in plan.sets)
-    for one in plan.sets:
-        for name, choice in one.roles.items():
+    engines, devices = {}, sum(set_choice.devices for set_choice in plan.sets)
+    for set_choice in plan.sets:
+        for name, choice in set_choice.roles.items():
             role = name.removesuffix(GENERATE)
             if name == role:
                 tree["roles"][role] = role_settings(choice, role, problem, plan.runtime)
@@ -86,7 +86,7 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         slots = min(engine.slots for engine in engines.values())
         tree["rollout"] = {"engines": None, "slots": slots, "tensor": shape.tensor, "pipeline": shape.pipeline}
     if engines and rollout.engine == "vllm" and problem.cluster.device == "cuda":
-        room = min(problem.cluster.kinds[one.group.kind].memory for one in plan.sets)
+        room = min(problem.cluster.kinds[set_choice.group.kind].memory for set_choice in plan.sets)
         held = max(e.shape.parameters * e.shape.element_bytes // e.divisor for e in engines.values())
         pages = max(
             role_memory(replace(c.use, computes=False))[0][CACHE]
@@ -98,32 +98,34 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         sleeps = {"enable_sleep_mode": True} if any(not name.endswith(GENERATE) for name in engines) else {}
         tree["rollout"]["vllm"] = {"gpu_memory_utilization": share, **sleeps}
     if plan.runtime == "streaming":
-        each = {name: engine.divisor for name, engine in engines.items()}
-        counts = {name: one.devices // each.get(name, 1) for one in plan.sets for name in one.roles}
+        divisors = {name: engine.divisor for name, engine in engines.items()}
+        counts = {
+            name: set_choice.devices // divisors.get(name, 1) for set_choice in plan.sets for name in set_choice.roles
+        }
         tree |= {"streaming": {"workers": counts}, "placement": "colocate"}
     elif plan.runtime == "hybrid":
-        pools = [{"roles": list(one.roles), "workers": one.devices} for one in plan.sets]
+        pools = [{"roles": list(set_choice.roles), "workers": set_choice.devices} for set_choice in plan.sets]
         if len({group.kind for group in problem.cluster.groups}) > 1:
-            pools = [{**pool, "kind": one.group.kind} for pool, one in zip(pools, plan.sets, strict=True)]
+            pools = [{**pool, "kind": set_choice.group.kind} for pool, set_choice in zip(pools, plan.sets, strict=True)]
         tree |= {"placement": pools, "cluster": {"cpus": devices}}
     else:
         tree |= {"workers": devices, "placement": "colocate"}
-    budgets = [one.budget for one in plan.sets if one.budget is not None]
+    budgets = [set_choice.budget for set_choice in plan.sets if set_choice.budget is not None]
     tree["trainer"]["resident_gib"] = round(min(budgets) / GIB, 3) if budgets else None
     return tree
 
 
 def role_settings(choice: Choice, role: str, problem: Problem, runtime: str) -> dict[str, Any]:
     """Return a role's configuration; layouts only if the runtime supports them."""
-    found: dict[str, Any] = {"max_tokens_per_device": choice.use.tokens}
+    settings: dict[str, Any] = {"max_tokens_per_device": choice.use.tokens}
     if role in problem.flow.trained_roles:
-        found["activation_checkpointing"] = choice.use.checkpointing
+        settings["activation_checkpointing"] = choice.use.checkpointing
     if runtime == "eager":
-        return found
-    found["layout"] = choice.use.layout.model_dump(exclude_defaults=True)
+        return settings
+    settings["layout"] = choice.use.layout.model_dump(exclude_defaults=True)
     if runtime == "streaming" and role not in problem.flow.changed_roles and choice.use.layout.is_replicated:
         # Without a number of its own, each process of a frozen role takes rows alone.
-        found["layout"] = {}
+        settings["layout"] = {}
     if choice.use.inference is not None:
-        found["inference_layout"] = choice.use.inference.model_dump(exclude_defaults=True)
-    return found
+        settings["inference_layout"] = choice.use.inference.model_dump(exclude_defaults=True)
+    return settings

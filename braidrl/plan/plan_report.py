@@ -51,12 +51,12 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
 
 def table(title: str, columns: Sequence[str], right: Sequence[int]) -> Table:
     """Return an empty table without borders; the columns `right` are right-aligned, and the last one wraps."""
-    found = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
-    for i, column in enumerate(found.columns):
+    made = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(made.columns):
         column.no_wrap = i < len(columns) - 1
         column.justify = "right" if i in right else "left"
         column.overflow = "fold"
-    return found
+    return made
 
 
 def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
@@ -66,7 +66,7 @@ def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
     for number, plan in enumerate(plans, 1):
         runtime = plan.runtime + (f", staleness {plan.staleness}" if plan.staleness else "")
         rate = float(problem.lengths.tokens / plan.seconds / problem.cluster.size)
-        memory = in_units(max(one.memory for one in plan.sets))
+        memory = in_units(max(choice.memory for choice in plan.sets))
         lines.add_row(str(number), runtime, f"{plan.seconds:,.3g}", f"{rate:,.1f}", memory, plan.name)
     return lines
 
@@ -74,8 +74,8 @@ def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
 def roles_table(plan: Plan) -> Table:
     """Return a table of each role's deployment: its layouts, micro-batch and engine."""
     lines = table("roles of plan 1", ("role", "devices", "memory", "deployment"), (2,))
-    for one in plan.sets:
-        for name, choice in one.roles.items():
+    for set_choice in plan.sets:
+        for name, choice in set_choice.roles.items():
             use, parts = choice.use, list[str]()
             if use.computes:
                 parts.append(("trains in " if use.trained else "infers in ") + layout_name(use.layout))
@@ -85,9 +85,9 @@ def roles_table(plan: Plan) -> Table:
             if (engine := use.engine) is not None:
                 parts.append(f"{engine.slots:,} slots" + (f", tensor {engine.divisor}" if engine.divisor > 1 else ""))
             # If not everything fits at once, roles are offloaded while others work.
-            memory = in_units(min(choice.peak, one.memory))
-            lines.add_row(name, f"{one.devices} x {one.group.kind}", memory, "; ".join(parts))
-    budgets = [one.budget for one in plan.sets if one.budget is not None]
+            memory = in_units(min(choice.peak, set_choice.memory))
+            lines.add_row(name, f"{set_choice.devices} x {set_choice.group.kind}", memory, "; ".join(parts))
+    budgets = [set_choice.budget for set_choice in plan.sets if set_choice.budget is not None]
     if budgets:
         lines.caption = f"roles take turns within {in_units(min(budgets))} of resident bytes"
     return lines
@@ -105,9 +105,9 @@ def reason(plan: Plan, first: Plan) -> str:
     slower = [
         (cost.seconds - first.costs.get(name, Cost()).seconds, name, cost.bound) for name, cost in plan.costs.items()
     ]
-    worse = [one for one in slower if one[0] > SHOWN * first.seconds]
+    worse = [candidate for candidate in slower if candidate[0] > SHOWN * first.seconds]
     reasons = [f"{name} takes {more:,.3g} s more ({what})" for more, name, what in sorted(worse, reverse=True)[:3]]
-    idle = [(1 - one.busy / plan.seconds, one) for one in plan.sets]
+    idle = [(1 - candidate.busy / plan.seconds, candidate) for candidate in plan.sets]
     share, idlest = max(idle, key=lambda pair: pair[0])
     if len(plan.sets) > 1 and share > 0.1:
         reasons.append(f"{'+'.join(idlest.roles)} waits {share:.0%} of the time")
@@ -118,7 +118,7 @@ def spans_of(plan: Plan) -> list[Span]:
     """Return a plan's predicted trace: the simulated run of a streaming plan, else one iteration."""
     if plan.simulation is not None:
         return plan.simulation.spans
-    workers = {stage: " ".join(one.roles) for one in plan.sets for stage in one.costs}
+    workers = {stage: " ".join(choice.roles) for choice in plan.sets for stage in choice.costs}
     default = " ".join(plan.sets[0].roles)
     return [
         Span(workers.get(stage, default), stage.partition(".")[0], stage, 1, start, end)

@@ -80,20 +80,20 @@ class Problem:
     @cached_property
     def models(self) -> dict[str, Model]:
         """Return the roles that need a model, in order of first use."""
-        found = {}
+        shapes = {}
         for role in self.flow.roles:
             stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
             kinds = {stage.kind for stage in stages}
             use = undeployed(RoleUse(role, role in self.flow.trained_roles, False), self.config, self.flow)
             use = replace(use, checkpointing=False)
             dtype = settings_of(role, self.config).dtype_name
-            found[role] = Model(role, dtype, use, stages, Kind.GENERATE in kinds, Kind.INFER in kinds)
-        return found
+            shapes[role] = Model(role, dtype, use, stages, Kind.GENERATE in kinds, Kind.INFER in kinds)
+        return shapes
 
     def with_runtime(self, runtime: str, seconds: float) -> float:
         """Return the seconds of an iteration, with the runtime's overhead added to those of its stages."""
-        own = self.rates[self.cluster.groups[0].kind].runtimes.get(runtime, RuntimeRates())
-        return own.iteration_s + own.row_s * self.rows + (1 + own.slower) * seconds
+        rates = self.rates[self.cluster.groups[0].kind].runtimes.get(runtime, RuntimeRates())
+        return rates.iteration_s + rates.row_s * self.rows + (1 + rates.slower) * seconds
 
     def check_stages(self) -> None:
         """Raise UserError for a stage without a known cost, with the option that gives it."""
@@ -234,13 +234,13 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
             raise UserError(f"--lengths {run}: the run recorded no rollouts")
         # Use the last half: response lengths change during training.
         parts = [step_lengths(run, step) for step in steps[len(steps) // 2 :]]
-        prompts, responses = (np.concatenate(one) for one in zip(*parts, strict=True))
+        prompts, responses = (np.concatenate(column) for column in zip(*parts, strict=True))
         picked = spread(responses, rows)
         lines, trained = read_metrics(run), len(parts[0][0])
         generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
         return Lengths(prompts[picked], responses[picked], max(1.0, float(generated)))
     names = ("prompt", *RESPONSES)
-    known = {name: [one.numpy() for s in sources if (one := s.lengths(name)) is not None] for name in names}
+    known = {name: [column.numpy() for s in sources if (column := s.lengths(name)) is not None] for name in names}
     prompts = np.concatenate(known["prompt"] or [np.array([config.data.max_prompt_tokens])]).astype(np.int64)
     if given is not None:
         form = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)

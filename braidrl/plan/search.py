@@ -57,7 +57,7 @@ class Plan:
 
     @cached_property
     def name(self) -> str:
-        return " | ".join(f"{'+'.join(one.roles)} x{one.devices}" for one in self.sets)
+        return " | ".join(f"{'+'.join(choice.roles)} x{choice.devices}" for choice in self.sets)
 
 
 def partitions(items: Sequence[str]) -> Iterator[RoleSets]:
@@ -107,24 +107,24 @@ class Search:
     def colocated(self, runtime: Runtime) -> list[Plan]:
         """Return the best plan in which all roles share all devices; empty if they do not fit."""
         group = max(self.problem.cluster.groups, key=lambda group: group.size)
-        found = self.choices.of_set(tuple(self.problem.flow.roles), group, group.size)
-        return [] if found is None else [synchronous_plan(self.problem, runtime, [found])]
+        choice = self.choices.of_set(tuple(self.problem.flow.roles), group, group.size)
+        return [] if choice is None else [synchronous_plan(self.problem, runtime, [choice])]
 
     def hybrid(self) -> list[Plan]:
         """Return the best plan of each partition, fastest first.
 
         Raises UserError, which names enough devices, if the models do not fit.
         """
-        found: list[Plan] = []
+        plans: list[Plan] = []
         problem, roles = self.problem, tuple(self.problem.flow.roles)
         for partition in sorted(partitions(roles), key=len):
-            if found and self.until is not None and time.monotonic() > self.until:
+            if plans and self.until is not None and time.monotonic() > self.until:
                 break
-            plan = self.best_of(partition, found[self.keep - 1].seconds if len(found) >= self.keep else math.inf)
+            plan = self.best_of(partition, plans[self.keep - 1].seconds if len(plans) >= self.keep else math.inf)
             if plan is not None:
-                found = sorted([*found, plan], key=lambda plan: plan.seconds)[: self.keep]
-        if found:
-            return found
+                plans = sorted([*plans, plan], key=lambda plan: plan.seconds)[: self.keep]
+        if plans:
+            return plans
         refused = f"the models of flow {problem.flow.name} fit on no allocation of {problem.cluster}"
         for group in problem.cluster.groups:
             for nodes in (2**power for power in range(1, 11)):
@@ -145,20 +145,23 @@ class Search:
         quickest: Plan | None = None
         for groups in itertools.product(self.problem.cluster.groups, repeat=len(partition)):
             # Each used node group gives all of its devices to its own sets.
-            members = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}
+            members = {group: [i for i, candidate in enumerate(groups) if candidate == group] for group in groups}
             ways = [
-                [dict(zip(own, sizes, strict=True)) for sizes in allocations(group.size, len(own), unit_of(group))]
-                for group, own in members.items()
+                [
+                    dict(zip(indices, sizes, strict=True))
+                    for sizes in allocations(group.size, len(indices), unit_of(group))
+                ]
+                for group, indices in members.items()
             ]
             for picked in itertools.product(*ways):
-                size_of = {i: size for one in picked for i, size in one.items()}
+                size_of = {i: size for by_set in picked for i, size in by_set.items()}
                 sets: list[SetChoice] = []
                 for i, (roles, group) in enumerate(zip(partition, groups, strict=True)):
-                    found = self.choices.of_set(roles, group, size_of[i])
+                    choice = self.choices.of_set(roles, group, size_of[i])
                     # Lower bound: an iteration takes at least as long as each set is busy.
-                    if found is None or found.busy >= limit:
+                    if choice is None or choice.busy >= limit:
                         break
-                    sets.append(found)
+                    sets.append(choice)
                 else:
                     plan = synchronous_plan(self.problem, "hybrid", sets)
                     if plan.seconds < limit:
@@ -169,7 +172,7 @@ class Search:
         """Return the fastest streaming plan with this maximum staleness; None if a worker group does not fit."""
         config, kinds = self.problem.config, self.problem.cluster.kinds
         members = [group for group in worker_groups(config, self.problem.flow, None) if group.role]
-        found: list[tuple[float, list[SetChoice]]] = []
+        bounded: list[tuple[float, list[SetChoice]]] = []
         for group in self.problem.cluster.groups:
             room = kinds[group.kind].memory * USABLE
             for sizes in allocations(group.size, len(members), unit_of(group)):
@@ -186,9 +189,9 @@ class Search:
                         choice = min(fitting, key=lambda one: one.busy)
                         sets.append(SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak))
                 if len(sets) == len(members):
-                    found.append((max(one.busy for one in sets), sets))
+                    bounded.append((max(one.busy for one in sets), sets))
         quickest: Plan | None = None
-        for bound, sets in sorted(found, key=lambda pair: pair[0])[:MOST_SIMULATED]:
+        for bound, sets in sorted(bounded, key=lambda pair: pair[0])[:MOST_SIMULATED]:
             # Lower bound: an iteration takes at least as long as each group's work.
             if quickest is not None and bound >= quickest.seconds:
                 break
@@ -202,7 +205,7 @@ def synchronous_plan(problem: Problem, runtime: Runtime, sets: Sequence[SetChoic
     """Return the plan of these sets of devices, with its calls scheduled as a runtime makes them."""
     costs = costs_of(problem, sets)
     # Only hybrid runs sets in parallel; stages without a model run with the first set.
-    set_of = {name: i for i, one in enumerate(sets) for name in one.costs} if runtime == "hybrid" else {}
+    set_of = {name: i for i, choice in enumerate(sets) for name in choice.costs} if runtime == "hybrid" else {}
     pools = {name: set_of.get(name, 0) for name in costs}
     times = call_times(problem.flow.predecessors, pools, {name: cost.seconds for name, cost in costs.items()})
     seconds = problem.with_runtime(runtime, max(end for _, end in times.values()))
@@ -229,11 +232,11 @@ def call_times(
 
 def costs_of(problem: Problem, sets: Sequence[SetChoice]) -> dict[str, Cost]:
     """Return the cost of each stage of the flow; stages without a model take given or calibrated seconds."""
-    costs = {name: cost for one in sets for name, cost in one.costs.items()}
+    costs = {name: cost for choice in sets for name, cost in choice.costs.items()}
     for stage in problem.flow.stages:
         if stage.name not in costs:
-            each = problem.rates[sets[0].group.kind].stages.get(stage.type, 0.0)
-            seconds = problem.seconds.get(stage.name, each * len(problem.rows_of(stage)))
+            per_row = problem.rates[sets[0].group.kind].stages.get(stage.type, 0.0)
+            seconds = problem.seconds.get(stage.name, per_row * len(problem.rows_of(stage)))
             costs[stage.name] = Cost(overhead=seconds)
     return {stage.name: costs[stage.name] for stage in problem.flow.stages}
 
@@ -293,16 +296,16 @@ def worker_seconds(
     lengths, flow, workers = problem.lengths, problem.flow, dict[str, int]()
     seconds = {name: cost.seconds / len(lengths) * scale for name, cost in costs.items()}
     for consumer in Consumers(flow):
-        one = next((one for one in sets if consumer.group in one.roles), None)
-        if one is None:
+        choice = next((choice for choice in sets if consumer.group in choice.roles), None)
+        if choice is None:
             continue
-        use = one.roles[consumer.group].use
+        use = choice.roles[consumer.group].use
         shared = consumer.group not in flow.changed_roles and not use.layout.is_replicated
         count = 1 if shared else use.layout.data or 1
         for stage in consumer.stages:
             if stage.kind is Kind.GENERATE:
                 total, engine = costs[stage.name].seconds - costs[stage.name].weights, use.engine
-                slots = engine.slots * max(1, one.devices // engine.divisor) if engine else len(lengths)
+                slots = engine.slots * max(1, choice.devices // engine.divisor) if engine else len(lengths)
                 count = max(1, round(slots / scale))
                 if staleness == 0 and slots >= len(lengths):
                     # On-policy iterations start and end with idle slots: use the mean decode step of `total`.
@@ -310,7 +313,7 @@ def worker_seconds(
                 else:
                     # Slots are always full: throughput is that of the engine.
                     seconds[stage.name] = total * min(slots, len(lengths) * (1 + staleness)) / len(lengths)
-            elif stage.name in one.costs:
+            elif stage.name in choice.costs:
                 seconds[stage.name] *= count / (problem.config.trainer.epochs if stage.kind is Kind.TRAIN else 1)
         workers |= dict.fromkeys((consumer.name, *(stage.name for stage in consumer.stages)), count)
     return workers, seconds

@@ -292,12 +292,12 @@ class Streaming:
         """
         stage, batch = training.stages[0], training.batch
         if pieces := training.updates.take():
-            rows = [lease.rows[place] for lease, places in pieces for place in places]
+            rows = [lease.rows[position] for lease, places in pieces for position in places]
             shares = self._shares(worker, rows, stage)
             self._occupy(training, shares)
             self._note(worker, rows, shares, stage)
             return True
-        infers = any(other.kind is Kind.INFER for other in worker.consumer.stages)
+        infers = any(sibling.kind is Kind.INFER for sibling in worker.consumer.stages)
         due = not training.rows_left
         if is_optimized(stage):
             due = training.updates.is_complete and not (infers and training.rows_left)
@@ -350,8 +350,12 @@ class Streaming:
         """Return the seconds of each rank for rows of one stage; by default of all of the consumer's stages that do not
         train.
         """
-        stages = [stage] if stage is not None else [one for one in worker.consumer.stages if one.kind is not Kind.TRAIN]
-        costs = [sum(self.work.seconds(one.name, row) for one in stages) for row in rows]
+        stages = (
+            [stage]
+            if stage is not None
+            else [costed for costed in worker.consumer.stages if costed.kind is not Kind.TRAIN]
+        )
+        costs = [sum(self.work.seconds(costed.name, row) for costed in stages) for row in rows]
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
 
     def _until_step(self, engine: SimulatedWorker) -> float:
@@ -369,9 +373,9 @@ class Streaming:
         """Add a span of each rank to the timeline; by default it has the name of the consumer's first stage that its
         worker is for.
         """
-        own = stage or (worker.consumer.updates or worker.consumer.stages)[0]
+        shown = stage or (worker.consumer.updates or worker.consumer.stages)[0]
         now, iteration = self.clock.now, self.schedule.iteration_of[rows[0][1]]
         for rank, share in enumerate(shares):
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
-            role = own.name.partition(".")[0]
-            self.result.spans.append(Span(name, role, own.name, iteration, now, now + share, len(rows)))
+            role = shown.name.partition(".")[0]
+            self.result.spans.append(Span(name, role, shown.name, iteration, now, now + share, len(rows)))

@@ -64,13 +64,13 @@ class Share(NamedTuple):
 def share_of(lengths: Lengths, copies: int, updates: int = 1) -> Share:
     """Return the busiest copy's share of one update, at least whole rows."""
     rows = len(lengths) / updates
-    own = math.ceil(rows / copies)
+    local = math.ceil(rows / copies)
     mean = lengths.tokens / len(lengths)
-    tokens = max(lengths.tokens / updates / copies, own * mean if own <= 2 else 0.0)
+    tokens = max(lengths.tokens / updates / copies, local * mean if local <= 2 else 0.0)
     if rows / copies < 8:
         # With few rows per copy, all copies wait for the one with the longest row.
-        tokens = max(tokens, mean * (own - 1) + expected_longest(lengths, copies))
-    return Share(tokens, lengths.squares / len(lengths) * (tokens / mean), own)
+        tokens = max(tokens, mean * (local - 1) + expected_longest(lengths, copies))
+    return Share(tokens, lengths.squares / len(lengths) * (tokens / mean), local)
 
 
 @cache
@@ -155,13 +155,13 @@ def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: boo
     """
     inner, outer, g = layout.tensor, (layout.data or 1) * layout.sequence, layout.shard_ranks
     layers = shape.sizes.num_hidden_layers // layout.pipeline
-    own = (layers * shape.layer_parameters + beside_layers(shape, layout)) / inner
-    trained = own * shape.trained / shape.parameters
+    local = (layers * shape.layer_parameters + beside_layers(shape, layout)) / inner
+    trained = local * shape.trained / shape.parameters
     behind, waited, collectives = np.zeros(2), np.zeros(2), 0.0
     if layout.shard != "none" and g > 1:
         gathers = batches * (2 if trains else 1) if layout.shard == "full" else 1
         scatters = batches if trains else 0
-        moved = gathers * own * shape.element_bytes + scatters * trained * MASTER_BYTES
+        moved = gathers * local * shape.element_bytes + scatters * trained * MASTER_BYTES
         behind = sent(node, inner, g, moved * (g - 1) / g)
         collectives += (gathers + scatters) * (layers + 1)
     summed = outer if layout.shard == "none" else outer // g
@@ -194,10 +194,10 @@ def train_work(
     """Return the work of training one batch for `epochs` passes of `updates` optimizer steps."""
     share = share_of(lengths, layout.data or 1, updates)
     passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
-    one = model_work("train", shape, layout, share, max_tokens, passes, scalar, node)
+    work = model_work("train", shape, layout, share, max_tokens, passes, scalar, node)
     divisor = layout.tensor * layout.pipeline * layout.shard_ranks
-    one = one._replace(memory=shape.trained / divisor * OPTIMIZER_BYTES)
-    return Work("train", *(number * updates * epochs for number in one[1:]))
+    work = work._replace(memory=shape.trained / divisor * OPTIMIZER_BYTES)
+    return Work("train", *(number * updates * epochs for number in work[1:]))
 
 
 def infer_work(
@@ -229,19 +229,19 @@ def generate_work(
     places = (
         np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
     )
-    own = lengths.ordered[places][np.random.default_rng(0).permutation(rows)]
+    drawn = lengths.ordered[places][np.random.default_rng(0).permutation(rows)]
     prompt = lengths.prompts.mean()
     prompts = max(1.0, rows / samples)
-    path = operations.decoding(own, slots, multiple)
+    path = operations.decoding(drawn, slots, multiple)
     computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
-    context = float((own * prompt + own * own / 2.0).sum())
+    context = float((drawn * prompt + drawn * drawn / 2.0).sum())
     sizes = operations.MatrixSizes.of(config, shape.parameters, False, shape.idle)
     decoded = (2.0 * (sizes.body - sizes.idle + sizes.head) * path.slot_steps + 4.0 * sizes.queries * context) / tensor
     read = operations.decoding_bytes(sizes, shape.element_bytes, path.steps, context) / tensor
     layers = config.num_hidden_layers
     width = config.hidden_size * shape.element_bytes
     summed = 2 * 2 * layers * width * (tensor - 1) / tensor
-    links = [sent(node, 1, tensor, summed * tokens).tolist() for tokens in (prompts * prompt, float(own.sum()))]
+    links = [sent(node, 1, tensor, summed * tokens).tolist() for tokens in (prompts * prompt, float(drawn.sum()))]
     prefill = Work(
         "prefill",
         computed,

@@ -111,25 +111,25 @@ def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank:
     """Return a tensor-parallel rank's block of each tensor; `plan` has styles by module name, with `*` for layer
     numbers.
     """
-    found = {}
+    boxes = {}
     for name, shape in shapes.items():
-        module, _, own = name.rpartition(".")
-        dimension = DIMENSIONS.get((plan.get(pattern_of(module), ""), own))
+        module, _, leaf = name.rpartition(".")
+        dimension = DIMENSIONS.get((plan.get(pattern_of(module), ""), leaf))
         box = Box.whole(shape)
         if dimension is not None:
             start, count = chunk(shape[dimension], rank, ranks)
             box = box.along(dimension, start, start + count)
-        found[name] = box
-    return found
+        boxes[name] = box
+    return boxes
 
 
 def chunk(length: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return (offset, length) of a rank's chunk of a dimension, split as `torch.chunk` does: the last ones may be
     shorter, or empty.
     """
-    each = -(-length // ranks)
-    offset = min(rank * each, length)
-    return offset, min(each, length - offset)
+    size = -(-length // ranks)
+    offset = min(rank * size, length)
+    return offset, min(size, length - offset)
 
 
 def pattern_of(module: str) -> str:

@@ -82,7 +82,7 @@ class ParameterReader:
     def __call__(self, module: nn.Module) -> None:
         """Read the module's parameters that are on the meta device."""
         for part in module.modules():
-            for own, parameter in part.named_parameters(recurse=False):
+            for leaf, parameter in part.named_parameters(recurse=False):
                 if parameter not in self._on_meta:
                     continue
                 loaded = self._read.get(parameter)
@@ -96,7 +96,7 @@ class ParameterReader:
                     # Copy: the mapped tensor would change with the file. Only the copied part of the file is read.
                     copied = values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
                     loaded = self._read[parameter] = nn.Parameter(copied)
-                setattr(part, own, loaded)
+                setattr(part, leaf, loaded)
 
 
 KNOWN = {
@@ -133,9 +133,9 @@ class TensorReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            found = IndexUnpickler(file).load()
-        if not isinstance(found, Metadata):
+            metadata = IndexUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError("the index does not describe tensors")
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

@@ -209,14 +209,16 @@ class WeightOffer:
         first = next((asked for asked in requests.values() if asked.ready is not None), None)
         if first is None or first.ready is None:
             return None
-        alike = {n: one for n, one in requests.items() if (one.version, one.held) == (first.version, first.held)}
-        joined = [n for n, one in alike.items() if one.ready is not None]
+        alike = {
+            n: wanted for n, wanted in requests.items() if (wanted.version, wanted.held) == (first.version, first.held)
+        }
+        joined = [n for n, wanted in alike.items() if wanted.ready is not None]
         if len(joined) < len(alike) and now < first.ready + JOIN_S:
             return None
         receivers, total = 0, sum(alike[n].receivers for n in joined)
         for request in joined:
-            place = number, self.senders.senders + receivers, self.senders.senders + total
-            put_message(store, f"{request}/joined", place)
+            group = number, self.senders.senders + receivers, self.senders.senders + total
+            put_message(store, f"{request}/joined", group)
             receivers += requests.pop(request).receivers
             if store.check([f"{request}/cancelled"]):
                 # Cancelled since it was read: the canceller has not seen that the request joined.
@@ -243,7 +245,7 @@ class OfferedWeights(Senders):
         number = store.add("asked", 1)
         put_message(store, f"request/{number}", WeightRequest(self.version, receivers, known))
         try:
-            senders = {own.name: getattr(self, own.name) for own in fields(Senders)}
+            senders = {setting.name: getattr(self, setting.name) for setting in fields(Senders)}
             yield TransferNotice(**senders, number=number, receivers=receivers, changes=known is not None)
         except BaseException:
             with suppress(RuntimeError):  # the store is gone, and the senders with it

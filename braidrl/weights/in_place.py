@@ -74,12 +74,12 @@ class EngineWeights:
             given = dict(source.tensors())
             check_shapes({name: tensor.shape for name, tensor in given.items()}, shapes)
             for name, tensor in given.items():
-                own = targets[name]
+                target = targets[name]
                 # The engine uses the file's pages, which no process changes.
-                if isinstance(source, WeightFile) and is_alike(own, tensor):
-                    own.data = tensor
+                if isinstance(source, WeightFile) and is_alike(target, tensor):
+                    target.data = tensor
                 else:
-                    own.copy_(tensor)
+                    target.copy_(tensor)
 
 
 def is_alike(own: Tensor, given: Tensor) -> bool:
@@ -126,10 +126,10 @@ class GenerationWeights:
             name
             for name, part in wanted.items()
             if shares
-            and (own := parts.get(name)) is not None
-            and isinstance(own.tensor, Tensor)
-            and own.tensor.dtype == part.tensor.dtype
-            and own.box.overlap(part.box) == own.box
+            and (trained_part := parts.get(name)) is not None
+            and isinstance(trained_part.tensor, Tensor)
+            and trained_part.tensor.dtype == part.tensor.dtype
+            and trained_part.box.overlap(part.box) == trained_part.box
         ]
         self.peak_bytes = 0
         self.generating = True
@@ -151,21 +151,21 @@ class GenerationWeights:
         if self.generating:
             return None
         self.generating = True
-        generated, trained, whole = self._generated(), dict(self._trained()), dict[str, Tensor]()
+        generated, trained, full = self._generated(), dict(self._trained()), dict[str, Tensor]()
         in_storage: dict[int, list[str]] = {}
         for name, part in generated.items():
             in_storage.setdefault(part.local.untyped_storage()._cdata, []).append(name)
         if self._gathers:
             device = next(iter(generated.values())).tensor.device
             known = self.transfer.known.tensors
-            whole = {name: torch.empty_like(part.local, device=device) for name, part in known.items()}
-            self.transfer.run(trained, weight_parts(whole))
+            full = {name: torch.empty_like(part.local, device=device) for name, part in known.items()}
+            self.transfer.run(trained, weight_parts(full))
         self._occupied = {name: trained[name].local.untyped_storage().nbytes() for name in self._shared}
         there = self.peak_bytes = sum(
-            tensor.nbytes for tensor in (*whole.values(), *(trained[name].local for name in self._shared))
+            tensor.nbytes for tensor in (*full.values(), *(trained[name].local for name in self._shared))
         )
-        for name in whole.keys() - generated.keys():
-            there -= whole.pop(name).nbytes
+        for name in full.keys() - generated.keys():
+            there -= full.pop(name).nbytes
         # Largest first where a slice exists twice while it is copied, which matters most when memory is nearly full.
         for storage, size in sorted(self._storages, key=lambda one: one[1], reverse=not self._gathers):
             self._occupy(storage, size)
@@ -174,14 +174,14 @@ class GenerationWeights:
             for name in in_storage[storage._cdata]:
                 part = generated[name]
                 if self._gathers:
-                    part.local.copy_(part.box.of(whole[name]))
-                    there -= whole.pop(name).nbytes
+                    part.local.copy_(part.box.of(full[name]))
+                    there -= full.pop(name).nbytes
                 elif name in self._shared:
-                    own = trained[name]
-                    part.block(own.box).copy_(own.local)
-                    there -= own.local.nbytes
-                    trained[name] = replace(own.merged(), tensor=part.block(own.box))
-                    empty(own.local.untyped_storage())
+                    shard = trained[name]
+                    part.block(shard.box).copy_(shard.local)
+                    there -= shard.local.nbytes
+                    trained[name] = replace(shard.merged(), tensor=part.block(shard.box))
+                    empty(shard.local.untyped_storage())
         return self.transfer.traffic if self._gathers else self.transfer.run(trained, generated)
 
     @torch.no_grad()
@@ -191,9 +191,9 @@ class GenerationWeights:
             return
         generated, trained = self._generated(), self._trained()
         for name in self._shared:
-            own = trained[name]
-            occupy(own.local.untyped_storage(), self._occupied[name])
-            own.local.copy_(generated[name].block(own.box))
+            shard = trained[name]
+            occupy(shard.local.untyped_storage(), self._occupied[name])
+            shard.local.copy_(generated[name].block(shard.box))
         self._free()
 
     def _free(self) -> None:

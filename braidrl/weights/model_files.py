@@ -40,18 +40,18 @@ class ModelFiles(WeightFiles):
         settings = json.loads(path.read_text()) if path.is_file() else {}
         self._block = tuple((settings.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
         for name in self._stored:
-            whole = name.removesuffix(BLOCKS)
+            base = name.removesuffix(BLOCKS)
             if name.endswith((SCALE, SCALES)):
                 del self._files[name]
-            elif whole != name:
-                self._files[whole] = self._files.pop(name)
+            elif base != name:
+                self._files[base] = self._files.pop(name)
         conversions = get_model_conversion_mapping(model)
         self._made_by: dict[str, tuple[Any, Inputs]] = {}
         self._shapes: dict[str, torch.Size] = {}
-        own = model.state_dict(keep_vars=True)
-        if conversions or not all(name in own for name in self._files):
+        state = model.state_dict(keep_vars=True)
+        if conversions or not all(name in state for name in self._files):
             # Find the conversion that produces each of the model's tensors, from shapes alone.
-            for conversion, parts in planned(self._files, conversions, model.base_model_prefix, own).values():
+            for conversion, parts in planned(self._files, conversions, model.base_model_prefix, state).values():
                 shapes = {source: torch.empty(self._stored_shape(source), device="meta") for _, source, _ in parts}
                 for name, value in converted(model, conversion, parts, shapes).items():
                     self._made_by[name] = conversion, parts
@@ -82,9 +82,9 @@ class ModelFiles(WeightFiles):
         in bfloat16.
         """
         stored = {
-            own: self._stored[own].get_tensor(own)
-            for own in (name, name + SCALE, name + BLOCKS, name + SCALES)
-            if own in self._stored
+            key: self._stored[key].get_tensor(key)
+            for key in (name, name + SCALE, name + BLOCKS, name + SCALES)
+            if key in self._stored
         }
         if name + BLOCKS in stored:
             return convert_moe_packed_tensors(stored[name + BLOCKS], stored[name + SCALES], dtype=torch.bfloat16)
@@ -113,9 +113,9 @@ def planned(
     `about` is the base model's prefix and state, where the sources are the hub's names; in `reverse` they are the
     model's own.
     """
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
     groups: dict[str, tuple[Any, Inputs]] = {}
     numeric = lambda name: [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]  # noqa: E731
     for source in sorted(sources, key=numeric):
@@ -130,8 +130,8 @@ def converted(model: Any, conversion: Any, parts: Inputs, values: Mapping[str, T
     made, target = deepcopy(conversion), ""
     for target, source, pattern in parts:
         made.add_tensor(target, source, pattern, values[source])
-    found = made.convert(target, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+    tensors = made.convert(target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
 class HubNames:

@@ -83,19 +83,19 @@ class ShardIndex:
         """The full tensors by name, on the meta device with all of their names: layer by layer, in the model's order,
         on every rank.
         """
-        found: dict[str, WeightPart] = {}
-        every = dict.fromkeys((said.names, said.shape, said.dtype) for own in self.ranks for said in own)
+        parts: dict[str, WeightPart] = {}
+        every = dict.fromkeys((said.names, said.shape, said.dtype) for entries in self.ranks for said in entries)
         for text, shape, dtype in every:
             for first, *others in names_in(text):
-                if first not in found:
-                    found[first] = WeightPart([first], torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
-                found[first].names.extend(name for name in others if name not in found[first].names)
-        places = {name: place for place, name in enumerate(self.order)}
+                if first not in parts:
+                    parts[first] = WeightPart([first], torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
+                parts[first].names.extend(name for name in others if name not in parts[first].names)
+        places = {name: position for position, name in enumerate(self.order)}
 
         def place_of(name: str) -> tuple[list[int], int]:
             return [int(number) for number in NUMBER.findall(name)], places.get(NUMBER.sub("", name), 0)
 
-        return {name: found[name] for name in sorted(found, key=place_of)}
+        return {name: parts[name] for name in sorted(parts, key=place_of)}
 
     def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
         """Return groups of tensors that are sharded alike, here and in `wanted`.
@@ -104,8 +104,8 @@ class ShardIndex:
         """
         blocks: dict[tuple[tuple[int, ...], bytes], tuple[list[tuple[int, Box]], list[tuple[int, Box]]]] = {}
         for side, index in enumerate((self, wanted)):
-            for rank, own in enumerate(index.ranks if index else ()):
-                for said in own:
+            for rank, entries in enumerate(index.ranks if index else ()):
+                for said in entries:
                     blocks.setdefault((said.shape, said.names), ([], []))[side].append((rank, said.box))
         # Tensors of one shape are sharded alike if the same entries list them.
         listed_in: dict[tuple[str, tuple[int, ...]], list[bytes]] = {}
@@ -115,22 +115,22 @@ class ShardIndex:
         alike: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[str]] = {}
         for (name, shape), lines in listed_in.items():
             alike.setdefault((shape, tuple(lines)), []).append(name)
-        place_of, found = {name: place for place, name in enumerate(self.tensors)}, []
+        place_of, groups = {name: position for position, name in enumerate(self.tensors)}, []
         for (shape, texts), names in alike.items():
             held, targets = ([block for text in texts for block in blocks[shape, text][side]] for side in (0, 1))
             if not held:
                 raise ValueError(f"no rank has {names[0]} of shape {shape}")
             item_bytes = self.tensors[names[0]].tensor.dtype.itemsize
-            found.append(TensorGroup([place_of[name] for name in names], names[0], shape, item_bytes, held, targets))
-        return found
+            groups.append(TensorGroup([place_of[name] for name in names], names[0], shape, item_bytes, held, targets))
+        return groups
 
 
 def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[Tensors]:
     """Describe names, global shapes, dtypes and blocks; tensors that differ only in their names are one entry."""
-    found: dict[tuple[tuple[int, ...], str, Box], list[str]] = {}
+    by_shape: dict[tuple[tuple[int, ...], str, Box], list[str]] = {}
     for names, shape, dtype, box in blocks:
-        found.setdefault((tuple(shape), dtype, box), []).append("\t".join(names))
-    return [Tensors(zlib.compress("\n".join(lines).encode()), *about) for about, lines in found.items()]
+        by_shape.setdefault((tuple(shape), dtype, box), []).append("\t".join(names))
+    return [Tensors(zlib.compress("\n".join(lines).encode()), *about) for about, lines in by_shape.items()]
 
 
 def names_in(text: bytes) -> list[list[str]]:
@@ -148,9 +148,11 @@ def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: s
         with ranks.meeting("shard index of the weights"):
             of_all = all_gather_bytes(message, ranks.group)
     # Replicas send equal messages, which are parsed once.
-    messages = [bytes(one) for one in of_all]
-    read = {one: unpack_message(one, tuple[str, list[str], list[Tensors]]) for one in dict.fromkeys(messages)}
-    machines, orders, tensors = zip(*(read[one] for one in messages), strict=True)
+    messages = [bytes(content) for content in of_all]
+    read = {
+        content: unpack_message(content, tuple[str, list[str], list[Tensors]]) for content in dict.fromkeys(messages)
+    }
+    machines, orders, tensors = zip(*(read[content] for content in messages), strict=True)
     return ShardIndex(tensors, machines, list(dict.fromkeys(name for order in orders for name in order)))
 
 
@@ -184,15 +186,15 @@ class Moves:
     def __init__(self, blocks: Sequence[MovedBlock], item_bytes: int) -> None:
         """Sort the moves of tensors with elements of `item_bytes`."""
         self.blocks, self.item_bytes = blocks, item_bytes
-        place = {ranks: number for number, ranks in enumerate(sorted({block.onward for block in blocks}))}
-        about = [(b.peer, place[b.onward], b.cell, number, b.box.elements) for number, b in enumerate(blocks)]
+        number_of = {ranks: number for number, ranks in enumerate(sorted({block.onward for block in blocks}))}
+        about = [(b.peer, number_of[b.onward], b.cell, number, b.box.elements) for number, b in enumerate(blocks)]
         counts = [len(block.tensors) for block in blocks]
         columns = np.repeat(np.array(about, dtype=np.int64).reshape(-1, 5), counts, axis=0)
         tensors = np.concatenate([np.empty(0, dtype=np.int64), *(block.tensors for block in blocks)])
         order = np.lexsort((columns[:, 2], tensors, columns[:, 1], columns[:, 0]))
         peers, after, _, self.block_of, self.elements = columns[order].T
         self.tensors = tensors[order]
-        begins = np.unique(peers * (len(place) + 1) + after, return_index=True)[1]
+        begins = np.unique(peers * (len(number_of) + 1) + after, return_index=True)[1]
         self.streams = np.append(begins, len(order))
         """The first move of each stream, and the end of the last."""
         before = np.append(0, np.cumsum(self.elements))
@@ -252,7 +254,7 @@ class RankPlan:
         for every, passes_on in (([self.sends], 0), ([self.receives], 0), ([self.receives], 1), (relayed, 0)):
             total = streams = 0
             for moves in every:
-                times = np.array([len(one.onward) if passes_on else 1 for one in moves.blocks], dtype=np.int64)
+                times = np.array([len(block.onward) if passes_on else 1 for block in moves.blocks], dtype=np.int64)
                 times = times[moves.block_of]
                 total += item * int((moves.elements * times).sum())
                 streams += int(times[moves.streams[:-1]].sum())
@@ -276,14 +278,14 @@ def plan_moves(
     stays, relayed = dict[int, list[Box]](), dict[int, list[MovedBlock]]()
     sends, receives = list[MovedBlock](), list[MovedBlock]()
     for number, group in enumerate(groups):
-        held, wanted = ([box for owner, box in some if owner == rank] for some in (group.held, group.wanted))
-        if kept := [piece for box in held for other in wanted if (piece := box.overlap(other))]:
+        held, wanted = ([box for owner, box in boxes if owner == rank] for boxes in (group.held, group.wanted))
+        if kept := [piece for box in held for wanted_box in wanted if (piece := box.overlap(wanted_box))]:
             stays |= dict.fromkeys(group.tensors, kept)
         for giver, target, block in Cells(group, machines or [None] * ranks).moves_of(rank, number):
             to = receives if target == rank else sends if giver == rank else relayed.setdefault(target, [])
             to.append(block)
     item = groups[0].item_bytes if groups else 1
-    passed = {relay: Moves(some, item) for relay, some in relayed.items()}
+    passed = {relay: Moves(boxes, item) for relay, boxes in relayed.items()}
     return RankPlan(stays, Moves(sends, item), Moves(receives, item), passed)
 
 
@@ -307,8 +309,8 @@ class Cells:
         for box in {box for _, box in (*group.held, *group.wanted) if box.elements}:
             for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 edges[axis] |= {at, at + size}
-        self.edges = [sorted(some) for some in edges]
-        self.counts = tuple(len(some) - 1 for some in self.edges)
+        self.edges = [sorted(cuts) for cuts in edges]
+        self.counts = tuple(len(cuts) - 1 for cuts in self.edges)
         self.holds = self._marked(group.held)
         self.needs = self._marked(group.wanted) & ~self.holds
         missing = self.needs.any(1) & ~self.holds.any(1)
@@ -343,14 +345,14 @@ class Cells:
         Holders of a cell on the receiver's machine give it in turn. If there are none, all holders give it, to one rank
         of each machine in turn. Each tensor continues the turns of the last; `number` of the group offsets them.
         """
-        own, tensors = int(np.flatnonzero(self.ranks == rank)[0]), np.arange(len(self.tensors))
-        here = int(np.searchsorted(self.firsts, own, "right")) - 1
-        cells = np.flatnonzero(self.holds[:, own] | self.needs[:, own])
+        row, tensors = int(np.flatnonzero(self.ranks == rank)[0]), np.arange(len(self.tensors))
+        here = int(np.searchsorted(self.firsts, row, "right")) - 1
+        cells = np.flatnonzero(self.holds[:, row] | self.needs[:, row])
         near, needy = (
             np.logical_or.reduceat(marks[cells], self.firsts[:-1], axis=1) for marks in (self.holds, self.needs)
         )
         for cell, is_near, is_needy in zip(cells.tolist(), near, needy, strict=True):
-            gives, far, box = self.holds[cell, own], np.flatnonzero(is_needy & ~is_near), self.box(cell)
+            gives, far, box = self.holds[cell, row], np.flatnonzero(is_needy & ~is_near), self.box(cell)
             for machine in np.flatnonzero(is_needy) if gives else [here]:
                 begin, end = self.firsts[machine : machine + 2]
                 needing = begin + np.flatnonzero(self.needs[cell, begin:end])
@@ -363,13 +365,13 @@ class Cells:
                         # One rank of the machine receives a tensor, in turn, and passes it on to the others.
                         chosen = (cell + number + tensors) % len(needing) == turn
                         onward = tuple(self.ranks[needing[needing != target]].tolist())
-                    elif gives or target == own:
+                    elif gives or target == row:
                         givers = begin + holders[(turn + number + tensors * len(needing)) % len(holders)]
                         chosen, onward = np.ones(len(tensors), dtype=np.bool_), ()
                     else:
                         continue
                     if gives:
-                        chosen &= givers == own
+                        chosen &= givers == row
                     for giver in sorted(set(givers[chosen].tolist())):
                         peer, moved = target if gives else giver, self.tensors[chosen & (givers == giver)]
                         block = MovedBlock(moved, int(self.ranks[peer]), box, cell, onward)
@@ -380,12 +382,12 @@ def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, B
     """Divide each block of a group's tensors equally among the `ranks` that hold it, or among all if none does; they
     write one file.
     """
-    place_of = {rank: place for place, rank in enumerate(ranks)}
+    place_of = {rank: position for position, rank in enumerate(ranks)}
     held = [(place_of[rank], box) for rank, box in group.held if rank in place_of]
     cells = Cells(replace(group, held=held, wanted=()), [None] * len(ranks))
-    found = []
+    blocks = []
     for cell, holds in enumerate(cells.holds):
         writers = np.flatnonzero(holds).tolist() or range(len(ranks))
         parts = cells.box(cell).divided(len(writers))
-        found += [(ranks[writer], part) for writer, part in zip(writers, parts, strict=False)]
-    return found
+        blocks += [(ranks[writer], part) for writer, part in zip(writers, parts, strict=False)]
+    return blocks

@@ -65,10 +65,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def by_tensor(named: Mapping[str, NamedTensor]) -> list[tuple[list[str], NamedTensor]]:
     """Group the names of tied tensors: each tensor once, with all of its names."""
-    found: dict[int, tuple[list[str], NamedTensor]] = {}
+    tensors: dict[int, tuple[list[str], NamedTensor]] = {}
     for name, tensor in named.items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
+        tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(tensors.values())
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
@@ -164,11 +164,11 @@ class WeightPart:
     @torch.no_grad()
     def put(self, block: Tensor, box: Box) -> None:
         """Write a block of the global tensor into this part, which has no adapter."""
-        own = self.block(box)
+        local_block = self.block(box)
         if self.kept:
-            own.lerp_(block.to(own), 1.0 - self.kept)
-        elif own.data_ptr() != block.data_ptr():
-            own.copy_(block)
+            local_block.lerp_(block.to(local_block), 1.0 - self.kept)
+        elif local_block.data_ptr() != block.data_ptr():
+            local_block.copy_(block)
 
 
 Parts = Callable[[], Mapping[str, WeightPart]]
@@ -191,11 +191,11 @@ def weight_parts(
 
 def full_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightPart]:
     """Return full tensors as parts; names that share memory are one tied tensor."""
-    found: dict[tuple[int, torch.Size], WeightPart] = {}
+    parts_by_storage: dict[tuple[int, torch.Size], WeightPart] = {}
     for name, tensor in tensors:
-        part = found.setdefault((tensor.data_ptr(), tensor.shape), WeightPart([], tensor.detach()))
+        part = parts_by_storage.setdefault((tensor.data_ptr(), tensor.shape), WeightPart([], tensor.detach()))
         part.names.append(name)
-    return {part.names[0]: part for part in found.values()}
+    return {part.names[0]: part for part in parts_by_storage.values()}
 
 
 def check_parts(given: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]) -> None:
@@ -208,4 +208,4 @@ def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
     """Return copies of parts on their devices, with adapters merged; all ranks of a sharded model call this at the same
     time.
     """
-    return {name: replace(own := part.merged(), tensor=own.local.clone()) for name, part in parts.items()}
+    return {name: replace(merged := part.merged(), tensor=merged.local.clone()) for name, part in parts.items()}

@@ -81,7 +81,7 @@ class WeightTransfer:
             plan_moves([group for group in groups if group.item_bytes == item], ranks.rank, ranks.size, known.machines)
             for item in sorted({group.item_bytes for group in groups})
         ]
-        passes = any(plan.relayed or any(one.onward for one in plan.receives.blocks) for plan in self.plans)
+        passes = any(plan.relayed or any(block.onward for block in plan.receives.blocks) for plan in self.plans)
         needed = [int(passes), *(plan.rounds_needed(limit_bytes) for plan in self.plans)]
         passes, *counts = self._agreed(torch.tensor(needed), dist.ReduceOp.MAX).tolist()
         self.has_relays = bool(passes)
@@ -122,14 +122,14 @@ class WeightTransfer:
         first = self._agreed(first, dist.ReduceOp.MIN)
 
         def by_round(rounds: Tensor) -> list[list[int]]:
-            found: list[list[int]] = [[] for _ in range(self.rounds)]
+            by_step: list[list[int]] = [[] for _ in range(self.rounds)]
             for tensor, number in enumerate(rounds.tolist()):
                 if number < self.rounds:
-                    found[number].append(tensor)
-            return found
+                    by_step[number].append(tensor)
+            return by_step
 
         self._opened, self._closed = by_round(first), by_round(torch.maximum(last, first))
-        self.arrivals = [[self.names[tensor] for tensor in some] for some in by_round(arrives)]
+        self.arrivals = [[self.names[tensor] for tensor in of_round] for of_round in by_round(arrives)]
 
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> TransferVolume:
         """Move the weights from this rank's source parts into its target parts; every rank calls this at the same
@@ -185,8 +185,8 @@ class WeightTransfer:
         """
         pieces = list(plan.sends.pieces(step, count))
         sizes_out, sizes_in = [0] * self.ranks.size, [0] * self.ranks.size
-        for some, sizes in ((pieces, sizes_out), (plan.receives.pieces(step, count), sizes_in)):
-            for piece in some:
+        for blocks, sizes in ((pieces, sizes_out), (plan.receives.pieces(step, count), sizes_in)):
+            for piece in blocks:
                 sizes[piece.peer] += piece.box.elements * plan.sends.item_bytes
         # A buffer on the host is pinned where it is filled from CUDA, which is then at full speed.
         pinned = device.type == "cpu" and any(part.local.is_cuda for part in sources.values())
@@ -214,11 +214,11 @@ class WeightTransfer:
         """Exchange messages, each of several tensors of bytes, whose sizes the receivers do not know; return them and
         their sizes.
         """
-        sizes_out, coming = [sum(map(len, own)) for own in messages], torch.empty(len(messages), dtype=torch.int64)
+        sizes_out, coming = [sum(map(len, parts)) for parts in messages], torch.empty(len(messages), dtype=torch.int64)
         dist.all_to_all_single(coming, torch.tensor(sizes_out), group=self.ranks.group)
         sizes_in, sent = coming.tolist(), self._buffer(f"{name}, sent", sum(sizes_out), device)
         if len(sent):
-            torch.cat([part for own in messages for part in own], out=sent)
+            torch.cat([part for parts in messages for part in parts], out=sent)
         return self._exchange(sent, sizes_out, sizes_in, f"{name}, received"), sizes_in
 
     def _exchange(self, sent: Tensor, sizes_out: list[int], sizes_in: list[int], name: str) -> Tensor:
@@ -244,9 +244,9 @@ class WeightTransfer:
 
         def read(peer: int, count: int, dtype: torch.dtype) -> Tensor:
             start, ends[peer] = ends[peer], ends[peer] + count * dtype.itemsize
-            found = received[start : ends[peer]]
+            values = received[start : ends[peer]]
             # A copy is aligned.
-            return (found.clone() if start % dtype.itemsize else found).view(dtype)
+            return (values.clone() if start % dtype.itemsize else values).view(dtype)
 
         for piece in pieces:
             part, dtype, started = into[self.names[piece.tensor]], self.dtypes[piece.tensor], ends[piece.peer]

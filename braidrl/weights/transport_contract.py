@@ -70,26 +70,26 @@ def exchange_bytes(world: World, task: dict[str, Any]) -> str:
 
 def reshard(world: World, task: dict[str, Any]) -> str:
     """Bring two versions from rows on two ranks to columns on the two others, the second as changed values alone."""
-    ranks, whole = Ranks(dist.group.WORLD), torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
-    shape, half = whole.shape, world.rank % 2
+    ranks, full = Ranks(dist.group.WORLD), torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
+    shape, half = full.shape, world.rank % 2
     rows, columns = Box((half * 32, 0), (32, 48)), Box((0, half * 24), (64, 24))
 
     def part(box: Box, values: torch.Tensor) -> dict[str, WeightPart]:
         return {"weight": WeightPart(["weight"], box.of(values).clone(), (shape, box))}
 
     is_sender, problem, before = world.rank < 2, "", None
-    own = {} if is_sender else part(columns, torch.zeros(shape))
+    local_parts = {} if is_sender else part(columns, torch.zeros(shape))
     with closing(TRANSPORTS.make(task["name"], ranks, CPU)) as transport:
         for version in (1, 2):
-            whole[version, version::7] = version
-            parts = part(rows, whole) if is_sender else {}
+            full[version, version::7] = version
+            parts = part(rows, full) if is_sender else {}
             known = gather_shard_index(parts, ranks)
-            groups = known.groups(gather_shard_index(own, ranks))
+            groups = known.groups(gather_shard_index(local_parts, ranks))
             transfer = WeightTransfer(known, groups, ranks, limit_bytes=1 << 11, device=CPU, transport=transport)
             transfer.before = before
-            transfer.run(parts, own)
+            transfer.run(parts, local_parts)
             before = parts
-            if not is_sender and not torch.equal(own["weight"].local, columns.of(whole)):
+            if not is_sender and not torch.equal(local_parts["weight"].local, columns.of(full)):
                 problem = f"process {world.rank} has other values than version {version}"
     return _any_problem(world, problem)
 

@@ -123,7 +123,7 @@ class LoadingSchedule:
         if self.way == "rolling":
             if held.draining_from is None:
                 # It drains if it is its turn.
-                out = sum(one.draining_from is not None for one in self.engines.values())
+                out = sum(engine.draining_from is not None for engine in self.engines.values())
                 if out >= self.max_draining:
                     return None
                 held.draining_from, self.max_draining_seen = rows, max(self.max_draining_seen, out + 1)

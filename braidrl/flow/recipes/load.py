@@ -114,17 +114,15 @@ def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
+    path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         models = {name: parameter_model(name, RECIPES.find(name)) for name in NAMES}
-        others = [name for name, other in models.items() if other is not None and place in other.model_fields]
+        others = [name for name, section in models.items() if section is not None and path in section.model_fields]
         if others:
-            return (
-                f"no parameter is called {place!r}, which is one of {', '.join(others[:3])}; remove algorithm.{place}"
-            )
-        return f"no parameter is called {place!r}. {suggest(place, model.model_fields)}"
+            return f"no parameter is called {path!r}, which is one of {', '.join(others[:3])}; remove algorithm.{path}"
+        return f"no parameter is called {path!r}. {suggest(path, model.model_fields)}"
     if first["type"] == "missing":
-        return f"the parameter {place!r} is not set"
-    if not place:
+        return f"the parameter {path!r} is not set"
+    if not path:
         return str(first["msg"]).removeprefix("Value error, ")
-    return f"{place}: {first['msg']}, got {first['input']!r}"
+    return f"{path}: {first['msg']}, got {first['input']!r}"

@@ -105,8 +105,8 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
     are set.
     """
     if p.loss is not None:
-        if own := p.model_fields_set & set(OF_THE_LOSS):
-            name = min(own)
+        if unused := p.model_fields_set & set(OF_THE_LOSS):
+            name = min(unused)
             raise UserError(
                 f"algorithm.{name} is a setting of the recipe's own loss, and algorithm.loss names another; remove "
                 "one, or write the "

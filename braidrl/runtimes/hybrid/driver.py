@@ -164,14 +164,14 @@ class HybridBackend:
         This is a table, at once, if the method writes columns. Raises UserError if there is no such method.
         """
         owner = str(self.config.roles[role].methods)
-        own = registration_of(import_function(owner), method)
+        registration = registration_of(import_function(owner), method)
         kind, name = Kind.INFER, f"{role}.{method}"
-        stage = Stage(name, f"{owner}.{method}", role, kind=kind, reads=own.reads, writes=own.writes)
+        stage = Stage(name, f"{owner}.{method}", role, kind=kind, reads=registration.reads, writes=registration.writes)
         return self._call(stage, arguments, iteration, sums)
 
     def _call(self, stage: Stage, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call the user's method that a stage names by its protocol, with the mesh of the stage's role."""
-        own: Registration = registration_of(*class_and_method(stage.type))
+        registration: Registration = registration_of(*class_and_method(stage.type))
         role, config, key = str(stage.role), self.config, next(self.keys)
         group = self.groups[role]
         layout = settings_of(role, config).layout.resolve(group.pool.workers)
@@ -180,20 +180,20 @@ class HybridBackend:
         mesh = Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))
         for table in arguments:
             if isinstance(table, Handle):
-                self._begin_deferred(table.writers(own.reads))
-        calls = own.protocol.distribute(mesh, *arguments)
+                self._begin_deferred(table.writers(registration.reads))
+        calls = registration.protocol.distribute(mesh, *arguments)
         sent = [None if call is None else (stage, iteration, key, *call) for call in calls]
         reads = columns_read(stage)
         futures = [group.send(rank, "call_own", call, reads) for rank, call in enumerate(sent) if call is not None]
-        if not own.writes:
+        if not registration.writes:
             answers = self._answers(Output(stage, None, iteration, sums, group, futures))
-            return own.protocol.collect(mesh, calls, [answer.result for answer in answers])
+            return registration.protocol.collect(mesh, calls, [answer.result for answer in answers])
         results = []
         for future, (rows, *_) in zip(futures, [call for call in calls if call is not None], strict=True):
             output = Output(stage, None, iteration, sums)
             output.begin(key, group, [future], [range(len(rows))])
             results.append(rows.with_output(output))
-        return own.protocol.collect(mesh, calls, results)
+        return registration.protocol.collect(mesh, calls, results)
 
     def index(self, table: Handle) -> Rows:
         """Wait for all started stages, and compute deferred ones."""
@@ -214,16 +214,16 @@ class HybridBackend:
         self.index(final)
         new = [n for n, output in enumerate(final.outputs) if output not in table.outputs]
         later = Handle(tuple(final.outputs[n] for n in new), final.rows[new])
-        own, added = ([each.take(rows) for rows in parts] for each in (table, later))
-        group.wait(group.call("record", [ray.put(path.resolve())] * len(parts), own, added))
+        shares, added = ([handle.take(rows) for rows in parts] for handle in (table, later))
+        group.wait(group.call("record", [ray.put(path.resolve())] * len(parts), shares, added))
         if written := [part_path(path, rank) for rank, rows in enumerate(parts) if rows]:
             join_parts(path, written)
 
     def save_rows(self, path: Path, table: Handle) -> None:
         """Write the rows from the ranks that generated them, beside a call that may be running."""
         group, parts = self._where_made(table)
-        folder, own = ray.put(path.resolve()), [table.take(rows) for rows in parts]
-        group.wait(group.call("keep", [folder] * len(parts), own, aside=True))
+        folder, shares = ray.put(path.resolve()), [table.take(rows) for rows in parts]
+        group.wait(group.call("keep", [folder] * len(parts), shares, aside=True))
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Save beside a running call, so that an interrupt does not wait until all rows are generated; a sharded model
@@ -268,8 +268,8 @@ class HybridBackend:
             self._wait(writers)
             holders = [output for output in table.outputs if output.holds(reads)]
             if stage.scope is Scope.GROUP:
-                whole = table.index["group"].tolist()
-                return home if holders else None, balanced_partition([1.0] * len(table), home.mesh.size, groups=whole)
+                groups = table.index["group"].tolist()
+                return home if holders else None, balanced_partition([1.0] * len(table), home.mesh.size, groups=groups)
             return where_computed(table, holders) if holders else (None, by_length(table.index, home.mesh.size))
         if stage.type == "verify":
             tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
@@ -353,9 +353,9 @@ def start_hybrid_backend(
     used.
     """
     config = prepared.config
-    for own in config.roles.values():
-        if own.methods:
-            import_function(own.methods)
+    for role_config in config.roles.values():
+        if role_config.methods:
+            import_function(role_config.methods)
     pools = prepared.pools()
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)

@@ -60,8 +60,8 @@ class WorkerGroup:
         """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
         self.actors, self.limit_s = [], self.cluster.config.start_limit_s
         self.forgotten.clear()
-        for rank, place in enumerate(self.places):
-            actor = self.cluster.start(HybridWorker, place, name=f"{self.cluster.family}-{self.first + rank}")
+        for rank, bundle in enumerate(self.places):
+            actor = self.cluster.start(HybridWorker, bundle, name=f"{self.cluster.family}-{self.first + rank}")
             self.cluster.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
             self.actors.append(actor)
 
@@ -200,9 +200,9 @@ class RunWorkers:
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
         loaded = wait_all((group, group.call("load_models")) for group in fresh)
         for group, answers in zip(fresh, loaded, strict=True):
-            found = [answer.result for answer in answers]
-            group.processes = [process if node == group.cluster.own_node else None for process, node, _ in found]
-            group.device = found[0][2]
+            results = [answer.result for answer in answers]
+            group.processes = [process if node == group.cluster.own_node else None for process, node, _ in results]
+            group.device = results[0][2]
         # Plan the transfer of weights from the pool that trains a role to another that generates for it, if one is new.
         for role in self.prepared.generating:
             trains = next((group for group in self.groups if role in group.pool.models), None)

@@ -312,7 +312,7 @@ class HybridWorker:
         """Return payload columns, or without names all, of some rows (n,) kept under each key: as arrays, which Ray
         copies only once.
         """
-        return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*one))] for one in wanted]
+        return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*request))] for request in wanted]
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
@@ -367,11 +367,11 @@ class HybridWorker:
 
     def _collect(self, wanted: Sequence[Wanted]) -> list[Rows]:
         """Return kept rows: from here, else from other workers, of all keys in one message, in chunks of rows."""
-        found: list[list[Rows]] = [[] for _ in wanted]
+        fetched: list[list[Rows]] = [[] for _ in wanted]
         asked: dict[tuple[int, int], list[tuple[int, int, Numbers, tuple[str, ...]]]] = {}
         for n, (worker, key, rows, names) in enumerate(wanted):
             if worker == self.number:
-                found[n].append(self._own(key, rows, names))
+                fetched[n].append(self._own(key, rows, names))
                 continue
             for start in range(0, len(rows), FETCHED_ROWS):
                 asked.setdefault((worker, start), []).append((n, key, rows[start : start + FETCHED_ROWS], names))
@@ -388,8 +388,8 @@ class HybridWorker:
             raise TimeoutError(f"waited {self.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
         for parts, answer in zip(asked.values(), answers, strict=True):
             for (n, *_), frames in zip(parts, answer, strict=True):
-                found[n].append(decode([memoryview(frame) for frame in frames]))
-        return [Rows.cat(parts) for parts in found]
+                fetched[n].append(decode([memoryview(frame) for frame in frames]))
+        return [Rows.cat(parts) for parts in fetched]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
         kept = self.kept[key]

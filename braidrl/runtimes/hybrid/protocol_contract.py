@@ -42,14 +42,14 @@ def check_protocol(protocol: TransferProtocol) -> None:
     The protocol's methods take rows and further arguments; it may give a row to several workers. Raises AssertionError
     with the violated rule, and the numbers of rows and workers.
     """
-    other = object()
+    constant = object()
     for mesh, count in itertools.product(MESHES, range(20)):
         rows, case = Numbered(range(count)), f"{protocol.name} of {count} rows on {mesh.size} workers"
-        calls = protocol.distribute(mesh, rows, other)
+        calls = protocol.distribute(mesh, rows, constant)
         assert len(calls) == mesh.size, f"{case}: distribute has {len(calls)} entries; write one for each worker"
         called = [call for call in calls if call is not None]
         assert called, f"{case}: distribute calls no rank"
-        assert all(call[1:] == (other,) for call in called), f"{case}: distribute loses or changes what is not rows"
+        assert all(call[1:] == (constant,) for call in called), f"{case}: distribute loses or changes what is not rows"
         given = [row for call in called for row in call[0]]
         assert set(given) == set(rows), f"{case}: distribute gives rows {given}; each has to be given"
         back = protocol.collect(mesh, calls, [call[0] for call in called])

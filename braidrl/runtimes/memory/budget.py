@@ -91,15 +91,21 @@ def role_memory(use: Deployment) -> tuple[dict[str, int], dict[str, int]]:
         engine = use.engine
         if engine.own_weights:
             resident[ENGINE] = engine.shape.parameters * engine.shape.element_bytes // engine.divisor
-        whole = cache_bytes(engine.shape.config, engine.shape.element_bytes, engine.slots, engine.tokens)
-        resident[CACHE] = whole // engine.divisor
+        cache = cache_bytes(engine.shape.config, engine.shape.element_bytes, engine.slots, engine.tokens)
+        resident[CACHE] = cache // engine.divisor
     uses = [use] if use.computes else []
     if use.computes and use.inference is not None:
         uses.append(replace(use, shape=use.plain, layout=use.inference, trained=False, inference=None))
     working: dict[str, int] = {}
-    for each in uses:
-        saved = activation_bytes(each.shape, each.tokens, each.checkpointing, each.layout) if each.trained else 0
-        needed = working_bytes(each.shape, each.layout, each.tokens, each.trained, saved, each.scalar)
+    for role_use in uses:
+        saved = (
+            activation_bytes(role_use.shape, role_use.tokens, role_use.checkpointing, role_use.layout)
+            if role_use.trained
+            else 0
+        )
+        needed = working_bytes(
+            role_use.shape, role_use.layout, role_use.tokens, role_use.trained, saved, role_use.scalar
+        )
         working = {part: max(working.get(part, 0), needed.get(part, 0)) for part in {**working, **needed}}
     return resident, working
 
@@ -125,30 +131,30 @@ def deployment(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_
     layout, sizes = layout.resolve(devices), placed.shape.sizes
     if rollout.engine != "vllm" or not use.apart:
         layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
-    other = inference_layouts(config, flow).get(role) if use.trained else None
+    inferring = inference_layouts(config, flow).get(role) if use.trained else None
     engine = None
     if use.generates:
         engine = engine_use(role, placed.shape, layout, config, slots_of(config), decoding_ranks)
         # An engine on devices of its own has the role's weights there, counted as such.
         engine = engine and replace(engine, own_weights=engine.own_weights and not use.apart)
-    return replace(placed, layout=layout, inference=other and other.resolve(devices), engine=engine)
+    return replace(placed, layout=layout, inference=inferring and inferring.resolve(devices), engine=engine)
 
 
 def undeployed(use: RoleUse, config: Config, flow: Flow) -> Deployment:
     """Return the model and the use of a role in its layout as configured, on no devices yet, and without an engine."""
-    own, scalar = settings_of(use.role, config), use.role in flow.scalar_roles
-    plain = model_shape(own.model, own.dtype, scalar)
-    lora = own.lora if use.trained else None
+    settings, scalar = settings_of(use.role, config), use.role in flow.scalar_roles
+    plain = model_shape(settings.model, settings.dtype, scalar)
+    lora = settings.lora if use.trained else None
     kinds = {stage.kind for stage in flow.stages if stage.role == use.role}
     return Deployment(
-        model_shape(own.model, own.dtype, scalar, lora) if lora else plain,
+        model_shape(settings.model, settings.dtype, scalar, lora) if lora else plain,
         plain,
-        own.layout,
+        settings.layout,
         use.trained,
         scalar,
         computes=not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN)),
-        tokens=own.max_tokens,
-        checkpointing=own.activation_checkpointing,
+        tokens=settings.max_tokens,
+        checkpointing=settings.activation_checkpointing,
         moment_bytes=moment_bytes(config.trainer),
     )
 
@@ -189,11 +195,11 @@ def at_once(resident: Sequence[Mapping[str, int]], working: int) -> int:
 
 def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
     """Return a role's bytes by asset, the unit that moves between device and host."""
-    found: dict[Asset, int] = {}
+    sizes: dict[Asset, int] = {}
     for name, size in resident.items():
         asset = Asset(role, PART_OF.get(name, "optimizer"))  # type: ignore[arg-type]
-        found[asset] = found.get(asset, 0) + size
-    return found
+        sizes[asset] = sizes.get(asset, 0) + size
+    return sizes
 
 
 def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
@@ -204,8 +210,8 @@ def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple
     gib = config.trainer.resident_gib
     if gib is None:
         return None, []
-    resident = {one.use.role: one.resident for one in footprints}
-    generating = [one.use.role for one in footprints if one.use.generates]
+    resident = {footprint.use.role: footprint.resident for footprint in footprints}
+    generating = [footprint.use.role for footprint in footprints if footprint.use.generates]
     plan = taking_turns(flow, resident, generating, int(gib * GIB))
     every = {asset for role, parts in resident.items() for asset in assets(role, parts)}
     return plan.most, sorted(every - plan.kept)

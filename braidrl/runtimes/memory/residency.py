@@ -141,8 +141,8 @@ def needed_assets(
 
 def engine_needs(role: str, shared: frozenset[str]) -> frozenset[Asset]:
     """Return the assets with which a role generates."""
-    own = Asset(role, "engine")
-    return frozenset({own, Asset(role, "weights")} if role in shared else {own})
+    engine = Asset(role, "engine")
+    return frozenset({engine, Asset(role, "weights")} if role in shared else {engine})
 
 
 def stage_needs(stage: Stage, shared: frozenset[str], copied: frozenset[str]) -> frozenset[Asset]:
@@ -201,20 +201,20 @@ class Residency:
         if self.budget is None:
             return
         assert isinstance(worker, ShardedBackend), f"check_backends lets {worker.role} have no other here"
-        found = held_by(worker)
+        held = held_by(worker)
         if engine is not None and (memory := engine.memory) is not None:
             shared = memory.model is worker.shared_model
-            own = [] if shared else list(memory.model.parameters())
-            weights = sum(storage.nbytes() for storage in storages(own))
-            offloadable = OffloadableTensors(lambda: own)
-            found[Asset(worker.role, "engine")] = Held(memory.cache_bytes + weights, offloadable, engine.clear, weights)
+            parameters = [] if shared else list(memory.model.parameters())
+            weights = sum(storage.nbytes() for storage in storages(parameters))
+            offloadable = OffloadableTensors(lambda: parameters)
+            held[Asset(worker.role, "engine")] = Held(memory.cache_bytes + weights, offloadable, engine.clear, weights)
             if shared:
                 self.shared |= {worker.role}
         if inferring is not None:
-            found[Asset(worker.role, "inference")] = held_by(inferring)[Asset(worker.role, "weights")]
+            held[Asset(worker.role, "inference")] = held_by(inferring)[Asset(worker.role, "weights")]
             self.copied |= {worker.role}
-        self.held |= found
-        self.resident |= found.keys()
+        self.held |= held
+        self.resident |= held.keys()
         self.move(frozenset())
 
     def begin(self) -> None:

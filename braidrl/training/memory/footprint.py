@@ -143,9 +143,9 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
                         copied += (product.lora_B if style in ROWS else product.lora_A)[NAME].weight.numel()
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
-        every, one = (sum(parameter.numel() for parameter in module.parameters()) for module in (model, layer))
+        every, layer_size = (sum(parameter.numel() for parameter in module.parameters()) for module in (model, layer))
         idle = idle_parameters(model)
-        MEASURED[key] = Shape(type(model).__name__, config, every, one, dtype, trained, copied, four_bit, idle)
+        MEASURED[key] = Shape(type(model).__name__, config, every, layer_size, dtype, trained, copied, four_bit, idle)
     return MEASURED[key]
 
 
@@ -163,11 +163,11 @@ def idle_parameters(model: PreTrainedModel) -> int:
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
     auto: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
-    own = deepcopy(config)
+    copied = deepcopy(config)
     if scalar_head:
-        own.num_labels = 1
+        copied.num_labels = 1
     with torch.device("meta"):
-        return auto.from_config(own, dtype=dtype, attn_implementation=ATTENTION)
+        return auto.from_config(copied, dtype=dtype, attn_implementation=ATTENTION)
 
 
 def resident_bytes(
@@ -177,19 +177,19 @@ def resident_bytes(
     weight.
     """
     layers = shape.sizes.num_hidden_layers // layout.pipeline
-    whole = layers * shape.layer_parameters + beside_layers(shape, layout)
-    own = whole // (layout.tensor * layout.shard_ranks)
+    parameters = layers * shape.layer_parameters + beside_layers(shape, layout)
+    local = parameters // (layout.tensor * layout.shard_ranks)
     saved = shape.four_bit * (shape.element_bytes - BYTES_PER_WEIGHT)
-    parts = {"weights": own * shape.element_bytes - int(saved)}
+    parts = {"weights": local * shape.element_bytes - int(saved)}
     if trained:
         if shape.trained < shape.parameters:
             divided = (shape.trained - shape.copied) // layout.tensor
-            own = (divided + shape.copied) // (layout.pipeline * layout.shard_ranks)
+            local = (divided + shape.copied) // (layout.pipeline * layout.shard_ranks)
         master = max(MASTER_BYTES, shape.element_bytes)
-        parts["gradients"] = own * master
+        parts["gradients"] = local * master
         if master > shape.element_bytes:
-            parts["master weights"] = own * master
-        parts["AdamW moments"] = int(own * master * MOMENTS * moment_bytes / MASTER_BYTES)
+            parts["master weights"] = local * master
+        parts["AdamW moments"] = int(local * master * MOMENTS * moment_bytes / MASTER_BYTES)
     return parts
 
 
@@ -209,9 +209,9 @@ def working_bytes(
         parts["weights gathered"] = held * width // layout.tensor
     if layout.pipeline > 1:
         # A pipeline rank's receive buffers for one run: activations and, in training, gradients.
-        one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * width
+        activation = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * width
         buffers = RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
-        parts["messages between pipeline ranks"] = one * buffers
+        parts["messages between pipeline ranks"] = activation * buffers
     if shape.four_bit:
         parts["weights of a layer"] = shape.layer_parameters * width
     if trained:
@@ -274,9 +274,9 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
         layer, saved = 34 * shape.sizes.hidden_size + 2 * shape.sizes.num_attention_heads * share, saved_by_all(shape)
         every = layers * share * layer * shape.element_bytes // 2 if saved is None else int(saved * share)
         return every // layers + layers * inputs if checkpointing else every
-    one, two = (saved_by_layers(shape, layers, layout.tensor) * share for layers in (1, 2))
+    single, two = (saved_by_layers(shape, layers, layout.tensor) * share for layers in (1, 2))
     # A pipeline rank has fewer layers but proportionally more micro-batches in flight.
-    return int(one + (layers * inputs if checkpointing else (layers - 1) * (two - one)))
+    return int(single + (layers * inputs if checkpointing else (layers - 1) * (two - single)))
 
 
 @cache
@@ -308,13 +308,13 @@ def saved_by_layers(shape: Shape, layers: int, tensor: int) -> float:
 
 def kept_bytes(model: Any, tokens: int) -> int:
     """Count the bytes that autograd saves in a forward pass on the meta device, without parameters."""
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    storages = {p.untyped_storage()._cdata for p in model.parameters()}
     # Keep them alive, so that no address is reused.
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
-        if storage not in own:
+        if storage not in storages:
             kept[storage] = tensor
         return tensor
 
