@@ -1,6 +1,6 @@
-"""The parallel layout of a role: four axes whose product is the number of devices, and sharding over them.
+"""The parallel layout of a role: five axes whose product is the number of devices, and sharding over them.
 
-rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + tensor rank          tensor varies fastest
+ranks are ordered by (pipeline, data, context, sequence, tensor); tensor varies fastest
 """
 
 from typing import Literal
@@ -10,7 +10,7 @@ from pydantic import Field
 from braidrl.config.section import MOST_PROCESSES, Section
 from braidrl.errors import UserError
 
-AXES = ("pipeline", "data", "sequence", "tensor")
+AXES = ("pipeline", "data", "context", "sequence", "tensor")
 """Names of the mesh dimensions, slowest first, so that ranks with the most communication are neighbours."""
 
 
@@ -31,9 +31,13 @@ class ParallelLayout(Section):
     """Sequence parallelism: number of devices that shard the tokens of each micro-batch, and in attention the heads
     (Ulysses).
     """
+    context: int = Field(1, ge=1, le=MOST_PROCESSES)
+    """Context parallelism: number of devices that shard the tokens of each micro-batch, for rows longer than
+    `sequence` allows. In attention each gathers the keys and values of all; heads need not be divisible.
+    """
     shard: Literal["full", "optimizer", "none"] = "none"
-    """Sharding over the ranks of `data` and `sequence`. `full`: weights, gradients and optimizer state (FSDP, ZeRO-3).
-    `optimizer`: gradients and optimizer state (ZeRO-2). `none`: nothing.
+    """Sharding over the ranks of `data`, `context` and `sequence`. `full`: weights, gradients and
+    optimizer state (FSDP, ZeRO-3). `optimizer`: gradients and optimizer state (ZeRO-2). `none`: nothing.
     """
     nodes: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Hybrid sharding: number of groups of ranks along `data` with full shards each; only gradients cross between
@@ -43,7 +47,12 @@ class ParallelLayout(Section):
     @property
     def ranks_per_replica(self) -> int:
         """Return the number of devices that hold one replica of the model and compute the same rows."""
-        return self.pipeline * self.tensor * self.sequence
+        return self.pipeline * self.tensor * self.token_ranks
+
+    @property
+    def token_ranks(self) -> int:
+        """Return the number of devices that shard the tokens of a replica's micro-batch, outside of `tensor`."""
+        return self.context * self.sequence
 
     @property
     def is_replicated(self) -> bool:
@@ -73,7 +82,7 @@ class ParallelLayout(Section):
         """Return the number of devices over which weights, gradients or optimizer state are sharded; `data` must be
         filled in.
         """
-        return 1 if self.shard == "none" else (self.data or 1) * self.sequence // self.nodes
+        return 1 if self.shard == "none" else (self.data or 1) * self.token_ranks // self.nodes
 
     def check_model(self, heads: int, key_value_heads: int, layers: int, key: str = "trainer.layout") -> None:
         """Raise UserError, with `key`, if the axes do not divide a model's heads or layers."""

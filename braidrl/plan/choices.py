@@ -159,7 +159,7 @@ class Choices:
                 copies += [
                     layout_of
                     for layout_of in allowed
-                    if layout_of.shard == "none" and layout_of.pipeline == layout_of.sequence == 1
+                    if layout_of.shard == "none" and layout_of.pipeline == layout_of.token_ranks == 1
                 ][:2]
             checkpointing = (False, True) if model.use.trained else (False,)
             uses = [

@@ -211,7 +211,7 @@ class Problem:
 
     def allows(self, role: str, layout: ParallelLayout) -> bool:
         """Return whether a run can shard the role's model by this layout."""
-        axes = (role, layout.pipeline > 1, layout.tensor > 1, layout.sequence > 1, layout.shard != "none")
+        axes = (role, layout.pipeline > 1, layout.tensor > 1, layout.token_ranks > 1, layout.shard != "none")
         if axes not in self._allowed:
             try:
                 check_plan(settings_of(role, self.config).model, layout, "layout")

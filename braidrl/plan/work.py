@@ -112,13 +112,13 @@ def model_work(
     `passes` are operations in units of forward passes: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters. A
     node has `node` devices.
     """
-    t, s, p = layout.tensor, layout.sequence, layout.pipeline
+    t, s, c, p = layout.tensor, layout.sequence, layout.context, layout.pipeline
     layers = shape.sizes.num_hidden_layers / p
     batches = max(1, math.ceil(share.tokens / max_tokens))
     run = min(batches, RUN * p)
     bubble = (run + p - 1) / run
-    computed = passes * forward_operations(shape, share.tokens, share.squares, scalar) / (t * s * p) * bubble
-    width = share.tokens * shape.sizes.hidden_size * shape.element_bytes / s
+    computed = passes * forward_operations(shape, share.tokens, share.squares, scalar) / (t * s * c * p) * bubble
+    width = share.tokens * shape.sizes.hidden_size * shape.element_bytes / (s * c)
     times = layers * (1 if passes == 1 else passes - 1)
     waited, collectives = np.zeros(2), 0.0
     if t > 1:
@@ -127,9 +127,14 @@ def model_work(
     if s > 1:
         waited += sent(node, t, s, 4 * times * width / t * (s - 1) / s * bubble)
         collectives += 4 * times * batches
+    if c > 1:
+        # Keys and values are gathered, and in training their gradients reduced.
+        states = 2 * share.tokens * shape.sizes.num_key_value_heads * shape.sizes.head_dim * shape.element_bytes
+        waited += sent(node, t * s, c, times * states / (t * s) * (c - 1) / c * bubble)
+        collectives += 2 * times * batches
     if p > 1:
         both = 1 if passes == 1 else 2
-        waited += sent(node, t * s * (layout.data or 1), p, both * width / t)
+        waited += sent(node, t * s * c * (layout.data or 1), p, both * width / t)
         collectives += both * batches * bubble
     shared = sharing_work(shape, layout, batches, passes > 1, node)
     link, network = waited.tolist()
@@ -137,7 +142,7 @@ def model_work(
         phase=phase,
         operations=computed,
         activations=passes * layers * width / t * bubble,
-        tokens=share.tokens / s,
+        tokens=share.tokens / (s * c),
         calls=layers * batches * passes * bubble,
         rows=share.rows,
         steps=1,
@@ -153,7 +158,7 @@ def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: boo
     FSDP2 gathers and reduce-scatters layer by layer, overlapped with compute; replicas all-reduce before the step,
     exposed.
     """
-    inner, outer, g = layout.tensor, (layout.data or 1) * layout.sequence, layout.shard_ranks
+    inner, outer, g = layout.tensor, (layout.data or 1) * layout.token_ranks, layout.shard_ranks
     layers = shape.sizes.num_hidden_layers // layout.pipeline
     local = (layers * shape.layer_parameters + beside_layers(shape, layout)) / inner
     trained = local * shape.trained / shape.parameters

@@ -258,6 +258,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data 2": {"data": 2},
     "shard full": {"shard": "full"},
     "sequence 2": {"sequence": 2},
+    "context 2": {"context": 2},
     "tensor 2": {"tensor": 2},
     "pipeline 2": {"pipeline": 2},
 }

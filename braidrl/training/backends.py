@@ -41,6 +41,7 @@ FEATURES = (
     "tensor",
     "pipeline",
     "sequence",
+    "context",
     "shard",
     "streaming",
     "offload",

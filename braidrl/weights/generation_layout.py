@@ -72,7 +72,7 @@ class GenerationLayout:
 
     def groups(self, training: ParallelLayout) -> Tensor:
         """Return the ranks of each group, (groups, pipeline, tensor); `training` has its `data` filled in."""
-        p, d, s, t = training.pipeline, training.data or 1, training.sequence, training.tensor
+        p, d, s, t = training.pipeline, training.data or 1, training.token_ranks, training.tensor
         grid = torch.arange(p * d * s * t).view(p, d, s, t)
         if self.grouping not in ("interval", None) or (self.grouping is None and not self.nests(training)):
             return grid.movedim(0, 2).reshape(-1, self.pipeline, self.tensor)

@@ -112,7 +112,7 @@ class GenerationWeights:
         self._trained, self._generated, self._occupy, self._empty = trained, generated, occupy, empty
         self._gathers = layout.grouping in ("neighbour", "gather")
         # With `neighbour`, a rank reads blocks from its own copy of the model: label ranks by copy.
-        copy = ranks.rank // (training.tensor * training.sequence) % (training.data or 1)
+        copy = ranks.rank // (training.tensor * training.token_ranks) % (training.data or 1)
         parts, wanted = trained(), generated()
         known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
         groups = known.groups(None if self._gathers else gather_shard_index(wanted, ranks))

@@ -177,7 +177,7 @@ class HybridBackend:
         layout = settings_of(role, config).layout.resolve(group.pool.workers)
         pooled = pools_ranks(config) and role in group.pool.generating
         groups = generation_layout(config).groups(layout).flatten(1).tolist() if pooled else []
-        mesh = Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))
+        mesh = Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.token_ranks, tuple(map(tuple, groups)))
         for table in arguments:
             if isinstance(table, Handle):
                 self._begin_deferred(table.writers(registration.reads))

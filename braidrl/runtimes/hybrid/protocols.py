@@ -32,6 +32,7 @@ class Mesh:
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
+    """The ranks that shard a copy's tokens: those of `context` times those of `sequence`."""
     generation: tuple[tuple[int, ...], ...] = ()
     """The ranks of each generation group, if ranks generate together: the ranks of one model copy are micro
     data-parallel.

@@ -294,8 +294,9 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool |
             raise UserError(
                 f"{key} is for runtime=distributed, hybrid or streaming; remove it, or write another runtime"
             )
-        if layout.sequence > 1 and config.trainer.share_prompts:
-            raise UserError(f"{key}: sequence divides rows apart; write sequence=1, or trainer.share_prompts=false")
+        if layout.token_ranks > 1 and config.trainer.share_prompts:
+            axis = "sequence" if layout.sequence > 1 else "context"
+            raise UserError(f"{key}: {axis} divides rows apart; write {axis}=1, or trainer.share_prompts=false")
         if pool is not None:
             layout.resolve(pool.workers, key)
         resolved = settings_of(role, config)
@@ -341,7 +342,7 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
     plan = proven_plan(config, path)
     for name in FILES:
         check_accepted(config, plan, path, name, "model")
-    axes = [axis for axis in ("tensor", "sequence", "pipeline") if getattr(layout, axis) > 1]
+    axes = [axis for axis in ("tensor", "sequence", "context", "pipeline") if getattr(layout, axis) > 1]
     axes += ["shard"] * (layout.shard != "none")
     if axes and plan.by_rows:
         raise UserError(
@@ -386,7 +387,10 @@ def check_backends(config: Config, flow: Flow) -> None:
         follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
         copied, at = role in inference_layouts(config, flow), own.key("layout")
         wanted = [
-            *((axis, f"{at}.{axis}", getattr(layout, axis) > 1) for axis in ("tensor", "pipeline", "sequence")),
+            *(
+                (axis, f"{at}.{axis}", getattr(layout, axis) > 1)
+                for axis in ("tensor", "pipeline", "sequence", "context")
+            ),
             ("shard", f"{at}.shard", layout.shard != "none"),
             ("copies", own.key("inference_layout"), copied),
             ("copies", f"stage {', '.join(follows)}", bool(follows)),

@@ -209,9 +209,14 @@ def working_bytes(
         parts["weights gathered"] = held * width // layout.tensor
     if layout.pipeline > 1:
         # A pipeline rank's receive buffers for one run: activations and, in training, gradients.
-        activation = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * width
+        activation = -(-tokens // (layout.token_ranks * layout.tensor)) * shape.sizes.hidden_size * width
         buffers = RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
         parts["messages between pipeline ranks"] = activation * buffers
+    if layout.context > 1:
+        # One layer's, and in training their gradients.
+        sizes, split = shape.sizes, layout.tensor * layout.sequence
+        gathered = 2 * tokens * sizes.num_key_value_heads * sizes.head_dim // split * width
+        parts["keys and values gathered"] = gathered * (2 if trained else 1)
     if shape.four_bit:
         parts["weights of a layer"] = shape.layer_parameters * width
     if trained:
@@ -265,7 +270,7 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
     """Return the bytes saved for a micro-batch's backward pass: all layers, or with checkpointing one layer and all
     layers' inputs.
     """
-    share, layers = -(-tokens // (layout.sequence * layout.tensor)), shape.sizes.num_hidden_layers
+    share, layers = -(-tokens // (layout.token_ranks * layout.tensor)), shape.sizes.num_hidden_layers
     inputs = share * shape.sizes.hidden_size * shape.element_bytes
     kinds = set(own_setting(shape.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds or shape.config.model_type not in UNIFORM:

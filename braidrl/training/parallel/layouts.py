@@ -5,7 +5,7 @@
 layers      all, or with pipeline > 1 those of its rank               `pipeline.split_layers`
 rows        those of replica 0          those of replica 1            `gather_rows`
 matrices    left half   right half      left half   right half        `tensor_parallel.parallelize_layer`
-tokens      all, or with sequence > 1 a share of the replica's        `predict_own_tokens`
+tokens      all, or with sequence or context > 1 a share              `predict_own_tokens`
             between matrices, half of these on each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
 
@@ -37,7 +37,7 @@ from braidrl.training.compute.packed import OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
-from braidrl.training.parallel.sequence import predict_own_tokens
+from braidrl.training.parallel.sequence import TokenGroups, predict_own_tokens
 from braidrl.weights.shards import NamedTensor, by_tensor
 
 BUCKET_BYTES = 64 << 20
@@ -70,7 +70,7 @@ class DataParallel(Ranks):
     """
     replica_group: dist.ProcessGroup | None = None
     """All ranks of this replica."""
-    sequence_group: dist.ProcessGroup | None = None
+    token_groups: TokenGroups | None = None
     """The ranks of this replica that shard its tokens."""
     pipeline: Pipeline | None = None
     """The pipeline ranks of this replica; None without pipeline parallelism."""
@@ -88,13 +88,12 @@ class DataParallel(Ranks):
         if self.mesh is None:
             read_parameters(model)
             return predict
-        assert self.sequence_group is not None
         tied = is_tied(model)
         if self.pipeline is not None:
             split_layers(model, self.pipeline.group.rank(), self.pipeline.group.size())
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
-        if (multiple := self.layout.sequence * self.layout.tensor) > 1:
-            predict = partial(predict_own_tokens, predict, self.sequence_group, multiple, self.has_predictions)
+        if (multiple := self.layout.token_ranks * self.layout.tensor) > 1 and self.token_groups is not None:
+            predict = partial(predict_own_tokens, predict, self.token_groups, multiple, self.has_predictions)
         # With several nodes, each has all shards.
         nodes = ("node",) if self.layout.nodes > 1 else ()
         rows_mesh = tokens_mesh = self.mesh[(*nodes, "shard")]
@@ -263,7 +262,9 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
     sizes = [getattr(layout, axis) for axis in AXES]
     grid = torch.arange(world.size).view(sizes)
     pools = grid.movedim(AXES.index("data"), 0).flatten(1)
-    sequence_group = grid.movedim(AXES.index("sequence"), -1).flatten(0, -2)
+    groups = [subgroup(groups_along(grid, axes)) for axes in (("context", "sequence"), ("sequence",), ("context",))]
+    everyone, heads, context = groups
+    assert everyone is not None and heads is not None and context is not None
     different = world.size // (layout.pipeline * layout.nodes * layout.tensor)
     shape = (layout.pipeline, layout.nodes, different, layout.tensor)
     mesh = mesh_of(device.type, shape, ("pipeline", "node", "shard", "tensor"))
@@ -275,7 +276,7 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         # Separate groups: a CUDA mesh's group may not support CPU tensors.
         pipeline_ranks, embedding_group = subgroup(grid.flatten(1).T), subgroup(grid[[0, -1]].flatten(1).T)
         assert pipeline_ranks is not None
-        pipeline = Pipeline(pipeline_ranks, embedding_group, layout.sequence * layout.tensor, device)
+        pipeline = Pipeline(pipeline_ranks, embedding_group, layout.token_ranks * layout.tensor, device)
     replica = subgroup(pools)
     assert replica is not None
     return DataParallel(
@@ -290,10 +291,17 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         mesh=mesh,
         token_mesh=tokens,
         replica_group=replica,
-        sequence_group=subgroup(sequence_group),
+        token_groups=TokenGroups(everyone, heads, context),
         pipeline=pipeline,
         uses_fsdp=layout.shard != "none",
     )
+
+
+def groups_along(grid: Tensor, axes: Sequence[str]) -> Tensor:
+    """Return the ranks that differ in these axes alone, (groups, ranks), from a grid of ranks by AXES."""
+    numbers = [AXES.index(axis) for axis in axes]
+    last = grid.movedim(numbers, list(range(-len(numbers), 0)))
+    return last.flatten(-len(numbers)).flatten(0, -2)
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

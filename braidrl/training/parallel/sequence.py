@@ -1,7 +1,12 @@
-"""Ulysses sequence parallelism: ranks shard the tokens of a micro-batch, and the heads within attention.
+"""Sequence and context parallelism: ranks shard the tokens of a micro-batch. Within attention, `sequence` ranks shard
+heads (Ulysses), and `context` ranks gather keys and values. With both, each context rank's slice of tokens is sharded
+over the sequence ranks.
 
-rank 0   tokens 0..n    all heads ╮              ╭ all tokens   heads 0..h    ╮              ╭ tokens 0..n
-rank 1   tokens n..2n   all heads ┴─ all-to-all ─┴ all tokens   heads h..2h   ┴─ all-to-all ─┴ tokens n..2n
+sequence 0   tokens 0..n    all heads ╮              ╭ all tokens   heads 0..h    ╮              ╭ tokens 0..n
+sequence 1   tokens n..2n   all heads ┴─ all-to-all ─┴ all tokens   heads h..2h   ┴─ all-to-all ─┴ tokens n..2n
+
+context 0    queries, keys, values 0..n  ╮              ╭ queries 0..n    keys, values 0..2n
+context 1    queries, keys, values n..2n ┴─ all-gather ─┴ queries n..2n   keys, values 0..2n
 
 Everything but attention and mixers works token by token. Mixers need whole sequences: before a mixer, each rank
 receives all tokens of some sequences. Predictions are gathered, so that each rank computes the global loss; its
@@ -24,34 +29,80 @@ from braidrl.training.compute.attention import (
     GatheredRows,
     PackedSequences,
     Scores,
+    attend_equal,
     token_dimension,
 )
 from braidrl.training.compute.packed import Packed, Predict
 
+QUERIES = 1024
+"""Queries that attend at a time under context parallelism: the mask has this many rows."""
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """This rank's process groups for the tokens of a replica, which `tokens` ranks shard in their order."""
+
+    tokens: dist.ProcessGroup
+    heads: dist.ProcessGroup
+    """The `sequence` ranks: consecutive ranks of `tokens`."""
+    context: dist.ProcessGroup
+
 
 @dataclass(frozen=True, eq=False)
-class UlyssesAttention(AttentionContext):
-    """Attention over sequences whose tokens are sharded equally over the S ranks of `group`, n tokens on each."""
+class ShardedAttention(AttentionContext):
+    """Attention over sequences whose tokens are sharded equally over S · C ranks, n tokens on each."""
 
     sequences: AttentionContext
-    group: dist.ProcessGroup
+    groups: TokenGroups
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with local queries (1, H, n, D) to keys and values (1, K, n, D); returns (1, n, H, D).
 
         S must divide H and K.
         """
-        by_rank = (self.group.size(), -1)
+        heads = self.groups.heads
+        by_rank = (heads.size(), -1)
         if scores.sinks is not None:
-            scores = replace(scores, sinks=scores.sinks.unflatten(0, by_rank)[self.group.rank()])
-        # (1, heads, n, D) to (1, heads / S, S · n, D): all tokens of this rank's heads
+            scores = replace(scores, sinks=scores.sinks.unflatten(0, by_rank)[heads.rank()])
+        # (1, heads, n, D) to (1, heads / S, S · n, D): all tokens of this context rank, of this rank's heads
         states = [
-            _AllToAll.apply(each[0].unflatten(0, by_rank), None, None, self.group).transpose(0, 1).flatten(1, 2)[None]
+            _AllToAll.apply(each[0].unflatten(0, by_rank), None, None, heads).transpose(0, 1).flatten(1, 2)[None]
             for each in (query, key, value)
         ]
-        output = self.sequences.attend(module, states[0], states[1], states[2], scores)
-        parts = _AllToAll.apply(output[0].unflatten(0, by_rank), None, None, self.group)
+        if self.groups.context.size() == 1:
+            output = self.sequences.attend(module, states[0], states[1], states[2], scores)
+        else:
+            output = self._attend_to_gathered(states[0], states[1], states[2], scores)
+        parts = _AllToAll.apply(output[0].unflatten(0, by_rank), None, None, heads)
         return parts.transpose(0, 1).flatten(1, 2)[None]
+
+    def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend with this context rank's queries (1, H, m, D) to the keys and values (1, K, m, D) of all of them."""
+        assert isinstance(self.sequences, PackedSequences), "context parallelism does not share prompts"
+        context, count = self.groups.context, query.shape[2]
+        # (1, heads, m, D) to (tokens, heads, D)
+        queries = query[0].transpose(0, 1)
+        keys, values = (_AllGather.apply(states[0].transpose(0, 1), context) for states in (key, value))
+        first, outputs, start = context.rank() * count, list[Tensor](), 0
+        for length in self.sequences.lengths:
+            begin, end = max(start, first), min(start + length, first + count)
+            for low in range(begin, end, QUERIES):
+                high = min(low + QUERIES, end)
+                # Later keys, and those before the window, are seen by none of these queries.
+                oldest = start if scores.window is None else max(start, low - scores.window + 1)
+                positions = torch.arange(oldest - start, high - start, device=query.device)
+                mask = scores.visible(positions[low - oldest :, None], positions[None, :])
+                outputs.append(
+                    attend_equal(
+                        queries[None, low - first : high - first],
+                        keys[None, oldest:high],
+                        values[None, oldest:high],
+                        scores,
+                        mask=mask,
+                    )
+                )
+            start += length
+        return torch.cat(outputs)[None]
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer over all tokens of this rank's sequences, with an all-to-all before and after it."""
@@ -63,7 +114,7 @@ class UlyssesAttention(AttentionContext):
             if place is None:
                 return leaf
             flat = GatheredRows.apply(leaf.squeeze(place - 1).movedim(place - 1, 0), order, places)
-            flat = _AllToAll.apply(flat, sent, arriving, self.group)
+            flat = _AllToAll.apply(flat, sent, arriving, self.groups.tokens)
             if not received:
                 # a rank without a sequence runs a filler token, so that its parameters have gradients
                 flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))])
@@ -72,7 +123,7 @@ class UlyssesAttention(AttentionContext):
         def returned(leaf: Any) -> Any:
             if token_dimension(leaf, sum(own.lengths)) != 1:
                 return leaf
-            flat = _AllToAll.apply(leaf[0, :received], arriving, sent, self.group)
+            flat = _AllToAll.apply(leaf[0, :received], arriving, sent, self.groups.tokens)
             return GatheredRows.apply(flat, places, order)[None]
 
         found = own.mix(module, forward, tree_map(arrived, given), tree_map(arrived, named))
@@ -87,8 +138,8 @@ class UlyssesAttention(AttentionContext):
         the place of each local token in that order; the numbers of tokens for each rank and from each rank.
         """
         assert isinstance(self.sequences, PackedSequences), "models with mixers do not share prompts"
-        lengths, device, rank = self.sequences.lengths, self.sequences.offsets.device, self.group.rank()
-        held, assigned = [0] * self.group.size(), [0] * len(lengths)
+        lengths, device, rank = self.sequences.lengths, self.sequences.offsets.device, self.groups.tokens.rank()
+        held, assigned = [0] * self.groups.tokens.size(), [0] * len(lengths)
         for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
             assigned[number] = held.index(min(held))
             held[assigned[number]] += lengths[number]
@@ -105,14 +156,15 @@ class UlyssesAttention(AttentionContext):
 
 
 def predict_own_tokens(
-    predict: Predict, group: dist.ProcessGroup, multiple: int, join: bool, packed: Packed, *objective: Any
+    predict: Predict, groups: TokenGroups, multiple: int, join: bool, packed: Packed, *objective: Any
 ) -> dict[str, Tensor]:
-    """Call `predict` on this rank's share of the tokens; all ranks of `group` call this with the same rows.
+    """Call `predict` on this rank's share of the tokens; all token ranks call this with the same rows.
 
     Tokens are padded to a `multiple` of the number of ranks. With `join` every rank gets the predictions of all tokens,
     else only of its own.
     """
     packed = packed.padded(-(-len(packed.input_ids) // multiple) * multiple)
+    group = groups.tokens
     if group.size() == 1:
         return predict(packed, *objective)
     # `hidden` is already local.
@@ -129,7 +181,7 @@ def predict_own_tokens(
         predictors=here - first,
         targets=packed.targets[(packed.predictors >= first) & (packed.predictors < first + count)],
         row_ends=ends - first,
-        context=UlyssesAttention(packed.attention(), group),
+        context=ShardedAttention(packed.attention(), groups),
     )
     found = predict(local, *objective)
     for name, values in found.items() if join else ():
@@ -163,3 +215,21 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _AllToAll.apply(gradients[0], *ctx.back), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """The rows (n, ...) of all ranks in their order; the backward sums each rank's gradients of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = rows.new_empty((group.size() * len(rows), *rows.shape[1:]))
+        dist.all_gather(list(gathered.chunk(group.size())), rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        parts = list(gradients[0].contiguous().chunk(ctx.group.size()))
+        summed = torch.empty_like(parts[0])
+        dist.reduce_scatter(summed, parts, group=ctx.group)
+        return summed, None

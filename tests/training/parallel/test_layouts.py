@@ -33,12 +33,16 @@ PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3", {"shard": "optimizer"}),
         ("qwen2", {"tensor": 2}),
         ("llama", {"sequence": 2, "shard": "full"}),
+        ("narrow qwen2", {"context": 2}),
         ("qwen3", {"pipeline": 2}),
     ],
     4: [
         ("qwen3", {"tensor": 2, "shard": "full"}),
         ("qwen2", {"sequence": 2, "shard": "optimizer"}),
         ("llama", {"tensor": 2, "sequence": 2}),
+        ("qwen2", {"context": 2, "sequence": 2, "shard": "full"}),
+        ("narrow qwen2", {"context": 4}),
+        ("qwen3", {"context": 2, "pipeline": 2}),
         ("qwen2", {"pipeline": 2, "shard": "full"}),
         ("qwen3", {"pipeline": 2, "tensor": 2}),
         ("llama", {"pipeline": 2, "sequence": 2, "shard": "optimizer"}),
@@ -73,7 +77,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         TOKENIZER.save_pretrained(folder / name)
         paths[name] = str(folder / name)
-    return paths
+    # Keys of one head, which `sequence` cannot divide, and windows that begin on another rank.
+    config = deepcopy(MODELS["qwen2"])
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.num_hidden_layers = 8, 1, 4, 4
+    config.layer_types, config.use_sliding_window = ["sliding_attention", "full_attention"] * 2, True
+    config.sliding_window = 3
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "narrow qwen2")
+    TOKENIZER.save_pretrained(folder / "narrow qwen2")
+    return paths | {"narrow qwen2": str(folder / "narrow qwen2")}
 
 
 def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[str]]:
@@ -210,11 +221,13 @@ def every_layout(size: int) -> list[dict[str, Any]]:
     """Return every layout of this many devices, with each kind of shard, also over two nodes."""
     found: list[dict[str, Any]] = []
     for shard in ("full", "optimizer", "none"):
-        for pipeline, tensor, sequence in itertools.product((1, 2, 4), repeat=3):
-            data, left = divmod(size, pipeline * tensor * sequence)
+        for pipeline, tensor, sequence, context in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2)):
+            data, left = divmod(size, pipeline * tensor * sequence * context)
             if left or tensor * sequence > 4:
                 continue
-            found.append({"pipeline": pipeline, "tensor": tensor, "sequence": sequence, "shard": shard})
+            found.append(
+                {"pipeline": pipeline, "tensor": tensor, "sequence": sequence, "context": context, "shard": shard}
+            )
             if shard != "none" and data > 1:
                 found.append({**found[-1], "nodes": 2})
     return found
