@@ -62,21 +62,22 @@ class AtOnce(SteppingEngine):
 
     def step(self) -> list[Any]:
         found, self.rows = self.rows, {}
-        answer = self._answer()
-        return self._done([Response(uid, *answer[:2], FinishReason.STOP, answer[2]) for uid in found])
+        return self._done([self._answer(uid, FinishReason.STOP) for uid in found])
 
     def abort(self, uid: Any) -> Any:
         del self.rows[uid]
-        answer = self._answer()
-        return self._done([Response(uid, *answer[:2], FinishReason.ABORT, answer[2])])[0]
+        return self._done([self._answer(uid, FinishReason.ABORT)])[0]
 
     def clear(self, release: bool = True) -> None:
         self.rows = {}
         self._under_way.clear()
 
-    def _answer(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, log-probs and versions: the same for each row."""
-        return torch.full((1,), 5), torch.zeros(1), torch.full((1,), self.version)
+    def _answer(self, uid: Any, reason: Any) -> Any:
+        """Return a row's response, with the same token for each."""
+        token, log_probs, versions = torch.full((1,), 5), torch.zeros(1), torch.full((1,), self.version)
+        if not hasattr(Response, "log_probs"):  # of a version before columns per token were registered
+            return Response(uid, token, log_probs, reason, versions)
+        return Response(uid, token, reason, {"rollout_log_probs": log_probs, "rollout_versions": versions})
 
 
 @advantages.register(writes=["score"])

@@ -18,6 +18,7 @@ from torch import Tensor
 from braidrl.algorithms.random import uniform
 from braidrl.algorithms.registry import advantages, losses, selections
 from braidrl.data.rows import FinishReason, Uid
+from braidrl.data.token_columns import LOG_PROBS, VERSIONS
 from braidrl.engines.engine import EngineSpec
 from braidrl.engines.requests import EngineRow, Response
 from braidrl.engines.stepping import SteppingEngine
@@ -101,9 +102,8 @@ class SleepingEngine(SteppingEngine):
 def response(sleeping: Sleeping, reason: FinishReason) -> Response:
     """Return a row's response so far."""
     versions = torch.tensor(sleeping.versions, dtype=torch.int64)
-    return Response(
-        sleeping.row.request.uid, torch.full_like(versions, TOKEN), torch.zeros(len(versions)), reason, versions
-    )
+    per_token = {LOG_PROBS: torch.zeros(len(versions)), VERSIONS: versions}
+    return Response(sleeping.row.request.uid, torch.full_like(versions, TOKEN), reason, per_token)
 
 
 @advantages.register(writes=["advantage"])

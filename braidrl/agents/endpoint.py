@@ -127,10 +127,13 @@ class Endpoint:
         purpose: str = "train",
         stage: str = "generate",
         host: str = "127.0.0.1",
+        columns: tuple[str, ...] = (),
         listener: socket.socket | None = None,
         key: str | None = None,
     ) -> None:
         """Set up the server; random numbers depend on the rows' `purpose` and the generate `stage`.
+
+        Turns have these `columns` per token.
 
         It listens at a free port of `host`, the address that clients use, or on `listener`, perhaps in another network.
         Clients must send the API key `key`; with None a session's URL is enough. Raises UserError if the tokenizer has
@@ -140,6 +143,7 @@ class Endpoint:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
         self.engine, self.template, self.sampling = engine, template, sampling
         self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
+        self.columns = columns
         self._host, self._listener, self.key = host, listener, key
         self._began = int(time.time())
         self._sessions: dict[str, EndpointSession] = {}
@@ -300,6 +304,7 @@ class Endpoint:
                 self.max_sequence_tokens,
                 self.purpose,
                 self.stage,
+                columns=self.columns,
                 opens=opens,
                 on_token=on_token,
             )

@@ -125,6 +125,8 @@ class EnvironmentPlayer(Player):
     _: KW_ONLY
     purpose: str = "train"
     stage: str = "generate"
+    columns: tuple[str, ...] = ()
+    """Columns per token that the engine returns beside those of every response."""
 
     async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
         environment, limit = await self.ask(self.make), None
@@ -164,7 +166,14 @@ class EnvironmentPlayer(Player):
             ids, opens = tokenised(template.first, context, tools), True
         while True:
             sampled = await trajectory.sample_turn(
-                self.engine, ids, self.sampling, limits.max_sequence_tokens, self.purpose, self.stage, opens=opens
+                self.engine,
+                ids,
+                self.sampling,
+                limits.max_sequence_tokens,
+                self.purpose,
+                self.stage,
+                columns=self.columns,
+                opens=opens,
             )
             if trajectory.finish_reason is FinishReason.ABORT:
                 return

@@ -1,11 +1,11 @@
-"""A growing trajectory: append-only token ids, with the engine's log-probs and versions of sampled tokens, and its
-outcome; and the columns of a generate stage, from trajectories or from single responses.
+"""A growing trajectory: append-only token ids, with the engine's columns per token, and its outcome; and the columns of
+a generate stage, from trajectories or from single responses.
 
 context ──▶ actions ──▶ observation ──▶ actions | context ──▶ actions          | a new sequence of the same row
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from braidrl.agents.turns import EnvironmentFailed
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
+from braidrl.data.token_columns import VERSIONS, TokenColumn, padded, returned_columns, token_columns
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
@@ -44,9 +45,10 @@ class Trajectory:
     actions: list[bool] = field(default_factory=list)
     """True for each token that was sampled."""
     sequence_lengths: list[int] = field(default_factory=list)
-    log_probs: list[Tensor] = field(default_factory=list)
-    """Log-probs of the sampled tokens, one tensor for each turn."""
-    versions: list[Tensor] = field(default_factory=list)
+    turn_lengths: list[int] = field(default_factory=list)
+    """The number of tokens sampled in each turn."""
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    """The engine's columns: of the sampled tokens of all turns, or of all tokens of the row."""
     score: float = 0.0
     correct: bool | None = None
     finish_reason: FinishReason = FinishReason.STOP
@@ -63,34 +65,29 @@ class Trajectory:
 
     @property
     def turns(self) -> int:
-        return len(self.log_probs)
+        return len(self.turn_lengths)
 
     @property
     def action_tokens(self) -> int:
         """Return the number of tokens sampled so far, which equals the number of the row's random numbers used."""
-        return sum(len(turn) for turn in self.log_probs)
+        return sum(self.turn_lengths)
 
     def append(
-        self,
-        tokens: Sequence[int],
-        *,
-        log_probs: Tensor | None = None,
-        versions: Tensor | None = None,
-        opens: bool = False,
+        self, tokens: Sequence[int], *, per_token: Mapping[str, Tensor] | None = None, opens: bool = False
     ) -> None:
-        """Append tokens, to a new sequence if they open one; sampled tokens, which cannot, have log-probs (T,) and
-        versions (T,) int64.
+        """Append tokens, to a new sequence if they open one; sampled tokens, which cannot, have the engine's columns.
 
-        Raises ValueError if lengths differ, if only one of log-probs and versions is given, or if a sequence starts
-        with an action. The trajectory is then unchanged.
+        Raises ValueError if lengths differ, a column is missing, or a sequence starts with an action. The trajectory is
+        then unchanged.
         """
-        if (log_probs is None) != (versions is None):
-            raise ValueError(f"row {self.uid}: sampled tokens have log-probs and versions, others have neither")
-        if log_probs is not None and versions is not None:
-            if not len(tokens) == len(log_probs) == len(versions):
-                raise ValueError(
-                    f"row {self.uid}: {len(tokens)} tokens, {len(log_probs)} log-probs and {len(versions)} versions"
-                )
+        if per_token is not None:
+            read = self.sequence_lengths[-1] if self.sequence_lengths else 0
+            expected = self.per_token or {column.name for column in returned_columns()}
+            if missing := sorted(set(expected) - set(per_token)):
+                raise ValueError(f"row {self.uid}: a turn without values of {', '.join(missing)}")
+            for name, values in per_token.items():
+                if len(values) != token_columns[name].entries(read, len(tokens)):
+                    raise ValueError(f"row {self.uid}: {len(values)} entries of {name} for {len(tokens)} tokens")
             if opens or not self.sequence_lengths:
                 raise ValueError(f"row {self.uid}: a sequence cannot begin with an action, since nothing predicts it")
         elif not opens and not self.sequence_lengths:
@@ -100,11 +97,21 @@ class Trajectory:
         if opens:
             self.sequence_lengths.append(0)
         self.tokens.extend(tokens)
-        self.actions.extend([log_probs is not None] * len(tokens))
+        self.actions.extend([per_token is not None] * len(tokens))
         self.sequence_lengths[-1] += len(tokens)
-        if log_probs is not None and versions is not None:
-            self.log_probs.append(log_probs)
-            self.versions.append(versions)
+        if per_token is not None:
+            self.turn_lengths.append(len(tokens))
+            for name, values in per_token.items():
+                self.per_token[name] = self._continued(token_columns[name], values)
+
+    def _continued(self, column: TokenColumn, values: Tensor) -> Tensor:
+        """Return a column's values with those of the turn just appended."""
+        earlier = self.per_token.get(column.name, values[:0])
+        if column.alignment == "actions":
+            return column.extended(earlier, values)
+        start = sum(self.sequence_lengths[:-1])
+        earlier = padded(earlier, max(len(earlier), start))
+        return torch.cat([earlier[:start], column.extended(earlier[start:], values)])
 
     async def sample_turn(
         self,
@@ -115,6 +122,7 @@ class Trajectory:
         purpose: str,
         stage: str,
         *,
+        columns: tuple[str, ...] = (),
         opens: bool = False,
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[int]:
@@ -134,9 +142,10 @@ class Trajectory:
             )
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         prompt, drawn = torch.tensor(context, dtype=torch.int64), self.action_tokens
-        turn = await engine.submit(Request(self.uid, prompt, sampling, purpose, stage, drawn, on_token=on_token))
+        request = Request(self.uid, prompt, sampling, purpose, stage, drawn, columns=columns, on_token=on_token)
+        turn = await engine.submit(request)
         self.append(ids, opens=opens)
-        self.append(turn.tokens.tolist(), log_probs=turn.log_probs, versions=turn.versions)
+        self.append(turn.tokens.tolist(), per_token=turn.per_token)
         self.finish_reason = turn.finish_reason
         return turn.tokens.tolist()
 
@@ -154,8 +163,11 @@ class Trajectory:
         self.correct = self.correct if correct is None else correct
 
 
-def trajectory_columns(trajectories: Sequence[Trajectory], limits: Limits) -> dict[str, Column]:
-    """Return the columns of a generate stage with an environment, in the order of `trajectories`.
+def trajectory_columns(
+    trajectories: Sequence[Trajectory], limits: Limits, columns: Sequence[str] = ()
+) -> dict[str, Column]:
+    """Return the columns of a generate stage with an environment, in the order of `trajectories`; `columns` are named
+    as in its requests.
 
     `prompt` holds the tokens before the first action of the first sequence, and the whole sequence if it has no action.
     """
@@ -164,14 +176,13 @@ def trajectory_columns(trajectories: Sequence[Trajectory], limits: Limits) -> di
         end = trajectory.sequence_lengths[0]
         acted = trajectory.actions[:end]
         prompts.append(trajectory.tokens[: acted.index(True) if True in acted else end])
-    dtype = next((turn.dtype for t in trajectories for turn in t.log_probs), torch.float32)
     generated = generated_columns(
         Ragged.from_rows([t.tokens for t in trajectories], torch.int64),
         Ragged.from_rows([t.actions for t in trajectories], torch.bool),
         Ragged.from_rows([t.sequence_lengths for t in trajectories], torch.int64),
-        Ragged.from_rows([torch.cat([*t.log_probs, torch.empty(0, dtype=dtype)]) for t in trajectories], dtype),
-        [torch.cat([*t.versions, torch.empty(0, dtype=torch.int64)]) for t in trajectories],
+        [t.per_token for t in trajectories],
         [t.finish_reason for t in trajectories],
+        columns,
     )
     score = torch.tensor([t.score for t in trajectories], dtype=torch.float32)
     correct = [t.score >= limits.correct_score if t.correct is None else t.correct for t in trajectories]
@@ -188,8 +199,9 @@ def trajectory_columns(trajectories: Sequence[Trajectory], limits: Limits) -> di
     }
 
 
-def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
-    """Return the columns `tokens` to `version` of single responses, in the order of `rows`.
+def response_columns(rows: Rows, finished: Sequence[Response], columns: Sequence[str] = ()) -> dict[str, Column]:
+    """Return the columns `tokens` to `version` of single responses, in the order of `rows`; `columns` are named as in
+    their requests.
 
     Raises ValueError if their uids differ.
     """
@@ -197,7 +209,6 @@ def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Colu
     if sorted(response.uid for response in finished) != sorted(uids):
         raise ValueError(f"{len(finished)} responses for {len(uids)} rows, which are not the same")
     ordered, prompts = [by_uid[uid] for uid in uids], rows["prompt"]
-    log_probs = [response.log_probs for response in ordered]
     both = zip(prompts.unbind(), ordered, strict=True)
     tokens = Ragged.from_rows([torch.cat([prompt, response.tokens]) for prompt, response in both], torch.int64)
     places = torch.arange(len(tokens.values)) - tokens.spread(tokens.offsets[:-1])
@@ -205,9 +216,9 @@ def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Colu
         tokens,
         tokens.with_values(places >= tokens.spread(prompts.lengths)),
         Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
-        Ragged.from_rows(log_probs, log_probs[0].dtype if log_probs else torch.float32),
-        [response.versions for response in ordered],
+        [response.per_token for response in ordered],
         [response.finish_reason for response in ordered],
+        columns,
     )
 
 
@@ -215,22 +226,27 @@ def generated_columns(
     tokens: Ragged,
     action_mask: Ragged,
     sequence_lengths: Ragged,
-    log_probs: Ragged,
-    versions: Sequence[Tensor],
+    per_token: Sequence[Mapping[str, Tensor]],
     reasons: Sequence[FinishReason],
+    columns: Sequence[str],
 ) -> dict[str, Column]:
     """Return the columns `tokens` to `version` of a generate stage; `version` is the oldest of the action tokens, 0
     without any.
     """
-    of_tokens = Ragged.from_rows(versions, torch.int64)
+    returned = dict[str, Ragged]()
+    for column in returned_columns(columns):
+        # A row that drew nothing may lack a column.
+        values = [row.get(column.name, column.empty()) for row in per_token]
+        dtype = next((each.dtype for each in values if len(each)), values[0].dtype if values else column.empty().dtype)
+        returned[column.name] = Ragged.from_rows(values, dtype)
+    of_tokens = returned[VERSIONS]
     never = torch.iinfo(torch.int64).max
     oldest = torch.full((len(of_tokens),), never).scatter_reduce(0, of_tokens.row_ids(), of_tokens.values, "amin")
     return {
         "tokens": tokens,
         "action_mask": action_mask,
         "sequence_lengths": sequence_lengths,
-        "rollout_log_probs": log_probs,
-        "rollout_versions": of_tokens,
+        **returned,
         "length": tokens.lengths,
         "action_tokens": of_tokens.lengths,
         "finish_reason": torch.tensor([int(reason) for reason in reasons], dtype=torch.int64),

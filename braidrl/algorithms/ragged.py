@@ -39,10 +39,12 @@ class Ragged:
 
     @staticmethod
     def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> "Ragged":
-        """Make one row of each one-dimensional tensor or list; the values have this dtype also without rows."""
+        """Make one row of each tensor (T, ...) or list; the values have this dtype also without rows."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-        lengths = torch.tensor([row.numel() for row in tensors], dtype=torch.int64)
-        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+        lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
+        # Rows without entries may not know the shape of one.
+        filled = [row for row in tensors if len(row)] or tensors[:1]
+        values = torch.cat(filled) if filled else torch.empty(0, dtype=dtype)
         return Ragged.from_lengths(values, lengths)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """The wire format of messages between processes: MessagePack, by msgspec. Rows have their own format, `codec`.
 
-A message consists of None, numbers, text, bytes, lists, dictionaries, dataclasses, msgspec Structs, and tensors (N,) on
-the CPU. If the reader names a type, it gets a value of that type, checked field by field; otherwise tuples become
+A message consists of None, numbers, text, bytes, lists, dictionaries, dataclasses, msgspec Structs, and tensors on the
+CPU. If the reader names a type, it gets a value of that type, checked field by field; otherwise tuples become
 lists, and dataclasses dictionaries. Nothing is unpickled.
 
     pack_message(value) ──bytes──▶ unpack_message(bytes, Type)
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 Frame = bytes | bytearray | memoryview
-TENSORS = ("int64", "float32", "float64")
+TENSORS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 """The dtypes of tensors in messages."""
 
 
@@ -37,11 +37,11 @@ def unpack_message(message: Frame, type: Any = Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _plain(value: Any) -> tuple[str, bytes]:
+def _plain(value: Any) -> tuple[str, list[int], bytes]:
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
     if dtype not in TENSORS:
         raise TypeError(f"a message cannot hold a {type(value).__name__} {dtype}")
-    return dtype, value.numpy().tobytes()
+    return dtype, list(value.shape), value.numpy().tobytes()
 
 
 def _tensor(type: Any, value: Any) -> Any:
@@ -49,10 +49,10 @@ def _tensor(type: Any, value: Any) -> Any:
     import numpy as np
     import torch
 
-    dtype, content = value
+    dtype, shape, content = value
     if type is not torch.Tensor or dtype not in TENSORS:
         raise ValueError(f"a tensor of dtype {dtype} was expected")
-    return torch.from_numpy(np.frombuffer(content, dtype=dtype).copy())
+    return torch.from_numpy(np.frombuffer(content, dtype=dtype).copy()).reshape(shape)
 
 
 _decoder = cache(partial(msgspec.msgpack.Decoder, dec_hook=_tensor))

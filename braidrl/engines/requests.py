@@ -7,6 +7,7 @@ Request ─row_of─▶ EngineRow, until an end of sequence, a stop text or its 
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.algorithms.random import hashed
 from braidrl.data.rows import FinishReason, Uid
+from braidrl.data.token_columns import LOG_PROBS, VERSIONS, TokenColumn, column_of, token_columns
 from braidrl.errors import UserError
 
 CONTEXT = 4
@@ -77,6 +79,8 @@ class Request:
     """Number of tokens that this row drew in earlier turns: their random numbers are not used again."""
     continues: int = 0
     """Number of tokens at the prompt's end that begin this response: a stop text may start among them."""
+    columns: tuple[str, ...] = ()
+    """Columns per token that the response must have beside those of every response, by names as `column_of` takes."""
     on_token: Callable[[int, int], None] | None = None
     """Called in the engine's event loop with each token's index in the response and its id, as soon as the engine knows
     it. When a row is restarted on another engine, the same tokens are drawn and reported again.
@@ -99,11 +103,19 @@ class Response:
     uid: Uid
     tokens: Tensor
     """(T,) int64, the stop token included."""
-    log_probs: Tensor
-    """(T,) log-softmax(logits / temperature) of each token, before any top-k or top-p cut."""
     finish_reason: FinishReason
-    versions: Tensor
-    """(T,) int64, the version of the weights that drew each token."""
+    per_token: Mapping[str, Tensor]
+    """The values of each registered column that the request names, and of those of every response."""
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Return log-softmax(logits / temperature) of each token, (T,), before any top-k or top-p cut."""
+        return self.per_token[LOG_PROBS]
+
+    @property
+    def versions(self) -> Tensor:
+        """Return the version of the weights that drew each token, (T,) int64."""
+        return self.per_token[VERSIONS]
 
 
 def remaining_request(request: Request, ended: Response) -> Request | None:
@@ -130,10 +142,17 @@ def joined(parts: Sequence[Response]) -> Response:
     """Concatenate the parts of a row, in order, to one response; each part continues the one before."""
     if len(parts) == 1:
         return parts[0]
-    whole: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "log_probs", "versions")
+    last = parts[-1]
+    per_token = {
+        name: reduce(token_columns[name].extended, (part.per_token[name] for part in parts)) for name in last.per_token
     }
-    return replace(parts[-1], **whole)
+    return replace(last, tokens=torch.cat([part.tokens for part in parts]), per_token=per_token)
+
+
+def computed_in(requests: Iterable[Request]) -> tuple[TokenColumn, ...]:
+    """Return the columns of these requests that are functions of logits and tokens."""
+    names = dict.fromkeys(name for request in requests for name in request.columns)
+    return tuple(column for column in map(column_of, names) if column.function is not None)
 
 
 @dataclass
@@ -154,6 +173,8 @@ class EngineRow:
     """The tokens given to `record_token`."""
     log_probs: list[float] = field(default_factory=list)
     """Their log-probs, in nats; the engine appends them."""
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    """Their values of the columns that the request names, for `finished`; the engine sets them."""
     started: int = 0
     """The engine's step in which it got its slot."""
     version: int = 0
@@ -173,15 +194,26 @@ class EngineRow:
             self.stop_text_found = any(stop in text for stop in stops)
         return self.stop_text_found or token in self.stop_token_ids or len(self.tokens) == self.limit
 
-    def finished(self, aborted: bool = False, drawn: tuple[Tensor, Tensor] | None = None) -> Response:
-        """Return the row's response; `drawn` are tokens (T,) int64 and log-probs (T,) in nats of an engine that keeps
-        them in tensors.
+    def finished(self, aborted: bool = False, drawn: tuple[Tensor, Mapping[str, Tensor]] | None = None) -> Response:
+        """Return the row's response; `drawn` are tokens (T,) int64 and columns of an engine that keeps them in tensors.
+
+        Raises UserError if the engine does not give a column that the request names.
         """
-        tokens, log_probs = drawn or (torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs))
+        tokens, values = drawn or (
+            torch.tensor(self.tokens, dtype=torch.int64),
+            {LOG_PROBS: torch.tensor(self.log_probs), **self.per_token},
+        )
+        per_token = {**values, VERSIONS: torch.full((len(tokens),), self.version)}
+        for column in map(column_of, self.request.columns):
+            held = per_token.setdefault(column.name, column.empty())
+            if len(held) != (expected := column.entries(len(self.request.prompt), len(tokens))):
+                raise UserError(
+                    f"row {self.request.uid}: the engine gives {len(held)} values of the column {column.name} for "
+                    f"{expected} tokens; use rollout.engine=embedded, or mend the engine"
+                )
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        versions = torch.full((len(tokens),), self.version)
-        return Response(self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, versions)
+        return Response(self.request.uid, tokens, FinishReason.ABORT if aborted else reason, per_token)
 
 
 def row_of(
@@ -211,13 +243,15 @@ class Draws:
     key: int
     first: int
     sampling: SamplingParams
+    columns: tuple[str, ...] = ()
+    name: str = ""
+    """The row's name, under which the values of these columns are kept."""
 
 
-def draw_arguments(request: Request, seed: int) -> dict[str, str]:
-    """Return the draws of a request's row in a run with this seed, as text under one key, which engines and servers
-    pass through.
-    """
-    draws = Draws(request.key(seed), request.first_draw, request.sampling)
+def draw_arguments(row: EngineRow, seed: int) -> dict[str, str]:
+    """Return a row's draws in a run with this seed, as text under one key, which engines and servers pass through."""
+    request = row.request
+    draws = Draws(request.key(seed), request.first_draw, request.sampling, request.columns, row.name)
     return {ARGUMENT: msgspec.json.encode(draws).decode()}
 
 

@@ -57,11 +57,9 @@ def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[T
     `logits` (B, V) are overwritten where they are float32 or float64; `uniforms` (B,) float64 in [0, 1) are one random
     number per row.
     """
-    scaled = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    if sampling.temperature is not None:
-        scaled = scaled.div_(sampling.temperature.to(scaled.dtype)[:, None])
-    largest, likeliest = scaled.max(-1, keepdim=True)
-    weights = (scaled - largest).exp_()
+    logits = scaled(logits, sampling)
+    largest, likeliest = logits.max(-1, keepdim=True)
+    weights = (logits - largest).exp_()
     total = weights.sum(-1, keepdim=True)
     if sampling.top_k is not None:
         ranks = sampling.top_k.clamp(max=weights.shape[-1])
@@ -82,8 +80,16 @@ def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[T
     tokens = inverse_cdf(weights, uniforms)[:, None]
     if sampling.greedy is not None:
         tokens = torch.where(sampling.greedy[:, None], likeliest, tokens)
-    log_probs = scaled.gather(-1, tokens) - largest - total.log()
+    log_probs = logits.gather(-1, tokens) - largest - total.log()
     return tokens[:, 0], log_probs[:, 0]
+
+
+def scaled(logits: Tensor, sampling: BatchSampling) -> Tensor:
+    """Divide logits (B, V) by the rows' temperatures, in at least float32; float32 and float64 are overwritten."""
+    found = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    if sampling.temperature is not None:
+        found = found.div_(sampling.temperature.to(found.dtype)[:, None])
+    return found
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

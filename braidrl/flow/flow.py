@@ -12,9 +12,9 @@ from functools import cached_property
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.columns import ADMISSION, ADMITTED_IF_GIVEN, Inputs, resolve_columns, serial_order
-from braidrl.flow.signatures import entry_of, log_probs_column
+from braidrl.flow.signatures import columns_read_later, entry_of, log_probs_column
 from braidrl.flow.stage import Kind, Stage
-from braidrl.flow.stages import make_stage
+from braidrl.flow.stages import make_stage, with_params
 
 SCALARS = {"values", "scores"}
 
@@ -36,7 +36,8 @@ class Flow:
         """Bring the stages into serial order and resolve the columns that each reads.
 
         The stages are in any order that their columns and `after` allow. A `log_probs` stage is inserted if an update
-        has `old: recompute` and no stage writes the log-probs of its role. Raises UserError if a column has no writer
+        has `old: recompute` and no stage writes the log-probs of its role; a `generate` stage writes the columns per
+        token that later stages read. Raises UserError if a column has no writer
         or two independent writers, stages wait for each other, or a stage trains or changes its state before a
         `select`.
         """
@@ -55,7 +56,15 @@ class Flow:
                 # computed.
                 position = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or column in s.reads)
                 stages = [*stages[:position], make_stage("log_probs", role), *stages[position:]]
-        self.stages = serial_order(stages)
+        ordered = list(serial_order(stages))
+        for position, stage in enumerate(ordered):
+            if stage.kind is Kind.GENERATE:
+                # An engine returns a column per token because a later stage reads it.
+                named = stage.params.get("columns", [])
+                read = columns_read_later(stage.params.get("into"), ordered[position + 1 :])
+                if missing := [name for name in read if name not in named]:
+                    ordered[position] = with_params(stage, {"columns": [*named, *missing]})
+        self.stages = tuple(ordered)
         trained = stateful = None
         for stage in self.stages:
             trained = stage.name if stage.kind is Kind.TRAIN else trained

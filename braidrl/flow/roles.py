@@ -28,6 +28,7 @@ class Role:
         top_k: int | None = None,
         purpose: str | None = None,
         environment: str | None = None,
+        columns: Sequence[str] | None = None,
         id: str | None = None,
         when: When = ALWAYS,
         after: Sequence[str] = (),
@@ -42,6 +43,8 @@ class Role:
             top_k: Number of tokens to sample from; 0 for all.
             purpose: Key of the random numbers.
             environment: `module:Class`, `module:function`, `gem:name` or `agent:module:function`.
+            columns: Columns per token that the engine returns beside log-probs and versions, by name or as
+            `file.py:function`; those that a later stage reads need not be named.
         """
         params = {
             "into": into,
@@ -51,6 +54,7 @@ class Role:
             "top_k": top_k,
             "purpose": purpose,
             "environment": environment,
+            "columns": columns,
         }
         return make_stage("generate", self.name, params, id=id, when=when, after=after)
 

@@ -16,15 +16,15 @@ import braidrl.algorithms.library  # noqa: F401  (registers what comes with Brai
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry, Registry, is_number
+from braidrl.data.token_columns import TokenColumn, column_of, returned_columns, token_columns
 from braidrl.errors import UserError, shown, suggest, users_errors
-from braidrl.flow.stage import Kind, Signature
+from braidrl.flow.stage import Kind, Signature, Stage
 from braidrl.importing import LOADED_FROM_FILE, import_function
 
 SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
 GENERATED = (
     *SEQUENCE,
-    "rollout_log_probs",
-    "rollout_versions",
+    *(column.name for column in returned_columns()),
     "length",
     "action_tokens",
     "finish_reason",
@@ -66,6 +66,7 @@ ROLE_TYPES: dict[str, dict[str, type]] = {
         "top_k": int,
         "purpose": str,
         "environment": str,
+        "columns": list,
     },
     "verify": {"correct_score": float, "wrong_score": float, "weight": float, "of": str},
     "score": {"weight": float, "of": str},
@@ -95,7 +96,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "positive_coef": (0, 1e6),
 }
 """Parameter -> the smallest and the largest valid value."""
-NAMES_OF_TYPES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+NAMES_OF_TYPES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
 # Parameters of losses that the training pass itself computes: they are not columns.
 COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "group_tokens")
 
@@ -103,7 +104,8 @@ COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "
 def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature:
     """Return the signature of a role's stage. Raises UserError for an unknown or invalid parameter.
 
-    generate   a trajectory; with an environment, the score and the reward come from it
+    generate   a trajectory, with the `columns` per token that the engine returns beside those of every response; with
+               an environment, the score and the reward come from it
     verify     `correct`, and scores that are added to `score` and `reward`
     score      `<role>_score`, added to `score` and `reward` times its weight; if it is no reward, a column with the
                role's name
@@ -126,7 +128,8 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
         into = params.get("into")
         if into is not None and not into.isidentifier():
             raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
-        writes = in_namespace(into, (*(PLAYED if "environment" in params else GENERATED), *COUNTED))
+        extra = tuple(column.name for column in map(column_of, params.get("columns", ())))
+        writes = in_namespace(into, (*(PLAYED if "environment" in params else GENERATED), *extra, *COUNTED))
         return Signature(kind=Kind.GENERATE, reads=("prompt", "prompt_length", "metadata"), writes=writes)
     of = params.get("of")
     sequence, summed = in_namespace(of, SEQUENCE), in_namespace(of, SUMMED)
@@ -215,6 +218,21 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
     except (ValueError, UserError) as error:
         raise UserError(f"{place}: {error}") from None
     return entry
+
+
+def columns_of(stage: Stage) -> tuple[str, ...]:
+    """Return the columns per token that a generate stage's requests name, beside those of every response."""
+    return tuple(stage.params.get("columns", ()))
+
+
+def columns_read_later(namespace: str | None, later: Iterable[Signature]) -> list[str]:
+    """Return the columns per token that an engine must return because later stages read them; the stage generates into
+    this namespace.
+    """
+    written = {name for stage in later for name in stage.writes}
+    read = {name for stage in later for name in stage.reads} - written
+    extra = [column for column in token_columns.values() if not column.is_always_returned]
+    return [public_name(column, column.name) for column in extra if in_namespace(namespace, (column.name,))[0] in read]
 
 
 def in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ...]:
@@ -316,10 +334,12 @@ def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
     return found[0]
 
 
-def public_name(entry: Entry, name: str) -> str:
+def public_name(entry: Entry | TokenColumn, name: str) -> str:
     """Return a built-in function's `name`, a user's as `module:function` or `file.py:function`, which another process
     can import.
     """
+    if entry.function is None:
+        return name
     module = sys.modules.get(entry.function.__module__)
     if module is None or module.__name__.startswith("braidrl."):
         return name

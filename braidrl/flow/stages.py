@@ -12,11 +12,13 @@ module:Class.method  the user's registered method for the workers of a role
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from inspect import Parameter
 from typing import Any
 
 from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Registry
+from braidrl.data.token_columns import column_of
 from braidrl.errors import UserError
 from braidrl.flow import signatures
 from braidrl.flow.stage import ALWAYS, Kind, Scope, Signature, Stage, When, default_name
@@ -48,6 +50,8 @@ def make_stage(
                 name = signatures.public_name(signatures.entry_of(registered, settings["name"]), settings["name"])
                 is_name = parameter == "aggregate" and isinstance(choice, str)
                 params[parameter] = name if is_name else {**settings, "name": name}
+        if "columns" in params:
+            params["columns"] = [signatures.public_name(column_of(name), name) for name in params["columns"]]
     elif role is not None and ":" in type:
         signature = signatures.method_signature(type, params)
     else:
@@ -83,6 +87,13 @@ def plain(type: str, value: Any) -> Any:
     raise UserError(
         f"{type}: parameters are numbers, texts, lists and mappings, not {value!r}; name a function by module:function"
     )
+
+
+def with_params(stage: Stage, params: Mapping[str, Any]) -> Stage:
+    """Return the stage with these parameters in addition, or in place of its own."""
+    params = {**stage.params, **params}
+    made = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
+    return replace(made, name=stage.name)
 
 
 class RegisteredNames:

@@ -18,7 +18,10 @@ from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.packing import equal_share
 from braidrl.data.rows import FinishReason, Rows
+from braidrl.data.token_columns import returned_columns
 from braidrl.engines.requests import Response
+from braidrl.flow import Kind
+from braidrl.flow.signatures import columns_of
 from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import decoded, responses
 from braidrl.runtimes.prepare.setup import Prepared
@@ -114,11 +117,15 @@ class RowStore:
                 if self.config.rollout.tokens_per_iteration is not None:
                     # Partial rollout resumes from the columns of empty responses; log-probs have the engine's data
                     # type.
-                    nothing, dtype = torch.empty(0, dtype=torch.int64), self.config.rollout.dtype or self.config.dtype
-                    log_probs = nothing.to(torch.float64 if dtype == "float64" else torch.float32)
-                    empty = [Response(uid, nothing, log_probs, FinishReason.ABORT, nothing) for uid in rows.uids()]
+                    dtype = self.config.rollout.dtype or self.config.dtype
+                    engine_dtype = torch.float64 if dtype == "float64" else torch.float32
+                    stages = [stage for stage in self.flow.stages if stage.kind is Kind.GENERATE]
+                    names = list(dict.fromkeys(name for stage in stages for name in columns_of(stage)))
+                    values = {column.name: column.empty(engine_dtype) for column in returned_columns(names)}
+                    nothing = torch.empty(0, dtype=torch.int64)
+                    empty = [Response(uid, nothing, FinishReason.ABORT, values) for uid in rows.uids()]
                     reflections = torch.zeros(len(rows), dtype=torch.int64)
-                    rows = rows.with_columns({**response_columns(rows, empty), "reflections": reflections})
+                    rows = rows.with_columns({**response_columns(rows, empty, names), "reflections": reflections})
                 return join_texts(rows, self.texts, samples) if self.texts else rows
             case HeldOut(name, prompts):
                 settings = self.config.evaluation

@@ -15,6 +15,7 @@ from braidrl.data.rows import FinishReason, Objects, Rows
 from braidrl.data.templates import PromptTemplate
 from braidrl.engines.engine import Engine, Load
 from braidrl.engines.requests import Request, Response
+from tests.engines.tiny import response_of
 
 CHATML = """
 {%- if tools %}
@@ -127,4 +128,4 @@ class Script:
         cut = ids[: request.sampling.max_tokens]
         reason = FinishReason.STOP if cut == ids else FinishReason.LENGTH
         tokens = torch.tensor(cut)
-        return Response(request.uid, tokens, -torch.ones(len(cut)), reason, torch.zeros_like(tokens))
+        return response_of(request.uid, tokens, reason, -torch.ones(len(cut)))

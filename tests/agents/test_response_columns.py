@@ -10,6 +10,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.engines.requests import Response
 from braidrl.flow.signatures import GENERATED
+from tests.engines.tiny import response_of
 
 
 def make_rows(prompts: list[list[int]]) -> Rows:
@@ -26,8 +27,8 @@ def make_rows(prompts: list[list[int]]) -> Rows:
 
 
 def response(uid: tuple[int, int, int], tokens: list[int], versions: list[int], reason: FinishReason) -> Response:
-    log_probs = -torch.tensor(tokens, dtype=torch.float32)
-    return Response(uid, torch.tensor(tokens, dtype=torch.int64), log_probs, reason, torch.tensor(versions).long())
+    ids = torch.tensor(tokens, dtype=torch.int64)
+    return response_of(uid, ids, reason, -ids.float(), torch.tensor(versions, dtype=torch.int64))
 
 
 def test_columns_hold_prompt_and_response_in_the_order_of_the_rows() -> None:

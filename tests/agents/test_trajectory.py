@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
 from braidrl.algorithms.token_advantages import gae
 from braidrl.data.rows import FinishReason, Rows
+from braidrl.data.token_columns import LOG_PROBS, VERSIONS
 from braidrl.flow.signatures import PLAYED
 from braidrl.training.compute.packed import pack
 
@@ -17,8 +20,9 @@ UID = (0, 3, 1)
 LIMITS = Limits(at_once=1, timeout_s=1.0, max_turns=1, max_sequence_tokens=100)
 
 
-def turn(count: int, version: int = 0) -> dict[str, torch.Tensor]:
-    return {"log_probs": -torch.ones(count), "versions": torch.full((count,), version)}
+def turn(count: int, version: int = 0, versions: int | None = None) -> dict[str, Any]:
+    of_versions = torch.full((count if versions is None else versions,), version)
+    return {"per_token": {LOG_PROBS: -torch.ones(count), VERSIONS: of_versions}}
 
 
 def two_sequences() -> Trajectory:
@@ -57,10 +61,9 @@ def test_a_row_holds_every_sequence_and_marks_sampled_tokens() -> None:
 @pytest.mark.parametrize(
     ("tokens", "arguments", "message"),
     [
-        ([4, 5], turn(1), "2 tokens, 1 log-probs and 1 versions"),
-        ([4], {"log_probs": -torch.ones(1), "versions": torch.zeros(2)}, "1 tokens, 1 log-probs and 2 versions"),
-        ([4], {"log_probs": -torch.ones(1)}, "have log-probs and versions"),
-        ([4], {"versions": torch.zeros(1)}, "have log-probs and versions"),
+        ([4, 5], turn(1), "1 entries of rollout_log_probs for 2 tokens"),
+        ([4], turn(1, versions=2), "2 entries of rollout_versions for 1 tokens"),
+        ([4], {"per_token": {LOG_PROBS: -torch.ones(1)}}, "without values of rollout_versions"),
         ([4], {**turn(1), "opens": True}, "cannot begin with an action"),
         ([], {"opens": True}, "must begin with at least one token"),
     ],

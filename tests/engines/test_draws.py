@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from braidrl.engines.requests import ARGUMENT, Draws, Request, SamplingParams, draw_arguments, parse_draws
+from braidrl.engines.requests import ARGUMENT, Draws, EngineRow, Request, SamplingParams, draw_arguments, parse_draws
 
 
 def test_another_engine_reads_the_draws_of_a_row() -> None:
     request = Request((0, 3, 1), torch.tensor([5]), SamplingParams(top_k=7, stop=("a",)), first_draw=4)
-    assert parse_draws(draw_arguments(request, 9)) == Draws(request.key(9), 4, request.sampling)
+    assert parse_draws(draw_arguments(EngineRow(request, 8), 9)) == Draws(request.key(9), 4, request.sampling)
 
 
 @pytest.mark.parametrize(

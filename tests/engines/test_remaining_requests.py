@@ -9,14 +9,9 @@ import torch
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.requests import Response, SamplingParams, remaining_request
+from braidrl.engines.requests import Response, SamplingParams, joined, remaining_request
 from braidrl.engines.stepping import EngineReplica
-from tests.engines.tiny import make_model, make_requests, make_tokenizer, training_log_probs
-
-
-def joined(ended: Response, rest: Response) -> Response:
-    tokens, versions = (torch.cat(pair) for pair in ((ended.tokens, rest.tokens), (ended.versions, rest.versions)))
-    return Response(rest.uid, tokens, torch.cat([ended.log_probs, rest.log_probs]), rest.finish_reason, versions)
+from tests.engines.tiny import make_model, make_requests, make_tokenizer, response_of, training_log_probs
 
 
 def test_aborted_and_continued_rows_equal_those_of_an_undisturbed_run() -> None:
@@ -37,7 +32,7 @@ def test_aborted_and_continued_rows_equal_those_of_an_undisturbed_run() -> None:
         rest = [remaining_request(request, ended) for request, ended in zip(requests, first, strict=True)]
         again = await asyncio.gather(*(engine.submit(request) for request in rest if request is not None))
         by_uid = {row.uid: row for row in again}
-        return [joined(ended, by_uid[ended.uid]) if ended.uid in by_uid else ended for ended in first]
+        return [joined([ended, by_uid[ended.uid]]) if ended.uid in by_uid else ended for ended in first]
 
     rows = asyncio.run(in_two_parts())
     assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in whole]
@@ -50,7 +45,7 @@ def test_aborted_and_continued_rows_equal_those_of_an_undisturbed_run() -> None:
 def test_complete_responses_and_responses_of_other_rows_are_not_continued() -> None:
     request, other = make_requests(1, 2, SamplingParams(max_tokens=3))
     tokens = torch.tensor([1, 2])
-    aborted = Response(request.uid, tokens, -torch.ones(2), FinishReason.ABORT, torch.zeros(2, dtype=torch.int64))
+    aborted = response_of(request.uid, tokens, FinishReason.ABORT)
     resumed_groups = remaining_request(request, aborted)
     assert resumed_groups is not None
     assert (resumed_groups.first_draw, resumed_groups.sampling.max_tokens, resumed_groups.prompt.tolist()[-2:]) == (
@@ -58,7 +53,7 @@ def test_complete_responses_and_responses_of_other_rows_are_not_continued() -> N
         1,
         [1, 2],
     )
-    stopped = Response(request.uid, tokens, -torch.ones(2), FinishReason.STOP, torch.zeros(2, dtype=torch.int64))
+    stopped = response_of(request.uid, tokens, FinishReason.STOP)
     assert remaining_request(request, stopped) is None
     with pytest.raises(ValueError, match="cannot continue the response"):
         remaining_request(other, aborted)

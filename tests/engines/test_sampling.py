@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from braidrl.algorithms.random import uniform
+from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.engines.sampling import BLOCK, BatchSampling, inverse_cdf, sample
-from tests.engines.tiny import make_model, make_tokenizer, training_log_probs
+from tests.engines.tiny import make_model, make_tokenizer, response_of, training_log_probs
 
 ROWS = 10_000
 NO_IDS = torch.zeros(1, 1, dtype=torch.int64)
@@ -133,6 +134,6 @@ def test_the_engines_first_tokens_have_the_models_frequencies() -> None:
     ]
     finished = EmbeddedEngine(model, make_tokenizer(), 256, 16).generate(requests)
     every = [Request((0, 0, 0), prompt, SamplingParams(temperature=0.5))] * 260
-    answers = [type(finished[0])((0, 0, 0), torch.tensor([t]), *[None] * 3) for t in range(260)]  # type: ignore[list-item]
+    answers = [response_of((0, 0, 0), torch.tensor([t]), FinishReason.LENGTH) for t in range(260)]
     probabilities = torch.cat(training_log_probs(model, every, answers)).exp()
     assert_frequencies_match(torch.cat([row.tokens for row in finished]), probabilities)

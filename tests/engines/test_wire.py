@@ -12,6 +12,7 @@ from braidrl.engines.engine import EngineError, Load
 from braidrl.engines.engine_process import ERRORS, EngineCall, EngineReply, framed, receive
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
+from tests.engines.tiny import response_of
 
 
 async def arrived(message: EngineCall | EngineReply) -> list[EngineCall | EngineReply | None]:
@@ -36,16 +37,15 @@ def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -> None:
     log_probs = torch.tensor([-0.1, -2.5], dtype=dtype)
-    sent = Response((0, 1, 2), torch.tensor([8, 9]), log_probs, FinishReason.LENGTH, torch.tensor([3, 4]))
+    sent = response_of((0, 1, 2), torch.tensor([8, 9]), FinishReason.LENGTH, log_probs, torch.tensor([3, 4]))
+    sent.per_token["routes"] = torch.tensor([[[1, 2]], [[3, 4]]], dtype=torch.uint8)
     reply, _ = asyncio.run(arrived(EngineReply(1, sent, load=Load(4, 1, 0))))
     assert isinstance(reply, EngineReply) and isinstance(reply.result, Response) and reply.load == Load(4, 1, 0)
     found = reply.result
     assert found.uid == sent.uid and found.finish_reason is FinishReason.LENGTH
-    for name in ("tokens", "log_probs", "versions"):
-        assert (
-            torch.equal(getattr(found, name), getattr(sent, name))
-            and getattr(found, name).dtype == getattr(sent, name).dtype
-        )
+    assert set(found.per_token) == set(sent.per_token) and torch.equal(found.tokens, sent.tokens)
+    for name, values in sent.per_token.items():
+        assert torch.equal(found.per_token[name], values) and found.per_token[name].dtype == values.dtype
 
 
 @pytest.mark.parametrize(

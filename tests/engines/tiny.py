@@ -16,6 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from braidrl.data.rows import FinishReason, Uid
+from braidrl.data.token_columns import LOG_PROBS, VERSIONS
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.training.compute.attention import ATTENTION, PackedSequences
 
@@ -66,6 +68,19 @@ def make_requests(
         prompt = torch.randint(0, 256, (shortest + apart * group,), generator=generator)
         requests += [Request((0, group, sample), prompt, sampling) for sample in range(samples)]
     return requests
+
+
+def response_of(
+    uid: Uid,
+    tokens: torch.Tensor,
+    reason: FinishReason,
+    log_probs: torch.Tensor | None = None,
+    versions: torch.Tensor | None = None,
+) -> Response:
+    """Return a response with the columns of every response; by default log-probs of 0 and version 0."""
+    log_probs = torch.zeros(len(tokens)) if log_probs is None else log_probs
+    versions = torch.zeros(len(tokens), dtype=torch.int64) if versions is None else versions
+    return Response(uid, tokens, reason, {LOG_PROBS: log_probs, VERSIONS: versions})
 
 
 def training_log_probs(model: PreTrainedModel, requests: list[Request], finished: list[Response]) -> list[torch.Tensor]:

@@ -42,6 +42,7 @@ PLUGINS = ROOT / "examples" / "plugins"
 SHOWN = {
     "A verifier": "verifier",
     "An environment": "environment",
+    "A column per token": "token_column",
     "An optimizer": "optimizer",
     "A tracker": "tracker",
     "A weight transport": "transport",

@@ -10,13 +10,13 @@ import torch
 
 from braidrl.agents.trajectory import Trajectory
 from braidrl.data.rows import FinishReason
-from braidrl.engines.requests import Response
 from braidrl.flow import Kind, Stage
 from braidrl.observe.metrics import REQUIRED_KEYS, Sums
 from braidrl.runtimes.step_metrics import summary
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import DeviceRates, MatrixSizes, decoding_bytes
+from tests.engines.tiny import response_of
 from tests.tiny import Workshop
 
 GENERATE = Stage("actor.generate", "generate", "actor", kind=Kind.GENERATE)
@@ -87,12 +87,11 @@ def test_share_over_processes_is_total_work_over_total_capacity(workshop: Worksh
 def test_single_turn_episode_counts_like_plain_generation() -> None:
     trajectory = Trajectory((0, 0, 0))
     trajectory.append([5, 6, 7], opens=True)
-    trajectory.append([1, 2], log_probs=torch.zeros(2), versions=torch.zeros(2, dtype=torch.int64))
-    tokens = torch.tensor([1, 2])
-    plain = Response((0, 0, 0), tokens, torch.zeros(2), FinishReason.LENGTH, torch.zeros(2, dtype=torch.int64))
+    plain = response_of((0, 0, 0), torch.tensor([1, 2]), FinishReason.LENGTH)
+    trajectory.append([1, 2], per_token=plain.per_token)
     assert [*Drawn.played([trajectory])] == [*Drawn.after([3], [plain])] == [2, 3 + 4]
     trajectory.append([8], opens=True)
-    trajectory.append([9], log_probs=torch.zeros(1), versions=torch.zeros(1, dtype=torch.int64))
+    trajectory.append([9], per_token=response_of((0, 0, 0), torch.tensor([9]), FinishReason.LENGTH).per_token)
     assert [*Drawn.played([trajectory])] == [3, 3 + 4 + 1]
 
 

@@ -18,7 +18,7 @@ Shapes: B slots in the step, V vocabulary, T response tokens, S stop tokens.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from braidrl.algorithms.random import uniform
 from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import Uid
+from braidrl.data.token_columns import LOG_PROBS, column_of, computed_columns, returned_columns
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder
 from braidrl.engines.engine import EngineError, EngineMemory
-from braidrl.engines.requests import EngineRow, Response, SamplingParams
-from braidrl.engines.sampling import batch_sampling, sample
+from braidrl.engines.requests import EngineRow, Response, SamplingParams, computed_in
+from braidrl.engines.sampling import batch_sampling, sample, scaled
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.compute.slots import PrefillSequences, Prefix, SlotCache, SlotStep, round_up
@@ -59,7 +60,7 @@ NEUTRAL = SamplingParams()
 
 @dataclass
 class SlotStates:
-    """State of B slots; all but `tokens`, `log_probs` and `stop_token_ids` are (B,)."""
+    """State of B slots; all but `tokens`, `per_token` and `stop_token_ids` are (B,)."""
 
     current: Tensor
     """The input token of the next step."""
@@ -77,8 +78,8 @@ class SlotStates:
     """(B, S), padded with NO_TOKEN."""
     tokens: Tensor
     """(B, T), the tokens drawn so far."""
-    log_probs: Tensor
-    """(B, T), the log-probs of the drawn tokens."""
+    per_token: dict[str, Tensor]
+    """Columns of the drawn tokens by name, each (B, T, ...)."""
 
     @staticmethod
     def idle(slots: int, dtype: torch.dtype, device: torch.device) -> "SlotStates":
@@ -89,17 +90,21 @@ class SlotStates:
             active=torch.zeros(slots, dtype=torch.bool, device=device),
             stop_token_ids=torch.full((slots, 1), NO_TOKEN, device=device),
             tokens=torch.zeros(slots, 1, dtype=torch.int64, device=device),
-            log_probs=torch.zeros(slots, 1, dtype=dtype, device=device),
+            per_token={LOG_PROBS: torch.zeros(slots, 1, dtype=dtype, device=device)},
         )
 
     def begin(self, rows: Mapping[int, EngineRow], seed: int) -> None:
         """Put rows into slots; all slots get room for their response and stop tokens."""
-        longest = max(row.limit for row in rows.values())
+        longest = max(self.tokens.shape[1], *(row.limit for row in rows.values()))
         stopping = max(len(row.stop_token_ids) for row in rows.values())
-        for name, room in {"tokens": longest, "log_probs": longest, "stop_token_ids": stopping}.items():
-            held: Tensor = getattr(self, name)
-            if (more := room - held.shape[1]) > 0:
-                setattr(self, name, pad(held, (0, more), value=NO_TOKEN if name == "stop_token_ids" else 0))
+        for column in map(column_of, dict.fromkeys(name for row in rows.values() for name in row.request.columns)):
+            if column.function is not None and column.name not in self.per_token:
+                dtype = column.dtype or self.per_token[LOG_PROBS].dtype
+                room = len(self.tokens), longest, *(column.shape or ())
+                self.per_token[column.name] = torch.zeros(room, dtype=dtype, device=self.tokens.device)
+        self.tokens = widened(self.tokens, longest)
+        self.per_token = {name: widened(values, longest) for name, values in self.per_token.items()}
+        self.stop_token_ids = widened(self.stop_token_ids, stopping, NO_TOKEN)
         requests = [row.request for row in rows.values()]
         stops = torch.full((len(rows), self.stop_token_ids.shape[1]), NO_TOKEN)
         for number, row in enumerate(rows.values()):
@@ -127,22 +132,40 @@ class SlotStates:
 
     def move(self, source: int, target: int) -> None:
         """Move the state of slot `source` to `target`, and make `source` idle."""
-        for fact in fields(self):
-            tensor = getattr(self, fact.name)
+        for tensor in self.tensors().values():
             tensor[target] = tensor[source]
         self.end([source])
 
-    def advance(self, tokens: Tensor, log_probs: Tensor) -> Tensor:
-        """Append the drawn tokens (B,), and mark active slots that reached a stop token or their limit, (B,) bool."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor by its name."""
+        return {**{name: value for name, value in vars(self).items() if name != "per_token"}, **self.per_token}
+
+    def first(self, count: int) -> "SlotStates":
+        """Return views of the first `count` slots."""
+        views = {name: value[:count] for name, value in vars(self).items() if name != "per_token"}
+        return SlotStates(**views, per_token={name: values[:count] for name, values in self.per_token.items()})
+
+    def advance(self, tokens: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """Append the drawn tokens (B,) and their columns (B, ...), and mark active slots that reached a stop token or
+        their limit, (B,) bool.
+        """
         # An idle slot writes its own position 0, which the next row overwrites.
         places = self.drawn[:, None]
         self.tokens.scatter_(1, places, tokens[:, None])
-        self.log_probs.scatter_(1, places, log_probs[:, None])
+        for name, drawn in values.items():
+            place = places.view(-1, *[1] * drawn.dim()).expand(-1, 1, *drawn.shape[1:])
+            self.per_token[name].scatter_(1, place, drawn[:, None])
         self.current.copy_(tokens)
         self.drawn += self.active
         self.position += self.active
         stopped = (self.stop_token_ids == tokens[:, None]).any(-1)
         return (stopped | (self.drawn >= self.limit)) & self.active
+
+
+def widened(values: Tensor, room: int, filler: int = 0) -> Tensor:
+    """Return values (B, T, ...) with at least `room` entries for each row."""
+    more = room - values.shape[1]
+    return pad(values, (*[0, 0] * (values.dim() - 2), 0, more), value=filler) if more > 0 else values
 
 
 @dataclass
@@ -339,20 +362,29 @@ class EmbeddedEngine(SteppingEngine):
             logits = self._graphs.logits(len(states.current), longest, self._logits)
         else:
             logits = self._logits(longest)
-        pipeline = self._pipeline
+        pipeline, wanted = self._pipeline, self._computed
         last = 0 if pipeline is None else pipeline.size() - 1
         if pipeline is not None and pipeline.rank() < last:
             tokens = torch.empty_like(states.current)
-            log_probs = logits.new_empty(len(logits), dtype=self._log_prob_dtype)
-        elif native and self._sampling.top_k is None and self._sampling.top_p is None:
-            tokens, log_probs = native.kernels.draw(logits, self._sampling.temperature, self._sampling.greedy, uniforms)
+            names = (LOG_PROBS, *(column.name for column in wanted))
+            values = {name: torch.empty_like(states.per_token[name][:, 0]) for name in names}
         else:
-            tokens, log_probs = sample(logits, self._sampling, uniforms)
+            # Drawing overwrites the logits.
+            distribution = scaled(logits.clone(), self._sampling) if wanted else logits
+            tokens, log_probs = self._draw(logits, uniforms)
+            values = {LOG_PROBS: log_probs, **computed_columns(wanted, distribution, tokens)}
         if pipeline is not None:
-            for values in (tokens, log_probs):
-                dist.broadcast(values, group=pipeline, group_src=last)
+            for drawn in (tokens, *values.values()):
+                dist.broadcast(drawn, group=pipeline, group_src=last)
         self._steps += 1
-        return tokens, states.advance(tokens, log_probs)
+        return tokens, states.advance(tokens, values)
+
+    def _draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw tokens (B,) with their log-probs (B,) from logits (B, V), which are overwritten."""
+        if self._native and self._sampling.top_k is None and self._sampling.top_p is None:
+            kernels = self._native.kernels
+            return kernels.draw(logits, self._sampling.temperature, self._sampling.greedy, uniforms)
+        return sample(logits, self._sampling, uniforms)
 
     def _logits(self, longest: int) -> Tensor:
         """Run the model's own forward, (B, V); `longest` is the length of the longest row."""
@@ -368,27 +400,29 @@ class EmbeddedEngine(SteppingEngine):
         if not slots:
             return []
         index = torch.tensor(slots, device=self._states.current.device)
-        tokens, log_probs = self._states.tokens[index].cpu(), self._states.log_probs[index].cpu()
-        drawn = self._states.drawn[index].tolist()
+        tokens, drawn = self._states.tokens[index].cpu(), self._states.drawn[index].tolist()
+        values = {name: held[index].cpu() for name, held in self._states.per_token.items()}
         self._states.end(slots)
         self._cohorts.end(slots)
         rows = [self._rows.pop(slot) for slot in slots]
         self._has_changed = True
-        return self._done(
-            [
-                row.finished(aborted, (tokens[number, :count].clone(), log_probs[number, :count].clone()))
-                for number, (row, count) in enumerate(zip(rows, drawn, strict=True))
-            ]
-        )
+        ended = []
+        for number, (row, count) in enumerate(zip(rows, drawn, strict=True)):
+            names = [column.name for column in returned_columns(row.request.columns) if column.name in values]
+            per_token = {name: values[name][number, :count].clone() for name in names}
+            ended.append(row.finished(aborted, (tokens[number, :count].clone(), per_token)))
+        return self._done(ended)
 
     def _look_at_rows(self) -> None:
         """Look at the rows in slots before a step, when some have come, gone or moved."""
         rows, self._has_changed = self._rows, False
         count = round_up(max(rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
-        self._active = SlotStates(**{name: state[:count] for name, state in vars(self._states).items()})
+        self._active = self._states.first(count)
         """Views of the slots of the next step."""
         asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in range(count)]
         self._sampling = batch_sampling(asked, self.model.device)
+        self._computed = computed_in(row.request for row in rows.values())
+        """The columns that the next step computes from its logits."""
         # The length of the longest row, less the steps so far: the number does not change while the rows grow.
         self._longest = max((len(row.request.prompt) - row.started for row in rows.values()), default=-self._steps)
         # Stop texts and `on_token` need each token as soon as it is drawn.
@@ -405,7 +439,7 @@ class EmbeddedEngine(SteppingEngine):
                 self._waiting.remove(row)
                 self._prompts.expect(row.request.prompt, -1)
                 nothing = torch.empty(0, dtype=torch.int64)
-                return self._done([row.finished(True, (nothing, nothing.to(self._log_prob_dtype)))])[0]
+                return self._done([row.finished(True, (nothing, {LOG_PROBS: nothing.to(self._log_prob_dtype)}))])[0]
         raise KeyError(f"row {uid} is not under way")
 
     def clear(self, release: bool = True) -> None:

@@ -1,18 +1,21 @@
 """The APIs of generation servers (vLLM, SGLang): each is a value, with plain JSON in and out.
 
-request ──▶ Dialect.generate ──JSON──▶ server ──JSON──▶ Dialect.read ──▶ token ids, log-probs
+request ──▶ Dialect.generate ──JSON──▶ server ──JSON──▶ Dialect.read ──▶ token ids, columns per token
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from braidrl.data.token_columns import LOG_PROBS
 from braidrl.engines.requests import EngineRow, SamplingParams, draw_arguments
 from braidrl.errors import UserError
 
 Json = Mapping[str, Any]
 ServerCall = tuple[str, Json]
 """A path, and the JSON that is posted there."""
+Drawn = tuple[Sequence[int], Mapping[str, Sequence[Any]]]
+"""Token ids (T,), and by column the values (T, ...) of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,10 @@ class Dialect:
     """Asks for a row, given the run's seed, the label of the server's weights, whose caches alone may be used, and
     whether the row's own random numbers draw its tokens; else the server draws by its own.
     """
-    read: Callable[[Json], tuple[Sequence[int], Sequence[float]]]
-    """Returns the tokens that a server drew, and their log-probs. Raises UserError for an answer without them."""
+    read: Callable[[Json], "Drawn"]
+    """Returns the tokens that a server drew, and the columns per token that its API has by name, log-probs at least.
+    Raises UserError for an answer without them.
+    """
     abort: Callable[[str], ServerCall]
     """Ends a request, given its name; the server answers with the tokens drawn so far."""
     load_weights: Callable[[str, str], Sequence[ServerCall]]
@@ -71,7 +76,7 @@ def vllm_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -
     sampling = row.request.sampling
     drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     if reproducible:
-        drawn["vllm_xargs"] = draw_arguments(row.request, seed)
+        drawn["vllm_xargs"] = draw_arguments(row, seed)
     elif sampling.takes_likeliest:
         drawn["temperature"] = 0.0
     else:
@@ -96,12 +101,12 @@ def vllm_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -
     }
 
 
-def vllm_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:
+def vllm_read(answer: Json) -> Drawn:
     (choice,) = answer["choices"]
     tokens = choice.get("token_ids")
     if tokens is None:
         raise UserError("gives no token ids; use vLLM 0.11 or later")
-    return tokens, (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    return tokens, {LOG_PROBS: (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]}
 
 
 def vllm_log_prob_modes(sampling: SamplingParams) -> tuple[str, ...]:
@@ -182,11 +187,11 @@ def sglang_generate(row: EngineRow, seed: int, weights: str, reproducible: bool)
     }
 
 
-def sglang_read(answer: Json) -> tuple[Sequence[int], Sequence[float]]:
+def sglang_read(answer: Json) -> Drawn:
     drawn = answer["meta_info"].get("output_token_logprobs")
     if drawn is None:
         raise UserError("gives no log-probs of its tokens")
-    return [token for _, token, *_ in drawn], [log_prob for log_prob, *_ in drawn]
+    return [token for _, token, *_ in drawn], {LOG_PROBS: [log_prob for log_prob, *_ in drawn]}
 
 
 def sglang_missing(info: Json, needs: ServerNeeds) -> str | None:

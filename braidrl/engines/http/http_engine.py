@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.cluster.process_groups import address_towards
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
+from braidrl.data.token_columns import token_columns
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load, check_idle
 from braidrl.engines.http.dialects import Dialect, ServerNeeds
 from braidrl.engines.requests import EngineRow, Request, Response, row_of
@@ -141,18 +142,19 @@ class HttpEngine:
             aborted = request.uid in self._aborted
             self._aborted.discard(request.uid)
         try:
-            tokens, log_probs = spec.dialect.read(answer)
+            tokens, values = spec.dialect.read(answer)
         except UserError as error:
             raise UserError(f"rollout.servers: {self.url} {error}") from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"rollout.servers: {self.url} gives an answer without tokens: {shown(answer)}") from error
-        for token, log_prob in zip(tokens, log_probs, strict=True):
-            row.log_probs.append(log_prob)
-            if row.record_token(token):
-                return row.finished()
-        if not aborted:
+        if any(len(tokens) != len(each) for each in values.values()):
+            raise UserError(f"rollout.servers: {self.url} gives values of other tokens than it drew: {shown(answer)}")
+        ended = any(row.record_token(token) for token in tokens)
+        if not ended and not aborted:
             raise EngineError(f"{self.url} ended row {request.uid} after {len(row.tokens)} tokens, before its end")
-        return row.finished(aborted=True)
+        count = len(row.tokens)
+        drawn = {name: torch.tensor(each[:count], dtype=token_columns[name].dtype) for name, each in values.items()}
+        return row.finished(not ended, (torch.tensor(row.tokens, dtype=torch.int64), drawn))
 
     async def abort(self, uid: Uid) -> None:
         if uid not in self._rows:

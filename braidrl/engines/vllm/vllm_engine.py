@@ -162,7 +162,7 @@ class VllmEngine(SteppingEngine):
         drawn: dict[str, Any] = {"temperature": 0.0}
         if self.spec.reproducible:
             # `DrawByRow` draws by these; else vLLM draws.
-            drawn = {"extra_args": draw_arguments(request, self.seed)}
+            drawn = {"extra_args": draw_arguments(row, self.seed)}
         elif not asked.takes_likeliest:
             drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
         params = SamplingParams(

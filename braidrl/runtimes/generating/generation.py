@@ -31,12 +31,14 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.templates import PromptTemplate
+from braidrl.data.token_columns import VERSIONS, returned_columns
 from braidrl.engines.engine import Engine
 from braidrl.engines.factory import exchange_publisher, publisher_of, start_engine
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
 from braidrl.engines.routing.router import RoleEngine
 from braidrl.errors import UserError
 from braidrl.flow import Stage
+from braidrl.flow.signatures import columns_of
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
@@ -84,10 +86,12 @@ class PartialResponses:
         self.config, self.asked = config, dict[Uid, Request]()
         self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
         starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
+        names = [column.name for column in returned_columns(columns_of(stage))]
         for i, uid in enumerate(rows.uids()):
-            tokens, versions = rows["tokens"][i][starts[i] :], rows["rollout_versions"][i]
-            self.before[uid] = Response(uid, tokens, rows["rollout_log_probs"][i], FinishReason(reasons[i]), versions)
-            age = version - int(versions.min()) if len(versions) else 0
+            per_token = {name: rows[name][i] for name in names}
+            earlier = Response(uid, rows["tokens"][i][starts[i] :], FinishReason(reasons[i]), per_token)
+            self.before[uid] = earlier
+            age = version - int(earlier.versions.min()) if len(earlier.tokens) else 0
             ends = TO_THE_END in stage.params or age >= config.trainer.max_staleness
             self.budgets[uid] = None if ends else config.rollout.tokens_per_iteration
         self.complete = {uid: r for uid, r in self.before.items() if r.finish_reason is not FinishReason.ABORT}
@@ -192,11 +196,11 @@ class Generation:
             early.flush()
             if stop is not None:
                 stop.close()
-        return self.named(stage, response_columns(rows, finished))
+        return self.named(stage, response_columns(rows, finished, columns_of(stage)))
 
     def partial(self, stage: Stage, rows: Rows, version: int) -> PartialResponses | None:
         """Return the earlier tokens of rows if responses may be suspended; `version` of the weights continues them."""
-        if self.config.rollout.tokens_per_iteration is None or "rollout_versions" not in rows:
+        if self.config.rollout.tokens_per_iteration is None or VERSIONS not in rows:
             return None
         return PartialResponses(stage, rows, self.config, version)
 
@@ -240,7 +244,16 @@ class Generation:
             listener = await in_thread(lambda: self.environments.listener(stage.params["environment"]))
             host, key = self.config.rollout.environment.host, endpoint_key(self.config.rollout.environment)
             async with Endpoint(
-                running, template, sampling, longest, purpose, stage.name, host, listener=listener, key=key
+                running,
+                template,
+                sampling,
+                longest,
+                purpose,
+                stage.name,
+                host,
+                columns=columns_of(stage),
+                listener=listener,
+                key=key,
             ) as endpoint:
                 agents = AgentPlayer(endpoint, make, limits=limits, seed=seed, on_finished=finished)
                 return await agents.play(rows)
@@ -253,6 +266,7 @@ class Generation:
             seed=seed,
             purpose=purpose,
             stage=stage.name,
+            columns=columns_of(stage),
             on_finished=finished,
         )
         return await player.play(rows)
@@ -275,7 +289,7 @@ class Generation:
             sums.add(f"environment/failures/{reason}", count)
             sums.add(FAILURE + words, 0.0, count)
             self.progress.print(words)
-        return self.named(stage, trajectory_columns(played, limits))
+        return self.named(stage, trajectory_columns(played, limits, columns_of(stage)))
 
     def named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
         """Return the generated columns under the stage's names, and each row's count of reconsiderations."""
@@ -308,7 +322,8 @@ def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
     """Return a generate stage's requests to its engine, one per row."""
     sampling, purpose = sampling_of(stage, config), str(stage.params.get("purpose", "train"))
     prompts = rows["prompt"].unbind()
-    return [Request(uid, ids, sampling, purpose, stage.name) for uid, ids in zip(rows.uids(), prompts, strict=True)]
+    columns, pairs = columns_of(stage), zip(rows.uids(), prompts, strict=True)
+    return [Request(uid, ids, sampling, purpose, stage.name, columns=columns) for uid, ids in pairs]
 
 
 def sampling_of(stage: Stage, config: Config) -> SamplingParams:

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import IDENTITY, Rows, merged_rows
+from braidrl.data.token_columns import returned_columns
 from braidrl.flow import Kind, Stage
+from braidrl.flow.signatures import columns_of
 from braidrl.observe.metrics import Sums
 
 Numbers = NDArray[np.int64]
-RESPONSE = ("tokens", "rollout_log_probs", "rollout_versions", "finish_reason", "prompt_length")
+RESPONSE = ("tokens", "finish_reason", "prompt_length")
 READ = Stage("read", "read", None, kind=Kind.COMPUTE)
 """Stage name of rows that are read."""
 
@@ -227,5 +229,6 @@ def columns_read(stage: Stage) -> frozenset[str]:
     """Return every column that a stage may read."""
     if stage.kind is Kind.GENERATE:
         # Responses of an earlier iteration may resume.
-        return frozenset((*stage.reads, *RESPONSE))
+        returned = [column.name for column in returned_columns(columns_of(stage))]
+        return frozenset((*stage.reads, *RESPONSE, *returned))
     return frozenset((*stage.reads, *stage.optional, *sum(stage.one_of, ())))

@@ -16,7 +16,7 @@ from braidrl.flow.batches import check_update_size
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
-from braidrl.flow.stages import make_stage
+from braidrl.flow.stages import make_stage, with_params
 from braidrl.training.role_settings import merges_adapters, settings_of
 
 TRUNCATED = {"name": "truncated"}
@@ -147,9 +147,3 @@ def resolve(stage: Stage, config: Config) -> Stage:
         # It may have another tokenizer, which makes its own tokens from the texts.
         return replace(stage, optional=(*stage.optional, "prompt_length", "metadata"))
     return stage
-
-
-def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
-    params = {**stage.params, **params}
-    made = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
-    return replace(made, name=stage.name)

@@ -22,6 +22,7 @@ from braidrl.engines.engine import ServedEngine
 from braidrl.engines.requests import Response
 from braidrl.engines.routing.router import ResumingEngine
 from braidrl.flow.compute import of_namespace
+from braidrl.flow.signatures import columns_of
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
@@ -234,7 +235,7 @@ class GenerateLoop:
                 drawn, ended = Drawn.cat([new for _, new in ended]), [response for response, _ in ended]
             else:
                 drawn = Drawn.after(rows["prompt"].lengths.tolist(), ended)
-            columns = dict(self.generation.named(stage, response_columns(rows, ended)))
+            columns = dict(self.generation.named(stage, response_columns(rows, ended, columns_of(stage))))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)

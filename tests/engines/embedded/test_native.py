@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded import native_decoder as native
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.native_decoder import Kernels, native_decoder, side_by_side
@@ -18,7 +19,16 @@ from braidrl.engines.requests import Request, SamplingParams
 from braidrl.native import building
 from braidrl.native.building import build, library
 from braidrl.training.compute.attention import ATTENTION
-from tests.engines.tiny import CONFIGS, SIZES, VOCABULARY, make_model, make_requests, make_tokenizer, training_log_probs
+from tests.engines.tiny import (
+    CONFIGS,
+    SIZES,
+    VOCABULARY,
+    make_model,
+    make_requests,
+    make_tokenizer,
+    response_of,
+    training_log_probs,
+)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -38,12 +48,8 @@ def test_drawn_tokens_follow_the_models_distribution(dtype: torch.dtype) -> None
     prompt = torch.tensor([5, 6, 7])
     requests = [Request((0, 0, i), prompt, SamplingParams(max_tokens=1, ends=False)) for i in range(count)]
     drawn = torch.stack([r.tokens[0] for r in EmbeddedEngine(model, make_tokenizer(), 256, 8).generate(requests)])
-    finished = EmbeddedEngine(model, make_tokenizer(), 16, 8).generate(requests[:1])
     every = [Request((0, 0, i), prompt, SamplingParams()) for i in range(VOCABULARY)]
-    like = [
-        type(finished[0])((0, 0, i), torch.tensor([i]), torch.zeros(1), finished[0].finish_reason, torch.zeros(1))
-        for i in range(VOCABULARY)
-    ]
+    like = [response_of((0, 0, i), torch.tensor([i]), FinishReason.LENGTH) for i in range(VOCABULARY)]
     expected = torch.cat(training_log_probs(model, every, like)).double().exp()
     counts = torch.bincount(drawn, minlength=VOCABULARY).double()
     likely = expected * count >= 5
