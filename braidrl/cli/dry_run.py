@@ -12,7 +12,6 @@ from rich.table import Table
 
 from braidrl.cluster.devices import assign_devices, device_count, device_lines, device_memory
 from braidrl.config import Config
-from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import Problems, UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, Footprint, footprint, in_units, moving, peak
 from braidrl.runtimes.prepare.checks import check_names, without_effect
@@ -20,7 +19,7 @@ from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.prepare.setup import Prepared, check_files, lacking, prepare, vocabulary_lines
 from braidrl.runtimes.saving.folders import check_output
-from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, pools_of_run, with_fitting_sizes
+from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.role_settings import USUAL_TOKENS
@@ -56,7 +55,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
         noted(lambda: check_names(config))
         noted(lambda: check_files(config, train=True))
     else:
-        noted(lambda: check_runtime(config, prepared.flow, generates=True, trains=True, planned=True))
+        noted(lambda: check_runtime(prepared.deployment, generates=True, trains=True, planned=True))
     if len(problems) > 1:
         problems.append(f"verdict: {len(problems)} things to change before this can run")
     if problems:
@@ -64,12 +63,8 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     prepared, chosen = with_fitting_sizes(prepared, device_memory(config.device))
     config = prepared.config
     check_engine_memory(prepared)
-    groups = device_groups(prepared)
-    together = generation_layout(config).ranks if pools_ranks(config) else 1
-    found = [
-        (group, [footprint(use, config, prepared.flow, group.devices, together) for use in group.uses])
-        for group in groups
-    ]
+    groups = device_groups(prepared.deployment)
+    found = [(group, [footprint(use, prepared.deployment, group.devices) for use in group.uses]) for group in groups]
     console = console or Console()
     show(prepared, found, chosen, console)
     for line in verdict(prepared, found):
@@ -99,7 +94,7 @@ def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]
     for group, footprints in found:
         if not footprints:
             continue
-        resident, _ = moving(config, prepared.flow, footprints)
+        resident, _ = moving(prepared.deployment, footprints)
         # On a CPU all processes share this machine's memory.
         needed = peak(footprints, resident) * (group.devices if where == "this machine" else 1)
         size, name, part = max(
@@ -138,7 +133,7 @@ def show(
             for part, size in {**one.resident, **one.working}.items():
                 table.add_row(name, part, in_units(size))
                 name = ""
-        resident, moved = moving(config, prepared.flow, footprints)
+        resident, moved = moving(prepared.deployment, footprints)
         table.add_row("together, at its peak", "", in_units(peak(footprints, resident)), style="bold")
         console.print(table)
         computes = any(one.working for one in footprints)
@@ -159,7 +154,7 @@ def show(
         f"a micro-batch: at most {tokens:,} tokens per device, {tokens // longest_row} rows of the longest "
         f"({longest_row:,} tokens)",
     ]
-    pools, available, devices = pools_of_run(prepared), device_count(config.device), list[str]()
+    pools, available, devices = prepared.deployment.pools, device_count(config.device), list[str]()
     if available is not None:
         # On a machine without devices as many as needed are assumed.
         needed = sum(pool.workers * (1 + pool.engines * pool.engine_devices) for pool in pools)

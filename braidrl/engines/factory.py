@@ -9,7 +9,7 @@ servers                                          file in a folder, or collective
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
-from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import LOOPBACK, default_threads
 from braidrl.cluster.process_groups import address_towards, subgroup
 from braidrl.cluster.world import Ranks
 from braidrl.config import Config, LoraConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.chat import end_ids_of
+from braidrl.engines.deployment import Deployment
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, EngineSpec, ServedEngine
@@ -46,7 +46,6 @@ from braidrl.training.roles.copies import copy_within
 from braidrl.training.roles.worker import RoleWorker, torch_worker
 from braidrl.weights.collective import CollectivePublisher, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter
-from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import InPlacePublisher
 from braidrl.weights.model_files import HubNames, model_in, shapes_in_folder
 from braidrl.weights.publisher import ModelWeights, Publisher
@@ -58,24 +57,29 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def start_engine(
-    role: str, ranks: DataParallel, worker: TrainingBackend | None, config: Config, tokenizer: PreTrainedTokenizerBase
+    role: str,
+    ranks: DataParallel,
+    worker: TrainingBackend | None,
+    deployment: Deployment,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> RoleEngine:
     """Start the engine of a role, which `worker` trains, or with None other processes. All `ranks` that generate for it
     call this together.
 
     Raises UserError for a model that the engine cannot use.
     """
-    rollout, spec, limit_s = config.rollout, engine_spec(role, config), config.cluster.wait_limit_s
+    config, engines, spec = deployment.config, deployment.engines, engine_spec(role, deployment)
+    rollout, limit_s = config.rollout, config.cluster.wait_limit_s
     if lora := adapters_sent(worker, config):
         room = min(rank for rank in LORA_RANKS if rank >= lora.rank)
         own = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         spec = replace(spec, options={**own, **spec.options})
-    if rollout.engine == "http":
+    if engines.home == "servers":
         return reach_servers(role, ranks, config, tokenizer, spec.max_sequence_tokens)
-    if hosts_vllm(config) or pools_ranks(config):
-        return spmd_engine(spec, role, ranks, worker, config, tokenizer)
-    if engine_processes(config):
-        return EngineService(engines_of(role, ranks, spec, config), limit_s)
+    if engines.hosts_vllm or engines.pools_ranks:
+        return spmd_engine(spec, role, ranks, worker, deployment, tokenizer)
+    if engines.apart:
+        return EngineService(engines_of(role, ranks, spec, deployment), limit_s)
     if rollout.engine != "embedded":
         # A user's engine in this process.
         made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
@@ -88,16 +92,16 @@ def start_engine(
     return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, compile=rollout.compile)
 
 
-def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config) -> list[EngineProcess]:
+def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Deployment) -> list[EngineProcess]:
     """Return the engine processes of a generating process, not started; of a node that does not lead, its parts of the
     engines.
 
     Each engine has CUDA devices of its own. Raises UserError for too few devices.
     """
-    count, available = engine_processes(config), device_count(spec.device)
+    config, count, available = deployment.config, deployment.engines.count, device_count(spec.device)
     specs = [spec] * count
     if available is not None:
-        own = own_devices(available, count, ranks_per_node(config)).engines
+        own = own_devices(available, count, deployment.engines.ranks_per_node).engines
         specs = [replace(spec, devices=devices) for devices in own]
     spanning, python, limit_s = None, config.rollout.python, config.cluster.wait_limit_s
     engines = []
@@ -108,14 +112,14 @@ def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, config: Config)
     return engines
 
 
-async def follow_engines(role: str, ranks: DataParallel, config: Config) -> None:
+async def follow_engines(role: str, ranks: DataParallel, deployment: Deployment) -> None:
     """Compute a node's parts of the engines that another node of the same worker calls, until they are closed."""
     async with asyncio.TaskGroup() as group:
-        for part in engines_of(role, ranks, engine_spec(role, config), config):
+        for part in engines_of(role, ranks, engine_spec(role, deployment), deployment):
             group.create_task(part.follow())
 
 
-def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) -> Publisher:
+def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deployment) -> Publisher:
     """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate for the role call
     this together.
     """
@@ -123,11 +127,11 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
     if not isinstance(worker, ShardedBackend):
         # A user's own backend without an index of its weights: every full tensor by its name.
         return InPlacePublisher(engine, source=None if shared else worker)
-    parts, ranks = worker.weights, worker.ranks
+    config, engines, parts, ranks = deployment.config, deployment.engines, worker.weights, worker.ranks
     if lora := adapters_sent(worker, config):
         adapters = partial(torch_worker(worker).weights, adapters_alone=True)
         return FilePublisher(WeightWriter(adapters(), ranks, adapter=adapter_config(lora)), adapters, engine)
-    sharded = hosts_vllm(config) or pools_ranks(config)
+    sharded = engines.hosts_vllm or engines.pools_ranks
     if isinstance(engine, SteppingEngine) and (sharded or config.rollout.engine == "embedded"):
         if shared or engine.phases:
             return InPlacePublisher(engine)
@@ -135,11 +139,11 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         # The trainer may have rounded the directory's weights to a dtype of its own.
         copy.refresh()
         return InPlacePublisher(engine, copy)
-    if not isinstance(engine, EngineService) or not (config.rollout.engine == "http" or engine_processes(config)):
+    if not isinstance(engine, EngineService) or not engines.apart:
         # A user's own engine in this process.
         return InPlacePublisher(engine, source=worker)
-    if is_collective(config):
-        limit_s, transport = config.cluster.wait_limit_s, transport_of(config)
+    if (transport := deployment.transport) is not None:
+        limit_s = config.cluster.wait_limit_s
         offer = WeightOffer(ranks, offering_address(config), limit_s, worker.device, transport)
         state = lambda: (worker.weight_updates, worker.offloadable["weights"].away_bytes)  # noqa: E731
         return CollectivePublisher(offer, parts, engine, state)
@@ -163,7 +167,7 @@ def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig 
 
 
 def exchange_publisher(
-    worker: ShardedBackend | None, engine: RoleEngine | None, config: Config, ranks: DataParallel
+    worker: ShardedBackend | None, engine: RoleEngine | None, deployment: Deployment, ranks: DataParallel
 ) -> Publisher:
     """Return the publisher between the pool that trains a role and the pool that generates for it; all `ranks` of both
     call this.
@@ -171,8 +175,8 @@ def exchange_publisher(
     `worker` is None if this process only generates, `engine` if it only trains.
     """
     parts: Parts = worker.weights if worker is not None else dict
-    if engine_processes(config) or config.rollout.engine not in ("embedded", "vllm"):
-        return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
+    if deployment.engines.apart or deployment.engines.kind not in ("embedded", "vllm"):
+        return FilePublisher(file_writer(parts(), ranks, deployment.config), parts, engine)
     assert engine is None or isinstance(engine, SteppingEngine)
     target: Parts = engine.parts if engine is not None else dict
     return InPlacePublisher(engine, LayoutCopy(parts, target, ranks))
@@ -187,47 +191,13 @@ def file_writer(parts: Mapping[str, WeightPart], ranks: Ranks, config: Config) -
     return WeightWriter(parts, ranks, repeat=in_folder, within=servers.folder)
 
 
-def is_collective(config: Config) -> bool:
-    """Return True if engines outside this process receive weights over a process group: on request, or because they
-    have devices.
-
-    Raises UserError if this is requested and they share the trainer's device, which NCCL refuses.
-    """
-    rollout, available = config.rollout, device_count(config.device)
-    if rollout.engine == "http":
-        return rollout.servers.weights == "network"
-    if (rollout.nodes or 1) > 1:
-        return True
-    if rollout.weights not in (None, "collective"):
-        return rollout.weights != "file"
-    if not available:
-        return rollout.weights == "collective"
-    if config.runtime == "streaming":
-        # Each process has a device of its own, unless the machine has only one.
-        return rollout.weights == "collective" or available > 1
-    devices = own_devices(available, engine_processes(config), ranks_per_node(config))
-    shared = any(set(own) & set(devices.every[:1]) for own in devices.engines)
-    if rollout.weights == "collective" and shared:
-        raise UserError(
-            "rollout.weights=collective: NCCL needs a CUDA device for each process, and an engine shares the "
-            "trainer's; "
-            "write rollout.weights=file"
-        )
-    return not shared
-
-
-def transport_of(config: Config) -> str:
-    """Return the name of the transport that brings weights to engines of other processes."""
-    way = config.rollout.weights
-    return way if way not in (None, "file") and config.rollout.engine != "http" else "collective"
-
-
-def engine_spec(role: str, config: Config) -> EngineSpec:
+def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
     """Return the settings of a role's engine, as plain data that is sent to its process."""
+    config, engines = deployment.config, deployment.engines
     rollout, own, longest = config.rollout, settings_of(role, config), config.max_sequence_tokens
     path, dtype = own.model.expanduser(), DTYPES[rollout.dtype] if rollout.dtype else own.dtype
     longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
-    processes = max(1, engine_processes(config)) * ranks_per_node(config)
+    processes = max(1, engines.count) * engines.ranks_per_node
     options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
     if not rollout.is_reproducible and (modes := vllm_log_prob_modes(training_sampling(config))):
         options["vllm"] = {"logprobs_mode": modes[0], **rollout.vllm}
@@ -259,14 +229,15 @@ def spmd_engine(
     role: str,
     ranks: DataParallel,
     worker: TrainingBackend | None,
-    config: Config,
+    deployment: Deployment,
     tokenizer: PreTrainedTokenizerBase,
 ) -> SteppingEngine:
     """Return the engine with which ranks decode together; all ranks call this at the same time.
 
     Raises UserError as `start_engine`.
     """
-    rollout, layout = config.rollout, generation_layout(config)
+    config, layout = deployment.config, deployment.engines.layout
+    rollout = config.rollout
     training = (settings_of(role, config).layout if worker else ParallelLayout()).resolve(ranks.size)
     groups = layout.groups(training)
     group = subgroup(groups.flatten(1)) if ranks.group is not None else None
@@ -302,40 +273,19 @@ def spmd_engine(
     return made
 
 
-def generation_layout(config: Config) -> GenerationLayout:
-    """Return the shape of an engine, in processes of its own or of ranks that train and generate together."""
-    return GenerationLayout(config.rollout.pipeline, config.rollout.tensor, config.rollout.grouping)
-
-
-def ranks_per_node(config: Config) -> int:
-    """Return the number of an engine's ranks on each of its nodes."""
-    return generation_layout(config).ranks // (config.rollout.nodes or 1)
-
-
-def with_nodes(config: Config, devices_of_node: int | None) -> Config:
-    """Return the configuration with engines of vLLM over as few nodes as have devices for them, unless it names a
+def with_nodes(deployment: Deployment, devices_of_node: int | None) -> Config:
+    """Return a deployment's configuration with engines of vLLM over as few nodes as have devices for them, unless it names a
     number.
 
     `devices_of_node` are the devices of the largest node; None without any. Engines for which no number of nodes is
     enough stay on one.
     """
-    ranks, engines = generation_layout(config).ranks, own_engines(config)
+    config, ranks, engines = deployment.config, deployment.engines.layout.ranks, deployment.engines.started
     if config.rollout.nodes is not None or config.rollout.engine != "vllm" or devices_of_node is None:
         return config
     fitting = (n for n in range(1, ranks + 1) if ranks % n == 0 and engines * ranks // n <= devices_of_node)
     rollout = config.rollout.model_copy(update={"nodes": next(fitting, 1)})
     return config.model_copy(update={"rollout": rollout})
-
-
-def with_engines(pools: Sequence[Pool], config: Config) -> tuple[Pool, ...]:
-    """Return the pools; each generating pool has the number of engine processes that it starts."""
-    engines, each = own_engines(config), ranks_per_node(config)
-    return tuple(replace(pool, engines=engines, engine_devices=each) if pool.generating else pool for pool in pools)
-
-
-def own_engines(config: Config) -> int:
-    """Return how many engine processes a generating process starts beside itself; the run does not start servers."""
-    return 0 if config.rollout.engine == "http" else engine_processes(config)
 
 
 def reach_servers(
@@ -381,22 +331,3 @@ def reach_servers(
         service.close()
         raise UserError(f"rollout.servers: {failures[0]}")
     return service
-
-
-def hosts_vllm(config: Config) -> bool:
-    """Return True if vLLM runs in the processes that train."""
-    return config.rollout.engine == "vllm" and config.runtime != "streaming" and not engine_processes(config)
-
-
-def pools_ranks(config: Config) -> bool:
-    """Return True if ranks decode together, each with a shard of the model or, with vLLM, a copy that takes turns."""
-    layout = generation_layout(config)
-    divided = layout.ranks > 1 or layout.grouping is not None or (hosts_vllm(config) and config.runtime != "eager")
-    return divided and not engine_processes(config)
-
-
-def engine_processes(config: Config) -> int:
-    """Return how many processes or servers generate in place of this process; 0 if it generates itself."""
-    rollout = config.rollout
-    asked = len(rollout.servers.urls) if rollout.engine == "http" else rollout.engines
-    return int(rollout.engine == "vllm") if asked is None else asked

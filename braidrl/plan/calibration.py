@@ -61,7 +61,7 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
     samples: list[tuple[dict[str, float], float]] = []
     compute: dict[str, list[float]] = defaultdict(list)
     # Streaming stages run concurrently and slow each other on shared cores: prefer runs of other runtimes.
-    apart = [run for run in runs if run.problem.config.runtime != "streaming"]
+    apart = [run for run in runs if not run.problem.deployment.mode.concurrent]
     for run in apart or runs:
         busy: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for span in run.spans:

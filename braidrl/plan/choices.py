@@ -23,8 +23,8 @@ from braidrl.plan.rates import Cost
 from braidrl.runtimes.memory.budget import (
     CACHE,
     ENGINE,
-    Deployment,
     EngineUse,
+    RoleDeployment,
     assets,
     at_once,
     engine_use,
@@ -49,7 +49,7 @@ MOST_TRIED = 20_000
 class Choice:
     """One deployment of a role, with the seconds of its stages and the bytes on each device."""
 
-    use: Deployment
+    use: RoleDeployment
     costs: Mapping[str, Cost]
     resident: Mapping[str, int]
     working: int
@@ -183,7 +183,7 @@ class Choices:
         self,
         model: Model,
         group: NodeGroup,
-        uses: Iterable[Deployment],
+        uses: Iterable[RoleDeployment],
         devices: int,
         part: RolePart,
         apart: bool = False,

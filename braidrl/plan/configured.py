@@ -4,27 +4,24 @@ configuration ──runtime, workers, placement──▶ pools ──layouts─�
 Plan ──▶ {runtime, workers, placement, streaming.workers, roles.ROLE.layout ..., rollout.slots, trainer.resident_gib}
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from braidrl.cluster.pools import GENERATE, Pool, place
-from braidrl.engines.factory import generation_layout
+from braidrl.cluster.pools import GENERATE
 from braidrl.flow import Kind
 from braidrl.plan.choices import Choice, SetChoice, all_resident, in_turns
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, streaming_plan, synchronous_plan
-from braidrl.runtimes.memory.budget import CACHE, GIB, deployment, role_memory
-from braidrl.runtimes.sizing import groups_of_pools
-from braidrl.runtimes.streaming.groups import pools_of, worker_groups
+from braidrl.runtimes.memory.budget import CACHE, GIB, role_deployment, role_memory
+from braidrl.runtimes.sizing import device_groups
 
 
 def predicted(problem: Problem) -> Plan:
     """Return the plan of a configuration, with predicted seconds."""
-    config, sets = problem.config, configured_sets(problem)
-    if config.runtime == "streaming":
-        return streaming_plan(problem, sets, config.trainer.max_staleness)
-    return synchronous_plan(problem, config.runtime, sets)
+    sets = configured_sets(problem)
+    if problem.deployment.mode.concurrent:
+        return streaming_plan(problem, sets, problem.config.trainer.max_staleness)
+    return synchronous_plan(problem, problem.config.runtime, sets)
 
 
 def configured_sets(problem: Problem) -> list[SetChoice]:
@@ -32,21 +29,14 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
 
     Roles are offloaded as the configuration's budget says.
     """
-    config, models, flow, kind = problem.config, problem.models, problem.flow, problem.cluster.groups[0]
-    generating = tuple(model.role for model in models.values() if model.generates)
-    if config.runtime == "streaming":
-        made: Sequence[Pool] = pools_of(worker_groups(config, flow, None), config)
-    elif config.runtime == "hybrid":
-        made = place(config.placement, flow.roles, generating, config.workers)
-    else:
-        made = [Pool(tuple(models), config.workers if config.runtime == "distributed" else 1, generating=generating)]
-    groups, ranks, sets = groups_of_pools(made, flow), generation_layout(config).ranks, list[SetChoice]()
+    models, kind, deployment = problem.models, problem.cluster.groups[0], problem.deployment
+    groups, sets = device_groups(deployment), list[SetChoice]()
     # Roles whose generation has a pool of its own.
     split = {use.role for group in groups for use in group.uses if use.apart}
     for group in groups:
         roles: dict[str, Choice] = {}
         for asked in group.uses:
-            use = deployment(asked, config, flow, group.devices, ranks)
+            use = role_deployment(asked, deployment, group.devices)
             costs = {
                 s.name: problem.stage_cost(s, use, kind, group.devices, asked.apart)
                 for s in models[asked.role].stages
@@ -56,8 +46,8 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
             name = asked.role + GENERATE * asked.apart
             roles[name] = Choice(use, costs, resident, sum(working.values()))
         every_asset, turns = all_resident(roles, kind, group.devices), None
-        if config.trainer.resident_gib is not None and config.runtime != "streaming":
-            turns = in_turns(problem, every_asset, int(config.trainer.resident_gib * GIB))
+        if deployment.resident_gib is not None:
+            turns = in_turns(problem, every_asset, int(deployment.resident_gib * GIB))
         sets.append(turns or every_asset)
     return sets
 

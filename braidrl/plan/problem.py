@@ -18,7 +18,7 @@ from braidrl.cluster.device_kinds import Cluster, NodeGroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.prompts import RESPONSES, LoadedSource
-from braidrl.engines.factory import generation_layout
+from braidrl.engines.deployment import Deployment
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
@@ -26,8 +26,9 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
 from braidrl.plan.rates import BUILT_IN, Cost, Rates, RuntimeRates, Work, price
 from braidrl.plan.work import IntArray, Lengths, generate_work, infer_work, share_received, train_work
-from braidrl.runtimes.memory.budget import Deployment, EngineUse, RoleUse, undeployed
-from braidrl.runtimes.prepare.checks import check_plan
+from braidrl.runtimes.memory.budget import EngineUse, RoleDeployment, RoleUse, undeployed
+from braidrl.runtimes.prepare.deployment import deploy
+from braidrl.training.acceptance import check_plan
 from braidrl.training.role_settings import settings_of, slots_of
 from braidrl.weights.generation_layout import GenerationLayout
 
@@ -45,7 +46,7 @@ class Model:
 
     role: str
     dtype: str
-    use: Deployment
+    use: RoleDeployment
     """Its deployment in no layout that is tried yet, without an engine and without recomputation."""
     stages: tuple[Stage, ...]
     generates: bool
@@ -78,13 +79,18 @@ class Problem:
         """The number of optimizer steps in one pass over a batch."""
 
     @cached_property
+    def deployment(self) -> Deployment:
+        """Return where the configured run's processes and engines are."""
+        return deploy(self.config, self.flow)
+
+    @cached_property
     def models(self) -> dict[str, Model]:
         """Return the roles that need a model, in order of first use."""
         shapes = {}
         for role in self.flow.roles:
             stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
             kinds = {stage.kind for stage in stages}
-            use = undeployed(RoleUse(role, role in self.flow.trained_roles, False), self.config, self.flow)
+            use = undeployed(RoleUse(role, role in self.flow.trained_roles, False), self.deployment)
             use = replace(use, checkpointing=False)
             dtype = settings_of(role, self.config).dtype_name
             shapes[role] = Model(role, dtype, use, stages, Kind.GENERATE in kinds, Kind.INFER in kinds)
@@ -118,7 +124,9 @@ class Problem:
             return Lengths(self.lengths.prompts[picks], self.lengths.responses[picks])
         return self.lengths
 
-    def stage_cost(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int, apart: bool = False) -> Cost:
+    def stage_cost(
+        self, stage: Stage, use: RoleDeployment, group: NodeGroup, devices: int, apart: bool = False
+    ) -> Cost:
         """Return the cost of a stage of a model on `devices` devices of a group; `apart` if engines have separate
         devices.
         """
@@ -144,7 +152,7 @@ class Problem:
             cost = cost.plus(Cost(weights=moved / (kind.link * rates.link)))
         return cost
 
-    def works(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int) -> list[Work]:
+    def works(self, stage: Stage, use: RoleDeployment, group: NodeGroup, devices: int) -> list[Work]:
         """Return the work of a model's stage on its busiest device; generation returns prefill and decode."""
         model, node, config = self.models[str(stage.role)], group.devices, self.config
         if stage.kind is Kind.GENERATE:
@@ -156,7 +164,7 @@ class Problem:
             shape, ranks, slots = engine.shape, engine.divisor, engine.slots
             return [*generate_work(shape, ranks, replicas, self.lengths, slots, samples, node, multiple)]
         lengths, tokens = self.rows_of(stage), use.tokens
-        if config.runtime == "streaming":
+        if self.deployment.mode.concurrent:
             # A micro-batch cannot exceed one dispatch.
             rows = config.streaming.dispatch_rows * use.layout.ranks_per_replica
             tokens = min(tokens, math.ceil(rows * lengths.tokens / len(lengths)))
@@ -181,7 +189,7 @@ class Problem:
         """Return True if engines apart from the trainer read weights from files in host memory."""
         return self.cluster.device == "cpu" or self.config.rollout.weights == "file"
 
-    def publication_seconds(self, use: Deployment, group: NodeGroup, apart: bool) -> float:
+    def publication_seconds(self, use: RoleDeployment, group: NodeGroup, apart: bool) -> float:
         """Return the seconds of a weight update; 0 if engines share the trainer's weights.
 
         Ranks that generate receive the slices that they lack. Engines on other devices receive theirs whole: by a
@@ -206,7 +214,7 @@ class Problem:
 
     def generation(self, divisor: int) -> GenerationLayout:
         """Return the layout of engines of `divisor` ranks: as configured, or tensor-parallel alone."""
-        given = generation_layout(self.config)
+        given = self.deployment.engines.layout
         return given if divisor == given.ranks else GenerationLayout(1, divisor, given.grouping)
 
     def allows(self, role: str, layout: ParallelLayout) -> bool:

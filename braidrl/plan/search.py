@@ -27,6 +27,7 @@ from braidrl.plan.choices import Choice, Choices, RolePart, SetChoice
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.simulation import Runtime, Simulation, Streaming, Workload
+from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.groups import worker_groups
 
@@ -171,7 +172,7 @@ class Search:
     def streaming(self, staleness: int) -> Plan | None:
         """Return the fastest streaming plan with this maximum staleness; None if a worker group does not fit."""
         config, kinds = self.problem.config, self.problem.cluster.kinds
-        members = [group for group in worker_groups(config, self.problem.flow, None) if group.role]
+        members = worker_groups(deploy(config.model_copy(update={"runtime": "streaming"}), self.problem.flow))
         bounded: list[tuple[float, list[SetChoice]]] = []
         for group in self.problem.cluster.groups:
             room = kinds[group.kind].memory * USABLE

@@ -10,6 +10,7 @@ from typing import Any
 from braidrl.algorithms.policy_metrics import avg_at_k, pass_at_k
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
+from braidrl.engines.deployment import MODES
 from braidrl.errors import FailedStep, UserError
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
@@ -74,7 +75,7 @@ def evaluate_sets(
 def evaluate_model(config: Config) -> dict[str, float]:
     """Return the metrics of every set under `data.eval` for the model as it is, as `braid eval` prints them."""
     config = with_fetched(config)
-    if config.runtime != "distributed":
+    if not MODES[config.runtime].chained:
         return evaluated(config, World())
     metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
     return metrics

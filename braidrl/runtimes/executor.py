@@ -31,7 +31,7 @@ from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.role_settings import inference_layouts, own_tokenizer
+from braidrl.training.role_settings import own_tokenizer
 from braidrl.training.roles.checkpoint import Write
 from braidrl.training.roles.copies import RoleCopy
 from braidrl.training.roles.worker import make_worker, torch_worker
@@ -60,8 +60,9 @@ class StageExecutor:
         Without `training` even trained roles are copies without an optimizer; they get their weights from elsewhere.
         Without `checks` no answer is verified here.
         """
-        config, flow, tokenizer = prepared.config, prepared.executed, prepared.tokenizer
+        config, flow, tokenizer = prepared.config, prepared.deployment.flow, prepared.tokenizer
         self.config, self.flow, self.progress = config, flow, progress
+        self.deployment = prepared.deployment
         self.generation = Generation(prepared, progress, ranks, checks)
         self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
@@ -70,11 +71,11 @@ class StageExecutor:
         self.tokenizer = tokenizer
         self.own_templates: dict[str, PromptTemplate] = {}  # of roles that score with their own tokenizer
         self.methods: dict[tuple[str, Any], Any] = {}
-        self.residency = Residency(config, flow, self.generation.moves)
+        self.residency = Residency(self.deployment, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.skipped: Counter[str] = Counter()
         """Skipped optimizer steps in a row, by train stage."""
-        inferring = inference_layouts(config, flow)
+        inferring = self.deployment.inference_layouts
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
             if (own := own_tokenizer(role, config, tokenizer)) is not None:

@@ -18,6 +18,7 @@ from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
+from braidrl.engines.deployment import MODES
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
 from braidrl.observe.progress import Progress
@@ -68,7 +69,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.world = world or World()
         self.prepared, chosen = prepared_to_fit(config, self.world)
         config, flow = self.config, self.flow = self.prepared.config, self.prepared.flow
-        check_runtime(config, flow, generates=replay is None, trains=not rollout_only)
+        check_runtime(self.prepared.deployment, generates=replay is None, trains=not rollout_only)
         if not rollout_only:
             check_engine_memory(self.prepared)
 
@@ -306,9 +307,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         try:
             self.failed.check(step, result.sums)
             # Rows of a replay, and stale rows, come from other weights than those that they train.
-            trainer = self.config.trainer
-            keeps = self.config.runtime == "streaming" or trainer.surplus == "keep"
-            if self.replay is None and not (keeps and trainer.max_staleness):
+            if self.replay is None and not self.prepared.deployment.trains_on_stale_rows:
                 self.gaps.check(metrics)
         except UserError:
             # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's
@@ -429,7 +428,7 @@ def train(config: Config, **options: Any) -> Path:
     restarts = 0
     while True:
         try:
-            if config.runtime == "distributed":
+            if MODES[config.runtime].chained:
                 return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
             with TrainingRun(config, **options, restarts=restarts) as run:
                 run.train()

@@ -21,6 +21,7 @@ from typing import Any, cast
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.rows import Rows
+from braidrl.engines.deployment import MODES
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Kind, Stage
 from braidrl.flow.columns import read_names
@@ -56,14 +57,15 @@ class Session(AbstractContextManager["Session"]):
 
         Raises UserError if the configuration cannot run.
         """
-        if config.runtime == "streaming":
+        mode = MODES[config.runtime]
+        if mode.concurrent:
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
         if (tokens := config.rollout.tokens_per_iteration) is not None:
             raise UserError(
                 f"rollout.tokens_per_iteration={tokens} suspends responses, and a session resumes none; remove it, "
                 "or use `braid train`"
             )
-        self.joined = joined_world(config) if config.runtime == "distributed" and world is None else None
+        self.joined = joined_world(config) if mode.chained and world is None else None
         self.world = world or self.joined or World()
         config = with_fetched(config)
         self.prepared, chosen = prepared_to_fit(config, self.world)
@@ -82,7 +84,7 @@ class Session(AbstractContextManager["Session"]):
         """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError if the
         flow has none.
         """
-        known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.roles())
+        known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.deployment.roles)
         if role not in FAMILIES and role not in known:
             raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, known)))}")
         return SessionRole(self, role)
@@ -143,7 +145,7 @@ class Session(AbstractContextManager["Session"]):
         self._check_open()
         if not len(rows):
             raise UserError(f"{stage.name} got no rows: a selection dropped all; go on with `session.prompts()`")
-        flow, modelled = self.prepared.flow, self.prepared.roles()
+        flow, modelled = self.prepared.flow, self.prepared.deployment.roles
         if stage.kind in (Kind.GENERATE, Kind.INFER, Kind.TRAIN) and stage.role not in modelled:
             raise UserError(f"{stage.name}: {stage.role} has no model in flow {flow.name}; use {', '.join(modelled)}")
         if is_optimized(stage) and stage.role not in flow.trained_roles:
@@ -157,7 +159,7 @@ class Session(AbstractContextManager["Session"]):
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
         """Call a method of the class that `roles.ROLE.methods` names; return what its transfer protocol collects."""
-        if self.config.runtime != "hybrid":
+        if not self.prepared.deployment.mode.placed:
             raise UserError(f"{role}.{method} is called on workers; write runtime=hybrid")
         return cast(Any, self.backend).call(role, method, arguments, self.iteration, self.sums)
 

@@ -11,7 +11,7 @@ free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a r
 Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
@@ -19,15 +19,12 @@ from typing import Any
 import psutil
 
 from braidrl.cluster.devices import device_count, device_memory
-from braidrl.cluster.pools import Pool
 from braidrl.cluster.world import World
 from braidrl.config import Config
-from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
+from braidrl.engines.deployment import MODES, Deployment
 from braidrl.errors import UserError
-from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, after_first, check_files, lacking, longest, with_data, without_data
-from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 from braidrl.training.role_settings import MOST_SLOTS
 
 VLLM_SHARE = 0.9
@@ -100,33 +97,16 @@ class DeviceGroup:
     uses: tuple[RoleUse, ...]
 
 
-def device_groups(prepared: Prepared) -> list[DeviceGroup]:
-    """Return the run's processes with devices, and the roles whose models they hold."""
-    return groups_of_pools(pools_of_run(prepared), prepared.executed)
-
-
-def groups_of_pools(pools: Sequence[Pool], flow: Flow) -> list[DeviceGroup]:
-    """Return the devices of pools: of their workers, or of the engine processes of a pool that only generates."""
-    found = []
-    for pool in pools:
+def device_groups(deployment: Deployment) -> list[DeviceGroup]:
+    """Return the devices of the pools' workers, or engines if a pool only generates, and the roles that they hold."""
+    found, flow = [], deployment.flow
+    for pool in deployment.pools:
         # A role that only follows another one has no optimizer.
         uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
         uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
         engines = 1 if pool.models else max(1, pool.engines * pool.engine_devices)
         found.append(DeviceGroup(pool.workers * engines, tuple(uses)))
     return found
-
-
-def pools_of_run(prepared: Prepared) -> list[Pool]:
-    """Return the processes of a run, with the engine processes that they start."""
-    config = prepared.config
-    if config.runtime == "streaming" and prepared.train:
-        evaluation = prepared.evaluation if config.data.evaluation_sources else None
-        return pools_of(worker_groups(config, prepared.flow, evaluation), config)
-    if config.runtime == "hybrid":
-        return list(prepared.pools())
-    workers = config.workers if config.runtime == "distributed" else 1
-    return list(with_engines([Pool(prepared.roles(), workers, generating=prepared.generating)], config))
 
 
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
@@ -137,19 +117,21 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     Raises UserError also for what this machine lacks.
     """
 
+    mode = MODES[config.runtime]
+
     def read(kept: Mapping[str, Any] | None) -> Prepared:
-        if config.runtime == "hybrid":
+        if mode.placed:
             # Its generating workers read the data, and this process only checks that it exists.
             check_files(config, train)
         checked = without_data(config, train)
         if lines := lacking(config):
             raise UserError(lines[0])
-        return checked if config.runtime == "hybrid" else with_data(checked, kept)
+        return checked if mode.placed else with_data(checked, kept)
 
     prepared = after_first(world, read)
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this
     # process.
-    free = config.runtime in ("eager", "distributed") or (not train and config.runtime == "streaming")
+    free = not mode.placed and not (mode.concurrent and train)
     known = world.gather("memory of the devices", device_memory(config.device, free=free))
     return with_fitting_sizes(prepared, None if None in known else min(known))
 
@@ -171,7 +153,7 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*found, strict=True))
     fitting = None if on_cpu else min(tokens, default=None)
     sized = replace(prepared, config=with_sizes(given, min(slots, default=None), fitting))
-    if shares_devices(prepared) or hosts_vllm(given):
+    if shares_devices(prepared) or prepared.deployment.engines.hosts_vllm:
         config = sized.config
         if config.rollout.engine == "vllm" and "gpu_memory_utilization" not in config.rollout.vllm:
             # The share that training leaves for a vLLM on the same device.
@@ -196,25 +178,24 @@ def demands(prepared: Prepared) -> list[Demand]:
     """Return the needs of the roles on each kind of the run's devices; configured sizes count as resident, or as a
     micro-batch's.
     """
-    config, shared = prepared.config, shares_devices(prepared)
+    config, engines, shared = prepared.config, prepared.deployment.engines, shares_devices(prepared)
     longest_row = max(config.max_sequence_tokens, longest(prepared.sources, config.rollout.max_response_tokens))
-    together = generation_layout(config).ranks if pools_ranks(config) else 1
     beside = shared and not config.rollout.vllm.get("enable_sleep_mode")
-    groups = device_groups(prepared)
-    if own_engines(config) and not shared:
+    groups = device_groups(prepared.deployment)
+    if engines.started and not shared:
         # Engine processes have devices of their own.
         generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
         groups = [replace(g, uses=tuple(replace(u, generates=False) for u in g.uses if not u.apart)) for g in groups]
-        ranks = generation_layout(config).ranks
-        groups += [DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
+        groups += [DeviceGroup(engines.ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     if not prepared.train:
         # Under hybrid the workers count the prompts.
         prompts = max(map(len, prepared.eval_sources.values()), default=MOST_SLOTS)
         rows = min(prompts, config.evaluation.max_prompts or prompts) * config.evaluation.samples
-    sizes, found = [with_sizes(config, 1, SAMPLED_TOKENS), with_sizes(config, 1, 2 * SAMPLED_TOKENS)], []
+    configs = [with_sizes(config, 1, SAMPLED_TOKENS), with_sizes(config, 1, 2 * SAMPLED_TOKENS)]
+    sizes, found = [replace(prepared.deployment, config=sized) for sized in configs], []
     for group in groups:
-        one, two = ([footprint(u, s, prepared.executed, group.devices, together) for u in group.uses] for s in sizes)
+        one, two = ([footprint(use, size, group.devices) for use in group.uses] for size in sizes)
         working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
         token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
         training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
@@ -233,7 +214,7 @@ def demands(prepared: Prepared) -> list[Demand]:
 
 def shares_devices(prepared: Prepared) -> bool:
     """Return True if engine processes share this process's devices with training."""
-    available, pools = device_count(prepared.config.device), pools_of_run(prepared)
+    available, pools = device_count(prepared.config.device), prepared.deployment.pools
     each = [(pool.workers * pool.device, pool.engines * pool.engine_devices) for pool in pools]
     together = sum(ranks * max(1, engines) for ranks, engines in each)
     return available is not None and together <= available < sum(ranks * (1 + engines) for ranks, engines in each)
@@ -242,12 +223,12 @@ def shares_devices(prepared: Prepared) -> bool:
 def beside_vllm(prepared: Prepared) -> list[int]:
     """Return the bytes that training takes of each kind of device while a vLLM on it keeps its memory."""
     config, found = prepared.config, []
-    for group in device_groups(prepared):
-        parts = [footprint(use, config, prepared.executed, group.devices) for use in group.uses]
+    for group in device_groups(prepared.deployment):
+        parts = [footprint(use, prepared.deployment, group.devices) for use in group.uses]
         stays = sum(size for one in parts for part, size in one.resident.items() if part not in (ENGINE, CACHE))
         working = max((sum(one.working.values()) for one in parts), default=0)
         # A sleeping engine has freed its memory while roles work; on the ranks that train it always sleeps then.
-        sleeps = config.rollout.vllm.get("enable_sleep_mode") or hosts_vllm(config)
+        sleeps = config.rollout.vllm.get("enable_sleep_mode") or prepared.deployment.engines.hosts_vllm
         found.append(stays if sleeps else stays + working)
     return found
 
@@ -257,7 +238,8 @@ def check_engine_memory(prepared: Prepared) -> None:
     config = prepared.config
     if config.rollout.engine != "vllm" or config.trainer.resident_gib is not None:
         return
-    if (total := device_memory(config.device)) is None or not (shares_devices(prepared) or hosts_vllm(config)):
+    beside = shares_devices(prepared) or prepared.deployment.engines.hosts_vllm
+    if (total := device_memory(config.device)) is None or not beside:
         return
     share = float(config.rollout.vllm.get("gpu_memory_utilization", VLLM_SHARE))
     for training in beside_vllm(prepared):

@@ -10,9 +10,9 @@ from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
-from braidrl.engines.factory import generation_layout, own_engines
+from braidrl.engines.deployment import MODES, Deployment, Engines
 from braidrl.errors import UserError
-from braidrl.flow import Flow, Kind
+from braidrl.flow import Kind
 from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
@@ -32,8 +32,8 @@ def start_fork_server(config: Config) -> None:
 
     `copy_as_fork_server` explains when to call it.
     """
-    engines = own_engines(config)
-    if config.cluster.launcher != "ray" and config.runtime != "hybrid" and (config.runtime != "eager" or engines):
+    mode, engines = MODES[config.runtime], Engines.of(config).started
+    if config.cluster.launcher != "ray" and not mode.placed and (mode.sharded or engines):
         copy_as_fork_server(ENGINES if engines else ())
 
 
@@ -53,16 +53,17 @@ def start_backend(
     does not support the request.
     """
     world, interrupts = world or World(), interrupts or Interrupts()
-    if prepared.config.runtime == "hybrid":
+    deployment = prepared.deployment
+    if deployment.mode.placed:
         # Imported here: Ray is optional, and its import takes a second.
         import_ray()
         from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 
         return start_hybrid_backend(prepared, progress, folder)
     ranks = DataParallel(world.group, world)
-    executor = StageExecutor(prepared, prepared.roles(), progress, prepared.generating, ranks)
+    executor = StageExecutor(prepared, deployment.roles, progress, deployment.generating, ranks)
     name = "eager"
-    if prepared.config.runtime == "distributed":
+    if deployment.mode.chained:
         name = f"rank-{world.rank}"
         at_end.append(executor.close)
     # Only now: a refused run leaves nothing in its folder but its configuration.
@@ -77,17 +78,18 @@ def start_controller(
     `start_backend`.
     """
     config = prepared.config
-    if config.runtime == "streaming":
+    if prepared.deployment.mode.concurrent:
         loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
         return StreamingController(prepared, loader, folder, progress)
     backend = start_backend(prepared, progress, folder, world=world, interrupts=interrupts)
     return SerialController(config, prepared.flow, backend)
 
 
-def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, planned: bool = False) -> None:
+def check_runtime(deployment: Deployment, generates: bool, trains: bool, planned: bool = False) -> None:
     """Raise UserError, before anything is made, if the runtime does not support the flow; a `planned` run may be for
     another machine.
     """
+    config, flow = deployment.config, deployment.flow
     trainer, rollout = config.trainer, config.rollout
     GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
     if trainer.over_sampling > 1 and not flow.sampling_segment:
@@ -106,9 +108,9 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
         if trainer.max_staleness < 1 or trainer.surplus != "keep":
             raise UserError(f"{given} resumes responses later; write trainer.max_staleness=1 and trainer.surplus=keep")
     devices = device_count(config.device)
-    if config.runtime == "eager" and devices is not None and not (planned and devices == 0):
-        own_devices(devices, own_engines(config), generation_layout(config).ranks)
-    if config.runtime == "streaming":
-        check_streaming(config, flow)
+    if not deployment.mode.sharded and devices is not None and not (planned and devices == 0):
+        own_devices(devices, deployment.engines.started, deployment.engines.layout.ranks)
+    if deployment.mode.concurrent:
+        check_streaming(deployment)
         if not (generates and trains):
             raise UserError("runtime=streaming generates and trains; to record or replay rollouts write runtime=eager")

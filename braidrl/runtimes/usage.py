@@ -21,7 +21,7 @@ from braidrl.agents.trajectory import Trajectory
 from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
 from braidrl.data.rows import Rows
-from braidrl.engines.factory import engine_processes, generation_layout, pools_ranks
+from braidrl.engines.deployment import Engines
 from braidrl.engines.requests import Response
 from braidrl.flow import Kind, Stage
 from braidrl.observe.metrics import Sums
@@ -64,8 +64,8 @@ class Drawn(NamedTuple):
 class DeviceUsage:
     """Adds this process's device usage to the metrics of stages."""
 
-    def __init__(self, config: Config) -> None:
-        self.config, self.device = config, choose_device(config.device)
+    def __init__(self, config: Config, engines: Engines) -> None:
+        self.config, self.engines, self.device = config, engines, choose_device(config.device)
         self.threads = torch.get_num_threads()
         self._sizes: dict[str, MatrixSizes] = {}
 
@@ -135,8 +135,7 @@ class DeviceUsage:
         if not len(tokens) or config.rollout.engine == "http" or self.rates is None:
             return
         # The model copies that decode for this process, the ranks per copy, and their bytes per second.
-        copies, bandwidth = engine_processes(config), self.rates.bandwidth
-        ranks = generation_layout(config).ranks if copies or pools_ranks(config) else 1
+        copies, ranks, bandwidth = self.engines.count, self.engines.ranks, self.rates.bandwidth
         if copies:
             ranks, bandwidth = 1, copies * ranks * bandwidth
         own_slots = max(1, slots // ranks)

@@ -21,6 +21,7 @@ from braidrl.algorithms.registry import responses
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import LoraConfig, parse_config
+from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
@@ -28,7 +29,7 @@ from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders import proof
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
-from braidrl.training.loading import read_buffers, skeleton
+from braidrl.training.loading import read_buffers, read_model_config, skeleton
 from braidrl.training.lora import add_adapters, merged, plain_names
 from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.objective import Objective
@@ -310,3 +311,23 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
     values = dict(zip(map(str, numbers), log_probs.tolist(), strict=True))
     parts = ranks.all_gather("figures", values)
     return {"norm": norm, "log_probs": {name: value for part in parts for name, value in part.items()}}
+
+
+def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
+    """Raise UserError for axes that cannot shard a model, and for a model whose checkpoints are not proven."""
+    if not path.expanduser().is_dir():
+        return
+    config = read_model_config(path)
+    plan = proof.proven_plan(config, path)
+    for name in FILES:
+        check_accepted(config, plan, path, name, "model")
+    axes = [axis for axis in ("tensor", "sequence", "context", "pipeline") if getattr(layout, axis) > 1]
+    axes += ["shard"] * (layout.shard != "none")
+    if axes and plan.by_rows:
+        raise UserError(
+            f"{key}: {axes[0]} is not supported for the model in {path}, whose attention mixes tokens in its own "
+            "way; write data alone"
+        )
+    for axis, name in AXES.items():
+        if getattr(layout, axis) > 1:
+            check_accepted(config, plan, path, name, f"{key}: write {axis}=1")

@@ -356,3 +356,18 @@ def named_error(error: BaseException) -> str:
     """Return a library's error in one line, with its type if the text alone may say nothing."""
     text = shown(" ".join(str(error).split()))[1:-1]
     return text if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {text}"
+
+
+def model_settings(model: Path) -> Mapping[str, Any]:
+    """Return the settings of a model's text part, also by the names that transformers' models share; none without a
+    directory.
+    """
+    path = model.expanduser() / "config.json"
+    if not path.is_file():
+        return {}
+    settings = read_object(path)
+    settings |= settings.get("text_config") or {}
+    kind = settings.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    shared = known[kind].attribute_map if kind in known else {}
+    return {**settings, **{name: settings[own] for name, own in shared.items() if own in settings}}

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from braidrl.config.config import RolloutConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 
@@ -33,6 +34,11 @@ class GenerationLayout:
     pipeline: int = 1
     tensor: int = 1
     grouping: Grouping | None = None
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> "GenerationLayout":
+        """Return the shape of the configured engines."""
+        return cls(rollout.pipeline, rollout.tensor, rollout.grouping)
 
     @property
     def ranks(self) -> int:

@@ -30,6 +30,7 @@ from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.plan_report import plans_table, reason, roles_table, spans_of
 from braidrl.plan.rates import read_rates
 from braidrl.runtimes.memory.budget import moving, peak
+from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import ROOT, TOKENIZER, Workshop, braid
 
@@ -131,7 +132,7 @@ def test_planned_memory_of_examples_is_that_of_the_dry_run(
     for settings, found in plans:
         planned = sorted((one.devices, one.memory) for one in found.sets)
         groups = [(group.devices, footprints) for group, footprints in dry_run(settings, QUIET) if footprints]
-        counted = sorted((n, peak(own, moving(settings, problem.flow, own)[0])) for n, own in groups)
+        counted = sorted((n, peak(own, moving(deploy(settings, problem.flow), own)[0])) for n, own in groups)
         assert [n for n, _ in planned] == [n for n, _ in counted]
         assert [size for _, size in planned] == pytest.approx([size for _, size in counted], rel=0.1)
         assert predicted(problem_of(settings, wanted)).seconds == pytest.approx(found.seconds, rel=0.1)

@@ -14,17 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from braidrl.cluster.devices import Devices, assign_devices
-from braidrl.cluster.pools import Pool
 from braidrl.cluster.process_groups import open_store
 from braidrl.engines.engine import EngineSpec, NodePart
-from braidrl.engines.factory import engine_spec, engines_of, with_engines, with_nodes
+from braidrl.engines.factory import engine_spec, engines_of, with_nodes
 from braidrl.engines.routing.router import EngineService
 from braidrl.engines.spanning import SpanningEngine
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.step_metrics import GAP, GapWatch
-from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 from braidrl.training.parallel.layouts import DataParallel
 from tests.engines.served import vllm_python
 from tests.invariants.traces import assert_same_weights
@@ -227,10 +226,11 @@ def test_vllm_gets_the_devices_of_its_shape(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: available)
     config = workshop.config(device="cuda", rollout={"engine": "vllm", **rollout})
-    assert assign_devices(with_engines([Pool(("rank",), 1, generating=("actor",))], config), available) == {
-        "rank-0": expected
-    }
-    specs = [engine.spec for engine in engines_of("actor", DataParallel(), engine_spec("actor", config), config)]
+    deployment = deploy(config, build_flow(config))
+    (devices,) = assign_devices(deployment.pools, available).values()
+    assert devices == expected
+    spec = engine_spec("actor", deployment)
+    specs = [engine.spec for engine in engines_of("actor", DataParallel(), spec, deployment)]
     assert [spec.devices for spec in specs] == list(expected.engines)
     assert {spec.tensor * spec.pipeline for spec in specs} == {len(expected.engines[0])}
 
@@ -238,8 +238,9 @@ def test_vllm_gets_the_devices_of_its_shape(
 def test_vllm_without_devices_for_its_shape_is_refused(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = workshop.config(device="cuda", rollout={"engine": "vllm", "tensor": 2})
+    deployment = deploy(config, build_flow(config))
     with pytest.raises(UserError, match=r"need 2 CUDA devices \(rank: 2\) and this machine has 1; .* `rollout.tensor`"):
-        engines_of("actor", DataParallel(), engine_spec("actor", config), config)
+        engines_of("actor", DataParallel(), engine_spec("actor", deployment), deployment)
 
 
 @pytest.mark.parametrize(
@@ -264,11 +265,11 @@ def test_an_engine_spans_as_few_nodes_as_have_devices_for_it(
     engines = rollout.get("engines", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: each * engines)
     given = workshop.config(runtime="streaming", device="cuda", rollout={"engine": "vllm", **rollout})
-    config = with_nodes(given, devices_of_node)
-    groups = worker_groups(config, build_flow(config), None)
-    (pool,) = (pool for pool in pools_of(groups, config) if pool.generating)
-    assert (pool.workers, pool.engine_devices, config.rollout.nodes or 1) == (nodes, each, nodes)
-    made = engines_of("actor", DataParallel(), engine_spec("actor", config), config)
+    flow = build_flow(given)
+    deployment = deploy(with_nodes(deploy(given, flow), devices_of_node), flow)
+    (pool,) = (pool for pool in deployment.pools if pool.generating)
+    assert (pool.workers, pool.engine_devices, deployment.engines.nodes) == (nodes, each, nodes)
+    made = engines_of("actor", DataParallel(), engine_spec("actor", deployment), deployment)
     assert [engine.spec.devices for engine in made] == [tuple(range(n * each, (n + 1) * each)) for n in range(engines)]
 
 

@@ -22,9 +22,10 @@ from braidrl.cli import commands as cli
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts, rollout_path
+from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import train
-from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
+from braidrl.runtimes.streaming.groups import check_streaming
 from tests.tiny import ARITHMETIC, ROOT, SIZES, load_module, recorded, wait_for_steps, write_model
 
 SHARED = Path(os.environ.get("BRAID_SHARED", ROOT.parent / "shared"))
@@ -176,8 +177,9 @@ def test_the_streaming_example_splits_eight_devices(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     config = load_config(ROOT / "examples" / "gsm8k" / "streaming.yaml", overrides(model=model))
     flow = build_flow(config)
-    check_streaming(config, flow)
-    groups = {group.name: group.processes for group in worker_groups(config, flow, None)}
+    deployment = deploy(config, flow)
+    check_streaming(deployment)
+    groups = {pool.name: pool.workers for pool in deployment.pools}
     assert groups == {"actor.generate": 5, "actor": 2, "reference": 1}
 
 

@@ -84,5 +84,8 @@ def test_each_placement_gives_the_result_of_one_process(
 
 
 def test_pools_are_those_of_the_framework_and_may_have_different_sizes(made: Path) -> None:
-    sizes = {name: [group.devices for group in device_groups(prepare(configuration(name, made)))] for name in NAMES}
+    sizes = {
+        name: [group.devices for group in device_groups(prepare(configuration(name, made)).deployment)]
+        for name in NAMES
+    }
     assert sizes == {"deepspeed-chat": [4], "openrlhf": [1, 2, 1, 1, 1], "nemo-aligner": [2, 2], "verl": [4]}

@@ -159,6 +159,6 @@ def test_a_role_that_follows_another_has_no_optimizer_on_the_devices_of_any_runt
     sections = {"flow": str(FOLLOWING), "rollout": {"slots": None}}
     found = []
     for runtime in ("hybrid", "streaming"):
-        groups = sizing.device_groups(without_data(workshop.config(runtime=runtime, **sections)))
+        groups = sizing.device_groups(without_data(workshop.config(runtime=runtime, **sections)).deployment)
         found.append({use.role: use.trained for group in groups for use in group.uses if not use.apart})
     assert found[0] == found[1] == {"actor": True, "reference": False}

@@ -10,6 +10,7 @@ import torch
 
 from braidrl.agents.trajectory import Trajectory
 from braidrl.data.rows import FinishReason
+from braidrl.engines.deployment import Engines
 from braidrl.flow import Kind, Stage
 from braidrl.observe.metrics import REQUIRED_KEYS, Sums
 from braidrl.runtimes.step_metrics import summary
@@ -27,7 +28,8 @@ DRAWN = Drawn(np.array([3, 1, 2, 0]), np.array([30, 10, 21, 0]))
 
 
 def usage_of(workshop: Workshop, rates: DeviceRates | None = RATES, **sections: object) -> DeviceUsage:
-    usage = DeviceUsage(workshop.config(**sections))
+    config = workshop.config(**sections)
+    usage = DeviceUsage(config, Engines.of(config))
     usage.rates = rates
     return usage
 

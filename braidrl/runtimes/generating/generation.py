@@ -127,12 +127,13 @@ class Generation:
         """Start without engines; `ranks` are the processes that generate a batch together. Without `checks` no answer
         is verified.
         """
-        config, self.flow, self.tokenizer = prepared.config, prepared.executed, prepared.tokenizer
+        config, self.flow, self.tokenizer = prepared.config, prepared.deployment.flow, prepared.tokenizer
         self.config, self.progress, self.ranks = config, progress, ranks
+        self.deployment = prepared.deployment
         self.checks = Checks(prepared.rewards() if checks else None, progress)
         self.engines: dict[str, RoleEngine] = {}
         self.publishers: dict[str, Publisher] = {}
-        self.moves, self.usage = WeightMoves(), DeviceUsage(config)
+        self.moves, self.usage = WeightMoves(), DeviceUsage(config, prepared.deployment.engines)
         self.environments = EnvironmentHosts(config.rollout.environment)
 
     def start_engine(self, role: str, worker: TrainingBackend | None) -> None:
@@ -140,9 +141,9 @@ class Generation:
         trainer later.
         """
         ranks = self.ranks if worker is None else worker.ranks
-        engine = self.engines[role] = start_engine(role, ranks, worker, self.config, self.tokenizer)
+        engine = self.engines[role] = start_engine(role, ranks, worker, self.deployment, self.tokenizer)
         if worker is not None:
-            self.publishers[role] = publisher_of(worker, engine, self.config)
+            self.publishers[role] = publisher_of(worker, engine, self.deployment)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
         """Plan the transfer of a role's weights between all `ranks` that train it, with a `worker`, or generate; all
@@ -151,7 +152,7 @@ class Generation:
         trained = worker if isinstance(worker, ShardedBackend) else None
         if role in self.publishers:
             self.publishers[role].close()
-        self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.config, ranks)
+        self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.deployment, ranks)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes, in the order of `rows`; without rows only collective

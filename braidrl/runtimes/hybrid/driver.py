@@ -28,7 +28,6 @@ from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
-from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import computed, summed
@@ -175,8 +174,9 @@ class HybridBackend:
         role, config, key = str(stage.role), self.config, next(self.keys)
         group = self.groups[role]
         layout = settings_of(role, config).layout.resolve(group.pool.workers)
-        pooled = pools_ranks(config) and role in group.pool.generating
-        groups = generation_layout(config).groups(layout).flatten(1).tolist() if pooled else []
+        engines = self.workers.prepared.deployment.engines
+        pooled = engines.pools_ranks and role in group.pool.generating
+        groups = engines.layout.groups(layout).flatten(1).tolist() if pooled else []
         mesh = Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.token_ranks, tuple(map(tuple, groups)))
         for table in arguments:
             if isinstance(table, Handle):
@@ -235,7 +235,7 @@ class HybridBackend:
         for group in self.distinct:
             layouts = [settings_of(role, self.config).layout for role in group.pool.models]
             replicated = all(layout.resolve(group.mesh.size).is_replicated for layout in layouts)
-            aside = replicated and not pools_ranks(self.config)
+            aside = replicated and not self.workers.prepared.deployment.engines.pools_ranks
             started.append((group, group.call("save", folder.resolve(), copy, aside=aside)))
         wait_all(started)
         return [partial(written, group, group.actors) for group in self.distinct] if copy else []
@@ -356,7 +356,7 @@ def start_hybrid_backend(
     for role_config in config.roles.values():
         if role_config.methods:
             import_function(role_config.methods)
-    pools = prepared.pools()
+    pools = prepared.deployment.pools
     with ExitStack() as resources:
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
@@ -364,7 +364,7 @@ def start_hybrid_backend(
         for pool, places in zip(pools, cluster.reserve(pools), strict=True):
             groups.append(WorkerGroup(pool, places, number, cluster))
             number += len(places)
-        first = next(iter(prepared.generating), None)
+        first = next(iter(prepared.deployment.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)
         order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)

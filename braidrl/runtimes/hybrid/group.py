@@ -204,7 +204,7 @@ class RunWorkers:
             group.processes = [process if node == group.cluster.own_node else None for process, node, _ in results]
             group.device = results[0][2]
         # Plan the transfer of weights from the pool that trains a role to another that generates for it, if one is new.
-        for role in self.prepared.generating:
+        for role in self.prepared.deployment.generating:
             trains = next((group for group in self.groups if role in group.pool.models), None)
             generates = next(group for group in self.groups if role in group.pool.generating)
             if trains is None or trains is generates or not (trains in fresh or generates in fresh):

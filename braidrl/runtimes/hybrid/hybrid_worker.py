@@ -131,7 +131,7 @@ class HybridWorker:
         config = parse_config(order.settings)
         self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
-        places = [(pool, rank) for pool in self.prepared.pools() for rank in range(pool.workers)]
+        places = [(pool, rank) for pool in self.prepared.deployment.pools for rank in range(pool.workers)]
         self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
         self.number, (self.pool, self.rank) = number, places[number]
         set_up_torch(config)
@@ -167,7 +167,7 @@ class HybridWorker:
         """
         prepared, pool, folder = self.prepared, self.pool, self.order.folder
         self.call.doing = (pool.name, "loading its models", Part())
-        self.flow, self.rows = prepared.executed, RowStore(prepared)
+        self.flow, self.rows = prepared.deployment.flow, RowStore(prepared)
         if folder is not None:
             self.trace = TraceWriter(folder, f"{pool.name}-{self.rank}")
             self.resources.callback(self.trace.close)

@@ -1,7 +1,7 @@
 """Memory of a role on each of its devices, counted by `training.memory.footprint`; used by `--dry-run` and `braid
 plan`.
 
-configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
+configuration or candidate ──▶ RoleDeployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
-from braidrl.engines.factory import engine_processes, generation_layout
+from braidrl.engines.deployment import Deployment
 from braidrl.flow import Flow, Kind
 from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, residency_plan
 from braidrl.training.memory.footprint import (
@@ -21,7 +21,7 @@ from braidrl.training.memory.footprint import (
     working_bytes,
 )
 from braidrl.training.optimizer import MASTER_BYTES, moment_bytes
-from braidrl.training.role_settings import DTYPES, inference_layouts, merges_adapters, settings_of, slots_of
+from braidrl.training.role_settings import DTYPES, merges_adapters, settings_of, slots_of
 
 MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
@@ -52,7 +52,7 @@ class EngineUse:
 
 
 @dataclass(frozen=True)
-class Deployment:
+class RoleDeployment:
     """The layout and use of a role on its devices. `plain` is its model without adapters."""
 
     shape: Shape
@@ -82,7 +82,7 @@ class Footprint:
     working: dict[str, int]
 
 
-def role_memory(use: Deployment) -> tuple[dict[str, int], dict[str, int]]:
+def role_memory(use: RoleDeployment) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes on each device by part: the resident ones, and those needed while the role works."""
     resident = resident_bytes(use.shape, use.trained, use.layout, use.moment_bytes)
     if use.inference is not None:
@@ -110,28 +110,25 @@ def role_memory(use: Deployment) -> tuple[dict[str, int], dict[str, int]]:
     return resident, working
 
 
-def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:
-    """Return one role's parts on each of its devices, as `deployment`."""
-    deployed = deployment(use, config, flow, devices, decoding_ranks)
+def footprint(use: RoleUse, deployment: Deployment, devices: int) -> Footprint:
+    """Return one role's parts on each of its devices, as `role_deployment`."""
+    deployed = role_deployment(use, deployment, devices)
     return Footprint(use, deployed.shape, *role_memory(deployed))
 
 
-def deployment(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Deployment:
-    """Return a role's configured deployment; `decoding_ranks` decode together. Raises UserError if its layout does not
-    fit.
-    """
-    role, rollout, placed = use.role, config.rollout, undeployed(use, config, flow)
-    layout = placed.layout
-    if engine_processes(config):
+def role_deployment(use: RoleUse, deployment: Deployment, devices: int) -> RoleDeployment:
+    """Return a role's configured deployment on so many devices. Raises UserError if its layout does not fit."""
+    config, decoding_ranks, placed = deployment.config, deployment.engines.ranks, undeployed(use, deployment)
+    role, rollout, layout = use.role, config.rollout, placed.layout
+    if deployment.engines.apart and use.apart:
         # Each process that generates starts engines of its own.
-        decoding_ranks = generation_layout(config).ranks
-        devices = decoding_ranks if use.apart else devices
+        devices = decoding_ranks
     if use.apart:
         layout = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
     layout, sizes = layout.resolve(devices), placed.shape.sizes
     if rollout.engine != "vllm" or not use.apart:
         layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
-    inferring = inference_layouts(config, flow).get(role) if use.trained else None
+    inferring = deployment.inference_layouts.get(role) if use.trained else None
     engine = None
     if use.generates:
         engine = engine_use(role, placed.shape, layout, config, slots_of(config), decoding_ranks)
@@ -140,13 +137,14 @@ def deployment(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_
     return replace(placed, layout=layout, inference=inferring and inferring.resolve(devices), engine=engine)
 
 
-def undeployed(use: RoleUse, config: Config, flow: Flow) -> Deployment:
+def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
     """Return the model and the use of a role in its layout as configured, on no devices yet, and without an engine."""
+    config, flow = deployment.config, deployment.flow
     settings, scalar = settings_of(use.role, config), use.role in flow.scalar_roles
     plain = model_shape(settings.model, settings.dtype, scalar)
     lora = settings.lora if use.trained else None
     kinds = {stage.kind for stage in flow.stages if stage.role == use.role}
-    return Deployment(
+    return RoleDeployment(
         model_shape(settings.model, settings.dtype, scalar, lora) if lora else plain,
         plain,
         settings.layout,
@@ -202,17 +200,16 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
     return sizes
 
 
-def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Return, under `trainer.resident_gib`, a device's peak bytes and the assets that leave it.
+def moving(deployment: Deployment, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
+    """Return, under a memory budget, a device's peak bytes and the assets that leave it.
 
     Raises as `residency_plan`.
     """
-    gib = config.trainer.resident_gib
-    if gib is None:
+    if (gib := deployment.resident_gib) is None:
         return None, []
     resident = {footprint.use.role: footprint.resident for footprint in footprints}
     generating = [footprint.use.role for footprint in footprints if footprint.use.generates]
-    plan = taking_turns(flow, resident, generating, int(gib * GIB))
+    plan = taking_turns(deployment.flow, resident, generating, int(gib * GIB))
     every = {asset for role, parts in resident.items() for asset in assets(role, parts)}
     return plan.most, sorted(every - plan.kept)
 

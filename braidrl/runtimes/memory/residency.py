@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from braidrl.config import Config
+from braidrl.engines.deployment import Deployment
 from braidrl.engines.routing.router import RoleEngine
 from braidrl.errors import UserError
 from braidrl.flow.flow import Flow, is_optimized, touched_weights
@@ -176,13 +176,12 @@ class Residency:
     memory take turns.
     """
 
-    def __init__(self, config: Config, flow: Flow, moves: WeightMoves) -> None:
-        self.flow, self.moves = flow, moves
+    def __init__(self, deployment: Deployment, moves: WeightMoves) -> None:
+        self.flow, self.moves = deployment.flow, moves
         self.engines: dict[str, RoleEngine] = {}
         self.asleep: set[str] = set()
         self.phases: dict[str, GenerationWeights] = {}
-        # Under streaming each role has its own processes and shares no memory.
-        gib = config.trainer.resident_gib if config.runtime != "streaming" else None
+        gib = deployment.resident_gib
         self.budget = None if gib is None else int(gib * GIB)
         self.held: dict[Asset, Held] = {}
         self.shared = frozenset[str]()

@@ -1,46 +1,35 @@
 """Consistency checks between the parts of a run, before any model loads."""
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-from transformers import CONFIG_MAPPING
 
 from braidrl.cluster.devices import choose_device, has_bfloat16
-from braidrl.cluster.pools import GENERATE, Pool
 from braidrl.cluster.pools import NAMES as PLACEMENTS
 from braidrl.config import Config, PlacementConfig, StreamingConfig
-from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
-from braidrl.engines.embedded.sharded_decoding import check_heads
+from braidrl.engines.deployment import MODES
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import engine_processes, generation_layout, hosts_vllm, pools_ranks, training_sampling
+from braidrl.engines.factory import training_sampling
 from braidrl.engines.http.dialects import DIALECTS, vllm_log_prob_modes
 from braidrl.errors import UserError, suggest
-from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow import Flow, Kind
 from braidrl.observe.trackers import TRACKERS
 from braidrl.rewards.pool import check_requirements
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
 from braidrl.sandbox.walls import walls_missing
-from braidrl.training.acceptance import AXES, FILES, HALF, check_accepted
+from braidrl.training.acceptance import HALF, check_accepted
 from braidrl.training.backends import BACKENDS, supported
 from braidrl.training.decoders.proof import proven_plan
-from braidrl.training.loading import read_model_config, read_object
+from braidrl.training.loading import read_model_config
 from braidrl.training.lora import import_optional
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.optimizer import check_optimizer
 from braidrl.training.role_settings import inference_layouts, settings_of
-from braidrl.weights.generation_layout import GenerationLayout
-from braidrl.weights.publisher import TRANSPORTS
 
-POOLED = ("distributed", "hybrid")
-"""Runtimes whose training processes of a role may generate together."""
-LAID_OUT = (*POOLED, "streaming")
-"""Runtimes that can shard a role's model over processes."""
 EARLY_DRAWS = {
     "speculative_config": "draws several tokens at once, and rollout.reproducible=true draws each by its own number",
     "async_scheduling=true": (
@@ -56,8 +45,6 @@ def check_names(config: Config) -> None:
     check_engine(config)
     for key, sandbox, _ in own_code(config):
         check_walls(key, sandbox)
-    if engine == "vllm" and config.rollout.engines == 0 and config.runtime == "streaming":
-        raise UserError("rollout.engines=0: under streaming vLLM has its own processes; write rollout.engines=1")
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
     if config.rollout.engine_settings and engine in ENGINES:
@@ -73,124 +60,6 @@ def check_names(config: Config) -> None:
         # A built-in tracker has the name of its package.
         if tracker.name in TRACKERS and importlib.util.find_spec(tracker.name) is None:
             raise UserError(f"trackers={tracker.name} is not installed; write pip install 'braidrl[{tracker.name}]'")
-
-
-def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
-    """Raise UserError if engines of several processes are not supported with the stages of a run."""
-    generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
-    layout, rollout = generation_layout(config), config.rollout
-    check_spanning_engines(config)
-    if hosts_vllm(config):
-        check_hosted_vllm(config, generating, any("environment" in stage.params for stage in stages))
-        return
-    if layout == GenerationLayout():
-        return
-    environments = any("environment" in stage.params for stage in stages)
-    keys = {"tensor": layout.tensor, "pipeline": layout.pipeline, "grouping": layout.grouping}
-    key = next(f"rollout.{name}={value}" for name, value in keys.items() if value not in (1, None))
-    if rollout.engine in ("vllm", "http"):
-        if rollout.grouping:
-            raise UserError(
-                f"rollout.grouping is for ranks that train and generate, and rollout.engine={rollout.engine} has its "
-                "own processes; "
-                "remove it, or write rollout.engines=0 for vLLM on these ranks"
-            )
-        check_attention_heads(config, key, generating)
-        return
-    if rollout.engine != "embedded":
-        raise UserError(f"{key} shards the embedded engine, vLLM and servers, and rollout.engine is {rollout.engine}")
-    if engine_processes(config) or config.runtime not in POOLED:
-        raise UserError(
-            f"{key} shards the embedded engine over ranks that train and generate; write runtime=distributed or "
-            "hybrid without "
-            "rollout.engines, or rollout.engine=vllm"
-        )
-    check_pooled_engines(config, key, generating, environments)
-    for role in generating:
-        settings = model_settings(settings_of(role, config).model)
-        check_heads(settings, layout.tensor)
-        check_plan(settings_of(role, config).model, ParallelLayout(tensor=layout.tensor, pipeline=layout.pipeline), key)
-        if (layers := settings.get("num_hidden_layers", layout.pipeline)) % layout.pipeline:
-            raise UserError(
-                f"rollout.pipeline={layout.pipeline} does not divide the model's {layers} layers; write a divisor of "
-                f"{layers}"
-            )
-
-
-def check_spanning_engines(config: Config) -> None:
-    """Raise UserError if engines cannot span as many nodes as configured."""
-    rollout, nodes, ranks = config.rollout, config.rollout.nodes or 1, generation_layout(config).ranks
-    if nodes == 1:
-        return
-    if rollout.engine != "vllm" or config.runtime != "streaming":
-        raise UserError(
-            f"rollout.nodes={nodes} is for engines of vLLM under runtime=streaming, and this is "
-            f"rollout.engine={rollout.engine} under "
-            f"runtime={config.runtime}; remove it"
-        )
-    if ranks % nodes:
-        raise UserError(f"rollout.nodes={nodes} does not divide an engine's {ranks} ranks; write a divisor of {ranks}")
-    if rollout.weights == "file":
-        raise UserError(f"rollout.weights=file stays on one machine, and rollout.nodes={nodes}; write collective")
-
-
-def check_hosted_vllm(config: Config, generating: Iterable[str], environments: bool) -> None:
-    """Raise UserError for what vLLM on the ranks that train does not support."""
-    rollout = config.rollout
-    if rollout.python is not None:
-        raise UserError(
-            "rollout.engines=0 runs vLLM in Braid's own interpreter, and rollout.python names another; start `braid` "
-            "from the environment "
-            "that has vLLM and remove rollout.python, or leave rollout.engines out"
-        )
-    if config.trainer.resident_gib is not None:
-        raise UserError("trainer.resident_gib does not move vLLM on ranks that train (rollout.engines=0); remove it")
-    if rollout.vllm.get("enable_sleep_mode") is False:
-        raise UserError("rollout.vllm.enable_sleep_mode=false: vLLM on the ranks that train has to sleep; remove it")
-    if rollout.pipeline > 1:
-        raise UserError(
-            f"rollout.pipeline={rollout.pipeline}: vLLM on the ranks that train supports tensor parallelism alone; "
-            "write rollout.tensor"
-        )
-    if len(list(generating)) > 1:
-        raise UserError("rollout.engines=0: vLLM on the ranks that train serves one role; leave rollout.engines out")
-    key = f"rollout.engine=vllm on {'this process' if config.runtime == 'eager' else 'the ranks that train'}"
-    if config.runtime != "eager" or rollout.tensor > 1:
-        check_pooled_engines(
-            config, key if rollout.tensor == 1 else f"rollout.tensor={rollout.tensor}", generating, environments
-        )
-    check_attention_heads(config, f"rollout.tensor={rollout.tensor}", generating)
-
-
-def check_attention_heads(config: Config, key: str, generating: Iterable[str]) -> None:
-    """Raise UserError if the ranks of vLLM or a server do not divide the model's heads."""
-    rollout = config.rollout
-    for role in generating:
-        heads = model_settings(settings_of(role, config).model).get("num_attention_heads", rollout.tensor)
-        if heads % rollout.tensor:
-            raise UserError(f"{key} does not divide the model's {heads} attention heads; write a divisor of {heads}")
-
-
-def check_weights(config: Config) -> None:
-    """Raise UserError for a weight transfer to engine processes if none starts."""
-    way, rollout = config.rollout.weights, config.rollout
-    starts = rollout.engine != "http" and engine_processes(config)
-    if way in (None, "file"):
-        return
-    TRANSPORTS.check(way)
-    if not starts and config.runtime != "streaming":
-        raise UserError(
-            f"rollout.weights={way} is for engine processes, and none starts; write rollout.engines=1, or remove it"
-        )
-
-
-def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:
-    """Raise UserError if training ranks cannot decode together."""
-    if config.runtime not in POOLED:
-        raise UserError(f"{key} needs engine processes, or runtime=distributed or hybrid; write rollout.engines=1")
-    if environments:
-        apart = "rollout.engines=1" if config.rollout.engine == "vllm" else "rollout.engine=vllm"
-        raise UserError(f"{key}: ranks that decode together cannot run an environment; write {apart}")
 
 
 def check_engine(config: Config) -> None:
@@ -239,15 +108,16 @@ def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
 
 def without_effect(config: Config) -> list[str]:
     """Return a line for each setting that the run ignores, or that has no effect; the run continues."""
-    runtime, trainer, launcher = config.runtime, config.trainer, config.cluster.launcher
-    ignored = {
-        f"workers={config.workers}": config.workers != 1 and runtime in ("eager", "streaming"),
-        "streaming.*": config.streaming != StreamingConfig() and runtime != "streaming",
-        "placement": config.placement != PlacementConfig() and runtime != "hybrid",
-        "trainer.resident_gib": trainer.resident_gib is not None and runtime == "streaming",
-        f"cluster.launcher={launcher}": launcher is not None and runtime in ("eager", "hybrid"),
+    mode, trainer, launcher = MODES[config.runtime], config.trainer, config.cluster.launcher
+    given = {
+        "workers": (f"workers={config.workers}", config.workers != 1),
+        "streaming": ("streaming.*", config.streaming != StreamingConfig()),
+        "placement": ("placement", config.placement != PlacementConfig()),
+        "trainer.resident_gib": ("trainer.resident_gib", trainer.resident_gib is not None),
+        "cluster.launcher": (f"cluster.launcher={launcher}", launcher is not None),
     }
-    lines = [f"{key} has no effect under runtime={runtime}" for key, is_ignored in ignored.items() if is_ignored]
+    ignored = [shown for key, (shown, is_given) in given.items() if is_given and key not in mode.reads]
+    lines = [f"{shown} has no effect under runtime={mode.name}" for shown in ignored]
     for key, sandbox, name in own_code(config):
         if sandbox.sandbox != "none" and (reason := walls_missing(sandbox.sandbox == "bubblewrap")):
             lines.append(
@@ -255,7 +125,7 @@ def without_effect(config: Config) -> list[str]:
                 f"walls here ({reason}): "
                 "its code could signal or read this run's processes and write its files"
             )
-    if trainer.max_staleness and runtime != "streaming" and trainer.surplus != "keep":
+    if trainer.max_staleness and not mode.concurrent and trainer.surplus != "keep":
         lines.append(
             f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and "
             "trainer.surplus=keep do; "
@@ -272,86 +142,6 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
     for role in config.roles:
         if role not in known:
             raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
-
-
-def check_layouts(config: Config, flow: Flow, roles: Iterable[str], pool: Pool | None = None) -> None:
-    """Raise UserError for a layout that the runtime, a role's model, or the ranks of its `pool` do not support."""
-    infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
-    for role, own in config.roles.items():
-        if own.inference_layout and role not in flow.trained_roles:
-            raise UserError(
-                f"roles.{role}.inference_layout: {flow.name} does not train {role}; write roles.{role}.layout"
-            )
-        if own.inference_layout and role not in infer:
-            raise UserError(f"roles.{role}.inference_layout: no stage of {flow.name} infers with {role}; remove it")
-    if config.trainer.inference_layout and not infer & set(flow.trained_roles):
-        raise UserError(f"trainer.inference_layout: no stage of {flow.name} infers with a trained role; remove it")
-    inferring = inference_layouts(config, flow)
-    pairs = [(own.role, own.layout, own.key("layout")) for own in (settings_of(role, config) for role in roles)]
-    pairs += [(r, inferring[r], settings_of(r, config).key("inference_layout")) for r in roles if r in inferring]
-    for role, layout, key in pairs:
-        if layout != ParallelLayout() and config.runtime not in LAID_OUT:
-            raise UserError(
-                f"{key} is for runtime=distributed, hybrid or streaming; remove it, or write another runtime"
-            )
-        if layout.token_ranks > 1 and config.trainer.share_prompts:
-            axis = "sequence" if layout.sequence > 1 else "context"
-            raise UserError(f"{key}: {axis} divides rows apart; write {axis}=1, or trainer.share_prompts=false")
-        if pool is not None:
-            layout.resolve(pool.workers, key)
-        resolved = settings_of(role, config)
-        settings = model_settings(resolved.model)
-        heads = settings.get("num_attention_heads", 1)
-        layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
-        if resolved.backend == "torch":
-            check_plan(resolved.model, layout, key)
-    if pool is not None and pools_ranks(config):
-        for role in pool.generating:
-            chosen = settings_of(role, config)
-            layout = chosen.layout if role in pool.models else ParallelLayout()
-            generation_layout(config).check(layout.resolve(pool.workers, chosen.key("layout")), pool.workers)
-
-
-def check_pools(config: Config, flow: Flow, pools: Sequence[Pool]) -> None:
-    """Raise UserError for pools of a hybrid run between which weights cannot go, or whose ranks do not fit a layout."""
-    for stage in flow.stages:
-        source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
-        if source is not None and any(stage.role in pool.roles and source not in pool.roles for pool in pools):
-            raise UserError(
-                f"{stage.name} copies weights within one process; put {stage.role} and {source} into one pool"
-            )
-    for role in (role for pool in pools for role in pool.generating if role not in pool.models):
-        backend = settings_of(role, config).backend
-        if "streaming" not in supported(backend):
-            raise UserError(
-                f"placement: {role} and {role}{GENERATE} are in different pools, and the backend {backend} cannot "
-                "send weights to "
-                f"another pool; remove {role}{GENERATE}, or write backend=torch"
-            )
-        if config.rollout.grouping:
-            raise UserError(f"rollout.grouping is for ranks that train {role}, which generates elsewhere; remove it")
-    for pool in pools:
-        check_layouts(config, flow, pool.models, pool)
-
-
-def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
-    """Raise UserError for axes that cannot shard a model, and for a model whose checkpoints are not proven."""
-    if not path.expanduser().is_dir():
-        return
-    config = read_model_config(path)
-    plan = proven_plan(config, path)
-    for name in FILES:
-        check_accepted(config, plan, path, name, "model")
-    axes = [axis for axis in ("tensor", "sequence", "context", "pipeline") if getattr(layout, axis) > 1]
-    axes += ["shard"] * (layout.shard != "none")
-    if axes and plan.by_rows:
-        raise UserError(
-            f"{key}: {axes[0]} is not supported for the model in {path}, whose attention mixes tokens in its own "
-            "way; write data alone"
-        )
-    for axis, name in AXES.items():
-        if getattr(layout, axis) > 1:
-            check_accepted(config, plan, path, name, f"{key}: write {axis}=1")
 
 
 def check_dtypes(config: Config, flow: Flow) -> None:
@@ -398,7 +188,7 @@ def check_backends(config: Config, flow: Flow) -> None:
             ("offload", "trainer.resident_gib", config.trainer.resident_gib is not None),
             ("checkpoint_async", "trainer.checkpoint_async", config.trainer.checkpoint_async),
             ("optimizers", "trainer.optimizer", config.trainer.optimizer != "adamw"),
-            ("streaming", "runtime=streaming", config.runtime == "streaming"),
+            ("streaming", "runtime=streaming", MODES[config.runtime].concurrent),
         ]
         if key := next((key for feature, key, asked in wanted if asked and feature not in known), None):
             raise UserError(
@@ -431,17 +221,3 @@ def check_adapters(config: Config, flow: Flow) -> None:
                 f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {at} divides {role}; write "
                 "trainer.optimizer=adamw, or remove the layout"
             )
-
-
-def model_settings(model: Path) -> Mapping[str, Any]:
-    """Return the settings of a model's text part, also by the names that transformers' models share; none without a
-    directory.
-    """
-    path = model.expanduser() / "config.json"
-    if not path.is_file():
-        return {}
-    settings = read_object(path)
-    settings |= settings.get("text_config") or {}
-    kind = settings.get("model_type")
-    shared = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
-    return {**settings, **{name: settings[own] for name, own in shared.items() if own in settings}}

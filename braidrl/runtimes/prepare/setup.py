@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import call
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from braidrl.cluster.devices import device_count, device_memory
-from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
@@ -25,17 +24,25 @@ from braidrl.data.chat import end_ids_of
 from braidrl.data.prompts import LoadedSource, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
-from braidrl.engines.factory import with_engines
+from braidrl.engines.deployment import MODES, Deployment
 from braidrl.errors import UserError, suggest
-from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow import Flow, Kind
 from braidrl.flow.flow import serial_chain
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare import checks
+from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
 from braidrl.training.decoders.proof import proven_plan
-from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer, read_model_config
+from braidrl.training.loading import (
+    check_model,
+    check_scorer,
+    check_tokens,
+    load_tokenizer,
+    model_settings,
+    read_model_config,
+)
 from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings_of
 
 Check = Callable[[Callable[[], Any]], Any]
@@ -56,36 +63,10 @@ class Prepared:
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
 
-    @property
-    def executed(self) -> Flow:
-        """Return the flow that the backend executes: in training the run's own, else the evaluation's."""
-        return self.flow if self.train else self.evaluation
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of training, and those of evaluation if there are sets to evaluate."""
-        if not self.train:
-            return self.evaluation.stages
-        return self.flow.stages + (self.evaluation.stages if self.config.data.evaluation_sources else ())
-
-    @property
-    def generating(self) -> tuple[str, ...]:
-        """Return the roles that need an engine."""
-        return tuple(dict.fromkeys(s.role for s in self.stages if s.type == "generate" and s.role))
-
-    def roles(self) -> tuple[str, ...]:
-        """Return the roles that need a model."""
-        return tuple(dict.fromkeys([*self.executed.roles, *self.generating]))
-
-    def pools(self) -> tuple[Pool, ...]:
-        """Return the pools of a hybrid run, with the engine processes that they start."""
-        config, roles, whole = self.config, self.roles(), replace(self, train=True)
-        # A placement names all roles of training, of which an evaluation starts only its own.
-        pools = with_engines(place(config.placement, whole.roles(), whole.generating, config.workers), config)
-        kept = [
-            replace(p, roles=tuple(role for role in p.roles if role.removesuffix(GENERATE) in roles)) for p in pools
-        ]
-        return tuple(pool for pool in kept if pool.roles)
+    @cached_property
+    def deployment(self) -> Deployment:
+        """Return where the processes, engines and weights of the run are."""
+        return deploy(self.config, self.flow, self.evaluation, self.train)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -96,7 +77,7 @@ class Prepared:
 
     def rewards(self) -> RuleRewards | None:
         """Return the run's verifiers, whose processes start at the first check; None without `verify` stages."""
-        if not any(stage.type == "verify" for stage in self.stages):
+        if not any(stage.type == "verify" for stage in self.deployment.stages):
             return None
         config = self.config
         # Evaluation sets are numbered after the sources.
@@ -135,25 +116,21 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     """Do the part of `prepare` before any data is read; without `train` only the evaluation's models are checked."""
     config = with_own_samples(config)
     flow = build_flow(config)
-    if config.runtime == "distributed":
+    if MODES[config.runtime].chained:
         # One model is active at a time, and every rank switches at the same places.
         flow = Flow(flow.name, serial_chain(flow))
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
     prepared = Prepared(config, flow, evaluation, tokenizer, train)
-    check(lambda: check_models(config, prepared.executed, tokenizer))
+    check(lambda: check_models(config, prepared.deployment.flow, tokenizer))
     if "ptx_tokens" not in flow.needs_from_data() and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
     check(lambda: checks.check_names(config))
     check(lambda: checks.check_dtypes(config, flow))
     check(lambda: checks.check_backends(config, flow))
-    check(lambda: checks.check_layouts(config, flow, flow.roles))
-    check(lambda: checks.check_divided_engines(config, prepared.stages))
+    check(lambda: prepared.deployment.check(flow))
     check(lambda: checks.check_adapters(config, flow))
-    check(lambda: checks.check_weights(config))
     check(lambda: checks.check_roles(config, {*flow.roles, *evaluation.roles}, flow.name))
-    if config.runtime == "hybrid":
-        check(lambda: checks.check_pools(config, flow, prepared.pools()))
     return prepared
 
 
@@ -178,7 +155,7 @@ def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: 
         check(lambda: check_answers(config, tested, list(config.data.evaluation_sources.values())))
     check(lambda: check_lengths(config, flow, sources, tested))
     every = [*sources, *tested, *([texts] if texts else [])]
-    check(lambda: check_vocabulary(config, prepared.roles(), prepared.tokenizer, every))
+    check(lambda: check_vocabulary(config, prepared.deployment.roles, prepared.tokenizer, every))
     return replace(prepared, sources=sources, eval_sources=held_out, texts=texts)
 
 
@@ -211,7 +188,7 @@ def lacking(config: Config) -> list[str]:
             "interpreter that has it by "
             "rollout.python, or see docs/engines.md"
         )
-    if config.runtime == "hybrid" and not has_package("ray"):
+    if MODES[config.runtime].placed and not has_package("ray"):
         lines.append("runtime=hybrid needs Ray, which is not installed; run `pip install 'braidrl[ray]'`")
     return lines
 
@@ -303,7 +280,7 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
                 f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or "
                 "rollout.max_response_tokens"
             )
-    positions: int | None = checks.model_settings(config.model).get("max_position_embeddings")
+    positions: int | None = model_settings(config.model).get("max_position_embeddings")
     needed = max(trained, longest(held_out, responses))
     if positions is not None and needed > positions:
         raise UserError(
@@ -317,7 +294,7 @@ def embeddings_exceeded(config: Config, roles: Iterable[str], tokenizer: PreTrai
     """Return the embedding size of each role whose model has fewer tokens than the tokenizer."""
     found = {}
     for role in roles:
-        size = checks.model_settings(settings_of(role, config).model).get("vocab_size")
+        size = model_settings(settings_of(role, config).model).get("vocab_size")
         if size is not None and size < len(tokenizer):
             found[role] = int(size)
     return found
@@ -348,7 +325,7 @@ def vocabulary_lines(prepared: Prepared) -> list[str]:
     """Return a line for each role whose model cannot embed tokens that later texts (environments, users) may
     contain.
     """
-    found = embeddings_exceeded(prepared.config, prepared.roles(), prepared.tokenizer)
+    found = embeddings_exceeded(prepared.config, prepared.deployment.roles, prepared.tokenizer)
     return [
         f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it "
         "is in the data, and a "

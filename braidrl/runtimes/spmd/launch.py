@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -14,10 +15,9 @@ from braidrl.cluster.ranks import run_ranks, tell
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.world import World, join
 from braidrl.config import Config, PlacementConfig
-from braidrl.engines.factory import generation_layout, own_engines
+from braidrl.engines.deployment import Deployment
 from braidrl.errors import LostPeers, UserError, WorkerError
-from braidrl.flow import Flow, Kind
-from braidrl.runtimes.prepare.checks import check_divided_engines, check_layouts
+from braidrl.runtimes.prepare.deployment import deploy, started_by_torchrun
 from braidrl.runtimes.prepare.run_flow import build_flow
 
 
@@ -28,15 +28,14 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     line and ends. Raises UserError, before anything starts, for a configuration that the ranks cannot run, and
     WorkerError if a rank fails.
     """
-    launcher = launcher_of(config)
+    check_launcher(config)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     cuda = choose_device(config.device).type == "cuda"
     task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
-    if launcher != "torchrun":
-        check_ranks(config, build_flow(config), config.workers)
-        cluster, pool = config.cluster, pool_of_ranks(config, config.workers)
-        starter = RayLauncher(cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
-        return run_ranks(entry, task, pool, cluster.wait_limit_s, starter, cluster.silence_s)
+    if not started_by_torchrun():
+        deployment, cluster = checked_ranks(config), config.cluster
+        starter = RayLauncher(cluster, config.device) if deployment.launcher == "ray" else LocalLauncher(config.device)
+        return run_ranks(entry, task, rank_pool(deployment), cluster.wait_limit_s, starter, cluster.silence_s)
     # This process is a rank already.
     world = joined_world(config)
     try:
@@ -54,14 +53,13 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     return result
 
 
-def launcher_of(config: Config) -> str:
-    """Return the launcher of the ranks. Raises UserError if the configuration contradicts the environment."""
-    wanted, started = config.cluster.launcher, "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def check_launcher(config: Config) -> None:
+    """Raise UserError if the configured launcher contradicts the environment."""
+    wanted, started = config.cluster.launcher, started_by_torchrun()
     if wanted == "torchrun" and not started:
         raise UserError("cluster.launcher=torchrun, but torchrun has not started this command; leave it out")
     if wanted not in (None, "torchrun") and started:
         raise UserError(f"cluster.launcher={wanted}, but torchrun has started this command; leave cluster.launcher out")
-    return wanted or ("torchrun" if started else "local")
 
 
 def joined_world(config: Config) -> World:
@@ -69,30 +67,33 @@ def joined_world(config: Config) -> World:
 
     Raises UserError if there are none, or their number is wrong.
     """
-    if launcher_of(config) != "torchrun":
+    check_launcher(config)
+    if not started_by_torchrun():
         raise UserError("a session under runtime=distributed runs in every rank: start the script by `torchrun`")
     size = int(os.environ["WORLD_SIZE"])
     if "workers" in config.model_fields_set and config.workers != size:
         raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
-    check_ranks(config, build_flow(config), size)
-    cuda = choose_device(config.device).type == "cuda"
-    return join(config.cluster.wait_limit_s, cuda, own_engines(config), generation_layout(config).ranks)
+    engines, cuda = checked_ranks(config).engines, choose_device(config.device).type == "cuda"
+    return join(config.cluster.wait_limit_s, cuda, engines.started, engines.layout.ranks)
 
 
-def check_ranks(config: Config, flow: Flow, size: int) -> None:
-    """Raise UserError if roles or devices do not fit `size` ranks."""
+def checked_ranks(config: Config) -> Deployment:
+    """Return where the ranks of a run are. Raises UserError if roles or devices do not fit them."""
     if config.placement != PlacementConfig():
         raise UserError("runtime=distributed has all roles on every rank; write placement=colocate, or runtime=hybrid")
-    generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
-    check_divided_engines(config, flow.stages)
-    check_layouts(config, flow, flow.roles, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
+    flow = build_flow(config)
+    deployment = deploy(config, flow)
+    deployment.check(flow)
     # Ray's cluster knows its devices.
-    available = None if launcher_of(config) == "ray" else device_count(config.device)
+    available = None if deployment.launcher == "ray" else device_count(config.device)
     if available is not None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        devices_each([pool_of_ranks(config, local)], available, "this machine")
+        pool = rank_pool(deployment)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", pool.workers))
+        devices_each([replace(pool, workers=local)], available, "this machine")
+    return deployment
 
 
-def pool_of_ranks(config: Config, size: int) -> Pool:
-    """Return ranks, with the engine processes that each starts."""
-    return Pool(("rank",), size, engines=own_engines(config), engine_devices=generation_layout(config).ranks)
+def rank_pool(deployment: Deployment) -> Pool:
+    """Return the ranks, with the engine processes that each starts, under their name in errors."""
+    (pool,) = deployment.pools
+    return replace(pool, roles=("rank",))

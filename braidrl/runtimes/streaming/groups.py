@@ -10,16 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from braidrl.cluster.pools import Pool
 from braidrl.config import Config
-from braidrl.engines.factory import with_engines
+from braidrl.engines.deployment import Deployment
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import older_places
 from braidrl.observe.metrics import Sums
 from braidrl.queue.samplers import Sampler, sampler_named
-from braidrl.runtimes.streaming.consumers import Consumer, Consumers
-from braidrl.training.role_settings import inference_layouts, settings_of
+from braidrl.runtimes.streaming.consumers import Consumers
+from braidrl.training.role_settings import settings_of
 
 ROWS = "rows"
 """The process that makes rows and writes them to files."""
@@ -85,34 +84,24 @@ class Activity:
         return found
 
 
-def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
-    """Return the groups' processes as pools; generating ones start the engine processes of `rollout`."""
-    pools = [Pool((g.name,), g.processes, generating=(str(g.role),) if g.kind == "generate" else ()) for g in groups]
-    return list(with_engines(pools, config))
-
-
-def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[Group]:
-    """Return the groups of a run. Raises UserError for a worker count of an unknown group."""
-    found: dict[str, list[Consumer]] = {}
-    for one in (flow, evaluation) if evaluation else (flow,):
-        for consumer in Consumers(one):
-            found.setdefault(consumer.group, []).append(consumer)
-    for name in config.streaming.workers:
-        if name not in found:
-            raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, list(found))}")
+def worker_groups(deployment: Deployment) -> list[Group]:
+    """Return the groups of a run: the consumers of each pool's processes."""
+    config, changed = deployment.config, deployment.flow.changed_roles
+    found: dict[str, list[str]] = {}
+    for flow in filter(None, (deployment.flow, deployment.evaluation)):
+        for consumer in Consumers(flow):
+            # Later stages come first: their rows are closer to the end.
+            found.setdefault(consumer.group, []).insert(0, consumer.name)
     groups = list[Group]()
-    for name, consumers in found.items():
-        # Later stages come first: their rows are closer to the end.
-        names, role = tuple(consumer.name for consumer in reversed(consumers)), consumers[0].stages[0].role
-        asked = config.streaming.workers.get(name)
-        if consumers[0].kind is Kind.GENERATE:
-            nodes = config.rollout.nodes or 1
-            groups.append(Group(name, "generate", role, names, (asked or 1) * nodes, nodes=nodes))
+    for pool in deployment.pools:
+        names = tuple(found[pool.name])
+        if pool.generating:
+            (role,), nodes = pool.generating, deployment.engines.nodes
+            groups.append(Group(pool.name, "generate", role, names, pool.workers, nodes=nodes))
             continue
-        layout = settings_of(name, config).layout
-        processes = asked or layout.ranks_per_replica * (layout.data or 1)
+        (role,), layout = pool.roles, settings_of(pool.name, config).layout
         divided = not layout.is_replicated or (layout.data or 1) > 1
-        groups.append(Group(name, "model", name, names, processes, name in flow.changed_roles, divided))
+        groups.append(Group(role, "model", role, names, pool.workers, role in changed, divided))
     return groups
 
 
@@ -128,17 +117,18 @@ def samplers_of(config: Config, flow: Flow) -> dict[str, Sampler]:
     return {name: sampler_named(sampler) for name, sampler in wanted.items()}
 
 
-def check_streaming(config: Config, flow: Flow) -> None:
+def check_streaming(deployment: Deployment) -> None:
     """Raise UserError, before anything starts, for a flow or configuration that streaming does not support."""
+    config, flow = deployment.config, deployment.flow
     if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
         raise UserError(
             f"runtime=streaming streams rows from generation, and flow {flow.name} generates none; write runtime=eager"
         )
-    if config.cluster.launcher == "torchrun":
+    if deployment.launcher == "torchrun":
         raise UserError(
             "runtime=streaming starts its workers itself; write cluster.launcher=local or cluster.launcher=ray"
         )
-    if config.streaming.storage != "shared_memory" and config.cluster.launcher == "ray":
+    if config.streaming.storage != "shared_memory" and deployment.launcher == "ray":
         raise UserError(
             f"streaming.storage={config.streaming.storage} is one machine's; write cluster.launcher=local or "
             "shared_memory"
@@ -152,9 +142,9 @@ def check_streaming(config: Config, flow: Flow) -> None:
                 "which neither "
                 "infers nor trains; write runtime=eager, hybrid or distributed"
             )
-    groups = worker_groups(config, flow, None)
+    groups = worker_groups(deployment)
     for group in groups:
-        check_group(group, config, flow)
+        check_group(group, deployment)
     max_draining(config, groups)
     older_groups(config)
     samplers_of(config, flow)
@@ -205,18 +195,14 @@ def max_draining(config: Config, groups: Sequence[Group]) -> int:
     return engines // 2
 
 
-def check_group(group: Group, config: Config, flow: Flow) -> None:
+def check_group(group: Group, deployment: Deployment) -> None:
     """Raise UserError for a group with too many or too few processes for its work."""
-    key, servers = f"streaming.workers.{group.name}", config.rollout.servers.urls
-    if group.kind == "generate" and config.rollout.engine == "http" and group.processes > len(servers):
+    key, servers = f"streaming.workers.{group.name}", deployment.engines.count
+    if group.kind == "generate" and deployment.engines.home == "servers" and group.processes > servers:
         raise UserError(
-            f"{key}={group.processes} and rollout.servers are {len(servers)}: each process asks servers of its own; "
-            f"write {key}={len(servers)}, or name more of them"
+            f"{key}={group.processes} and rollout.servers are {servers}: each process asks servers of its own; "
+            f"write {key}={servers}, or name more of them"
         )
     if group.kind == "model":
-        own = settings_of(group.name, config)
-        layouts = {own.key("layout"): own.layout}
-        if group.name in (inferring := inference_layouts(config, flow)):
-            layouts[own.key("inference_layout")] = inferring[group.name]
-        for name, layout in layouts.items():
+        for name, layout in deployment.layouts_of(group.name).items():
             layout.resolve(group.processes, name, key)

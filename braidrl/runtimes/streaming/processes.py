@@ -22,7 +22,8 @@ from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import World, world_at
-from braidrl.config import Config, parse_config
+from braidrl.config import parse_config
+from braidrl.engines.deployment import Deployment
 from braidrl.engines.engine import NodePart
 from braidrl.engines.factory import follow_engines
 from braidrl.engines.spanning import OneOf, SpanningEngine
@@ -38,7 +39,7 @@ from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
-from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
+from braidrl.runtimes.streaming.groups import ROWS, Group
 from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.runtimes.streaming.worker import StageLoop, WorkerContext, serve_rows
 from braidrl.training.loading import load_tokenizer
@@ -76,7 +77,7 @@ class Processes:
 
     def __init__(
         self,
-        config: Config,
+        deployment: Deployment,
         folder: Path,
         control: ControlPlane,
         launcher: Launcher,
@@ -90,7 +91,8 @@ class Processes:
         Workers reach the control plane at the address `queue`, and each other's nodes, by the secret. `kept` are the
         examples that passed the length limit, for the process that makes rows of them.
         """
-        self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
+        self.deployment, self.config = deployment, deployment.config
+        self.folder, self.control, self.launcher = folder, control, launcher
         self.queue, self.secret, self.kept = queue, secret, kept
         self.here = place = node.place()
         self.places = {place.host: place}
@@ -100,7 +102,7 @@ class Processes:
 
     def start(self, groups: Sequence[Group]) -> None:
         """Start every process of these groups. Raises UserError if resources are missing."""
-        self.launcher.reserve(pools_of(groups, self.config))
+        self.launcher.reserve(self.deployment.pools)
         self.places |= {place.host: place for place in self.launcher.serve(StorageNode, self.secret)}
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in [*groups, ROWS_GROUP]:
@@ -231,7 +233,7 @@ def work(arguments: Mapping[str, Any]) -> None:
         ranks: DataParallel = one_of(group, arguments, ip)
         if arguments["rank"] > 0:
             with Runner() as runner:
-                runner.run(follow_engines(str(group.role), ranks, config))
+                runner.run(follow_engines(str(group.role), ranks, prepared.deployment))
             return
     else:
         world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")

@@ -29,7 +29,6 @@ from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import HeldBlocks, StoredRows
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import IterationResult, Position, Restart, StartedBatch, needed
-from braidrl.runtimes.prepare.checks import check_spanning_engines
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import Admission, Surplus
 from braidrl.runtimes.streaming.consumers import Consumers
@@ -78,14 +77,13 @@ class StreamingController:
         with ExitStack() as resources:
             launcher: Launcher = (
                 RayLauncher(config.cluster, config.device)
-                if config.cluster.launcher == "ray"
+                if prepared.deployment.launcher == "ray"
                 else LocalLauncher(config.device)
             )
             resources.callback(launcher.close)
-            prepared = replace(prepared, config=with_nodes(config, launcher.devices_of_node))
-            check_spanning_engines(prepared.config)
-            evaluation = prepared.evaluation if config.data.evaluation_sources else None
-            self.groups = worker_groups(prepared.config, flow, evaluation)
+            prepared = replace(prepared, config=with_nodes(prepared.deployment, launcher.devices_of_node))
+            prepared.deployment.check(flow)
+            self.groups = worker_groups(prepared.deployment)
             self._start(prepared, folder, launcher, resources)
             self.backend = StreamingBackend(
                 prepared.evaluation, self.control, self.processes, self.wait, self._admit, resources.pop_all()
@@ -98,7 +96,7 @@ class StreamingController:
         node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
         resources.callback(node.close)
         resources.callback(remove_weights, node.place().run)
-        exported = [role for role in prepared.generating if role in prepared.flow.changed_roles]
+        exported = [role for role in prepared.deployment.generating if role in prepared.flow.changed_roles]
         loading = LoadingSchedule(streaming.weights, max_draining(config, self.groups))
         episodes = config.rollout.environment.at_once
         self.control = ControlPlane(self.stream, node.data, streaming.lease_s, exported, loading, episodes)
@@ -108,7 +106,7 @@ class StreamingController:
         # From here on it is an error if this process reads or writes payload.
         node.data.refuses_payload = True
         self.processes = Processes(
-            config, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
+            prepared.deployment, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
         )
         resources.callback(self.processes.close, 0.0)
         self.processes.start(self.groups)

@@ -21,8 +21,8 @@ from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.process_groups import background_group
 from braidrl.cluster.shared_memory import PREFIX, machine, shared_folder
 from braidrl.cluster.world import Ranks, World
-from braidrl.config import Config
-from braidrl.engines.factory import file_writer, is_collective, transport_of
+from braidrl.engines.deployment import Deployment
+from braidrl.engines.factory import file_writer
 from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter, remove_version
 from braidrl.weights.shards import Parts, snapshot
@@ -60,7 +60,9 @@ def remove_weights(run: str, folder: Path | None = None) -> None:
 class VersionWriter:
     """One rank's share of publishing a role's weights; all ranks of the role publish together."""
 
-    def __init__(self, role: str, parts: Parts, world: World, config: Config, run: str, ip: str = LOOPBACK) -> None:
+    def __init__(
+        self, role: str, parts: Parts, world: World, deployment: Deployment, run: str, ip: str = LOOPBACK
+    ) -> None:
         """Plan the publication; publish nothing yet.
 
         `parts` returns this rank's shards of the model, `run` is the name of the run's files, and `ip` this machine's
@@ -69,14 +71,15 @@ class VersionWriter:
         self.role, self.parts, self.world, self.run = role, parts, world, run
         # A separate group, because a thread uses it beside other collectives.
         ranks = Ranks(background_group()) if world.size > 1 else Ranks()
+        config, transport = deployment.config, deployment.transport
         own, limit_s = parts(), config.cluster.wait_limit_s
-        self.writer = None if is_collective(config) else file_writer(own, ranks, config)
+        self.writer = file_writer(own, ranks, config) if transport is None else None
         self.bytes = sum(part.tensor.shape.numel() * part.tensor.dtype.itemsize for part in own.values())
         self.offer: WeightOffer | None = None
-        if self.writer is None:
+        if transport is not None:
             device = next(part.tensor.device for part in own.values())
-            self.offer = WeightOffer(ranks, ip, limit_s, device, transport_of(config))
-        elif config.cluster.launcher == "ray" and world.first:
+            self.offer = WeightOffer(ranks, ip, limit_s, device, transport)
+        elif deployment.launcher == "ray" and world.first:
             # Its machine has the whole file.
             self.offer = WeightOffer(Ranks(), ip, limit_s, torch.device("cpu"))
         self._files: dict[int, WeightFile] = {}

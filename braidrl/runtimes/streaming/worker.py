@@ -286,10 +286,8 @@ class StageLoop:
         if self.versions is None:
             worker, context = self.context.executor.workers[self.role], self.context
             assert isinstance(worker, ShardedBackend), f"check_backends lets {self.role} have no other here"
-            parts = worker.weights
-            self.versions = VersionWriter(
-                self.role, parts, self.world, context.executor.config, context.run, context.ip
-            )
+            deployment = context.executor.deployment
+            self.versions = VersionWriter(self.role, worker.weights, self.world, deployment, context.run, context.ip)
         return self.versions
 
 

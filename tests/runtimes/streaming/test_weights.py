@@ -18,9 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks, World
-from braidrl.config import Config, parse_config
+from braidrl.config import parse_config
+from braidrl.engines.deployment import Deployment
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.queue.owner import StorageNode, remove_run
+from braidrl.runtimes.prepare.deployment import deploy
+from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.streaming.weights import (
     VersionWriter,
     WeightLocation,
@@ -53,8 +56,8 @@ def logits(of: PreTrainedModel) -> Tensor:
     return of(torch.arange(6)[None]).logits
 
 
-def config(**rollout: object) -> Config:
-    return parse_config(
+def deployment(**rollout: object) -> Deployment:
+    config = parse_config(
         {
             "flow": "grpo",
             "model": "none",
@@ -64,10 +67,11 @@ def config(**rollout: object) -> Config:
             "runtime": "streaming",
         }
     )
+    return deploy(config, build_flow(config))
 
 
 def writer(trainer: PreTrainedModel, owner: StorageNode, **rollout: object) -> VersionWriter:
-    return VersionWriter("actor", lambda: weight_parts(trainer), World(), config(**rollout), owner.run)
+    return VersionWriter("actor", lambda: weight_parts(trainer), World(), deployment(**rollout), owner.run)
 
 
 def load(engine: PreTrainedModel, place: WeightLocation) -> None:

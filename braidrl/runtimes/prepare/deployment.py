@@ -1,0 +1,72 @@
+"""Resolution of who runs where: the only place that derives pools, engines and launcher from configuration and flow."""
+
+import os
+from dataclasses import replace
+
+from braidrl.cluster.pools import GENERATE, Pool, place
+from braidrl.config import Config
+from braidrl.engines.deployment import MODES, Deployment, Engines
+from braidrl.errors import UserError, suggest
+from braidrl.flow import Flow, Kind
+from braidrl.training.role_settings import settings_of
+
+
+def deploy(config: Config, flow: Flow, evaluation: Flow | None = None, train: bool = True) -> Deployment:
+    """Return where the processes of a run are; without `train` of its evaluation alone.
+
+    Raises UserError for pools and worker groups that the flow does not have.
+    """
+    mode, engines, launcher = MODES[config.runtime], Engines.of(config), launcher_of(config)
+    beside = evaluation if config.data.evaluation_sources else None
+    whole = Deployment(config, flow, beside, mode, (), engines, launcher)
+    deployment = whole if train or evaluation is None else replace(whole, flow=evaluation, evaluation=None)
+    roles, ranks = deployment.roles, 1
+    if mode.placed:
+        # A placement names all roles of training, of which an evaluation starts only its own.
+        placed = place(config.placement, whole.roles, whole.generating, config.workers)
+        kept = [replace(p, roles=tuple(r for r in p.roles if r.removesuffix(GENERATE) in roles)) for p in placed]
+        pools = [pool for pool in kept if pool.roles]
+    elif mode.concurrent and train:
+        pools = worker_pools(whole)
+    else:
+        # Streaming evaluates in this process.
+        if mode.chained:
+            ranks = int(os.environ.get("WORLD_SIZE", config.workers)) if launcher == "torchrun" else config.workers
+        pools = [Pool(roles, ranks, generating=deployment.generating)]
+    return replace(deployment, pools=engines.in_pools(pools))
+
+
+def worker_pools(deployment: Deployment) -> list[Pool]:
+    """Return the processes of streaming: those with a role's engines, then those of each model, frozen ones first.
+
+    Raises UserError for a worker count of an unknown group.
+    """
+    config, changed = deployment.config, deployment.flow.changed_roles
+    asked, pools = config.streaming.workers, list[Pool]()
+    for role in deployment.generating:
+        name = role + GENERATE
+        pools.append(Pool((name,), asked.get(name, 1) * deployment.engines.nodes, generating=(role,)))
+    computing = dict.fromkeys(str(s.role) for s in deployment.stages if s.kind in (Kind.INFER, Kind.TRAIN))
+    for role in sorted(computing, key=changed.__contains__):
+        layout = settings_of(role, config).layout
+        pools.append(Pool((role,), asked.get(role, layout.ranks_per_replica * (layout.data or 1))))
+    names = [pool.name for pool in pools]
+    for name in asked:
+        if name not in names:
+            raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, names)}")
+    return pools
+
+
+def launcher_of(config: Config) -> str:
+    """Return what starts the processes of a run: as configured, else `torchrun` if it has started this rank."""
+    mode = MODES[config.runtime]
+    if mode.placed:
+        return "ray"
+    if config.cluster.launcher is not None or not mode.chained:
+        return config.cluster.launcher or "local"
+    return "torchrun" if started_by_torchrun() else "local"
+
+
+def started_by_torchrun() -> bool:
+    """Return True if `torchrun` has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
