@@ -1,6 +1,6 @@
 """Who runs where: the execution mode, the process pools, and the engines of each process that generates.
 
-configuration, flow ──prepare.deployment.deploy, once──▶ Deployment ──▶ engines, publishers, backends, memory, `braid plan`
+configuration, flow ──prepare.deployment.deploy──▶ Deployment ──▶ engines, publishers, backends, memory, `braid plan`
 
 `check` says whether the parts fit each other, the flow and the models.
 """

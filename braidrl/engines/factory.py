@@ -274,7 +274,7 @@ def spmd_engine(
 
 
 def with_nodes(deployment: Deployment, devices_of_node: int | None) -> Config:
-    """Return a deployment's configuration with engines of vLLM over as few nodes as have devices for them, unless it names a
+    """Return the configuration with engines of vLLM over as few nodes as have devices for them, unless it names a
     number.
 
     `devices_of_node` are the devices of the largest node; None without any. Engines for which no number of nodes is
