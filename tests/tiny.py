@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
@@ -69,6 +76,15 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
 }
+MIXTURE = Qwen3MoeConfig(
+    **{**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4},
+    head_dim=4,
+    moe_intermediate_size=24,
+    num_experts=8,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+)
+"""Four layers of eight experts, with heads and experts for up to four ranks."""
 
 
 def write_model(folder: Path, name: str = "qwen3", seed: int = 0) -> Path:

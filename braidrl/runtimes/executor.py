@@ -1,8 +1,8 @@
 """Executes stages on rows in this process. Shared by all runtimes, which only decide when to call it.
 
 rows ─run(stage)──▶ columns            generate, infer, compute; of scope batch: sums ─▶ global sum ─▶ apply
-rows ─train(stage)──▶ for each update: forward_backward
-    ──loss sums──▶ optim_step       or a copy of another role's weights
+rows ─train(stage)──▶ for each update: forward_backward ─▶ optim_step       or a copy of another role's weights
+rows ─forward_backward(objective)─▶ loss sums       any number of objectives ─▶ optim_step(role, accumulated, overrides)
 """
 
 import math
@@ -29,7 +29,8 @@ from braidrl.runtimes.generating.verification import EarlyStop, added_scores, ve
 from braidrl.runtimes.memory.residency import Residency
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.backends import TrainingBackend
-from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
+from braidrl.training.objective import Accumulated, Objective, UpdateCounts, with_group_tokens
+from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import own_tokenizer
 from braidrl.training.roles.checkpoint import Write
@@ -37,6 +38,8 @@ from braidrl.training.roles.copies import RoleCopy
 from braidrl.training.roles.worker import make_worker, torch_worker
 
 Totals = Mapping[str, Tensor]
+MODELLED = (Kind.GENERATE, Kind.INFER, Kind.TRAIN)
+"""The kinds of stages whose memory is a model's."""
 PREDICTED = {"score": "scores", "values": "values"}  # others call `log_probs`
 
 
@@ -107,7 +110,7 @@ class StageExecutor:
         Without rows only collective work is done. `stop` ends rows early that selection does not need; `reduce` sums
         the totals of a batch-scope stage over all processes with rows.
         """
-        with self.usage.memory_of(stage, sums):
+        with self.usage.memory_of(stage.name if stage.kind in MODELLED else None, sums):
             self.residency.before(stage)
             # The transfers of weights since the last stage.
             sums.merge(self.generation.moves.sums)
@@ -133,7 +136,10 @@ class StageExecutor:
             if role in self.copies:
                 worker = self.copies[role].worker
                 self.generation.moves.note(role, self.copies[role].refresh())
-            with self.progress.stage(stage.name, len(read)) as bar, self.usage.computing(stage, worker, sums, read):
+            with (
+                self.progress.stage(stage.name, len(read)) as bar,
+                self.usage.computing(stage.name, worker, sums, read),
+            ):
                 found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
             if not len(rows) or stage.type != "score":
                 return {stage.writes[0]: found} if len(rows) else {}
@@ -183,65 +189,73 @@ class StageExecutor:
         if not is_optimized(stage):
             self.copy_weights(stage)
             return
-        self.residency.before(stage)
+        objective = self.objective(stage)
         with self.progress.stage(stage.name, total) as bar:
             for update in updates:
                 with update as (counts, rows):
-                    losses = self.forward_backward(stage, rows, sums, bar)
-                    self.optim_step(stage, losses, counts, iteration, sums, counted)
+                    losses = self.forward_backward(objective, rows, sums, bar)
+                    whole = Accumulated().add(objective, losses, counts)
+                    self.optim_step(objective.role, whole, iteration, sums, counted)
 
-    def update(self, stage: Stage, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
-        """Return the input of an optimizer step: the counts of all its rows (`index`), and the local rows with what
-        they need of others.
+    def update(self, objective: Objective, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
+        """Return the input of an objective: the counts of all rows (`index`), and the local rows with what they need
+        of others.
         """
-        needs = "group_tokens" in self.objective(stage).aggregation.reads and len(rows)
+        needs = "group_tokens" in objective.aggregation.reads and len(rows)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
 
-    def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
-        """Accumulate the gradients of rows; return loss sums by denominator."""
-        worker, objective = self.workers[str(stage.role)], self.objective(stage)
+    def forward_backward(self, objective: Objective, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
+        """Accumulate the gradients of rows for the role's next optimizer step; return loss sums by denominator."""
+        worker = self.workers[objective.role]
+        self.residency.before_training(objective.role)
         # One forward pass for the loss, and one for each auxiliary term.
         passes = [objective.select(rows), *(term.select(rows) for term in objective.auxiliary)] if len(rows) else []
-        with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums, *passes):
+        with (
+            self.usage.memory_of(objective.name, sums),
+            self.usage.computing(objective.name, worker, sums, *passes, trains=True),
+        ):
             return worker.forward_backward(objective, rows, sums, bar.update)
 
     def optim_step(
         self,
-        stage: Stage,
-        losses: Mapping[str, float],
-        update: UpdateCounts,
+        role: str,
+        accumulated: Accumulated,
         iteration: int,
         sums: Sums,
         counted: bool = True,
+        overrides: StepOverrides = CONFIGURED,
     ) -> None:
-        """Make one optimizer step with the update's global counts, and add its loss and gradient norm to `sums`."""
-        counts, objective, worker = update.counts, self.objective(stage), self.workers[str(stage.role)]
-        needed = {name: counts[name] for name in objective.denominators}
-        with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums):
-            norm = worker.optim_step(needed, iteration)
+        """Make one optimizer step of the accumulated objectives, with settings of this step in place of the configured
+        ones, and add its loss and gradient norm to `sums`.
+        """
+        worker, counts, name = self.workers[role], accumulated.counts, accumulated.objectives[0].name
+        self.residency.before_training(role)
+        with self.usage.memory_of(name, sums), self.usage.computing(name, worker, sums):
+            norm = worker.optim_step(counts, iteration, overrides)
         if norm is not None and not math.isfinite(norm):
-            self.skipped[stage.name] += 1
+            self.skipped[name] += 1
             most = self.config.trainer.max_skipped_updates
-            if not self.config.trainer.skip_bad_updates or self.skipped[stage.name] == most:
+            if not self.config.trainer.skip_bad_updates or self.skipped[name] == most:
                 found = (
                     "; ".join(getattr(worker, "nonfinite", ()))
-                    or f"the losses are finite, and the update was made{update.rows}"
+                    or f"the losses are finite, and the update was made{accumulated.rows}"
                 )
-                raise BadUpdate(f"{stage.name}: the gradient's norm is {norm}, nothing was updated: {found}")
-            sums.add(f"{stage.role}/skipped_updates", int(counted))
+                raise BadUpdate(f"{name}: the gradient's norm is {norm}, nothing was updated: {found}")
+            sums.add(f"{role}/skipped_updates", int(counted))
             return
-        self.skipped[stage.name] = 0
+        self.skipped[name] = 0
         if any(count > 0 for count in counts.values()):
-            loss = sum(part / counts[name] for name, part in losses.items() if counts[name] > 0)
-            sums.add(f"loss/{stage.role}", loss, int(counted))
+            loss = sum(part / counts[key] for key, part in accumulated.losses.items() if counts[key] > 0)
+            sums.add(f"loss/{role}", loss, int(counted))
         if norm is not None and counted:
-            sums.add(f"{stage.role}/grad_norm", norm)
+            sums.add(f"{role}/grad_norm", norm)
 
     def objective(self, stage: Stage) -> Objective:
         """Return the objective of a train stage; a session's stages need not be in the flow."""
         known = self.objectives.get(stage.name)
         if known is None or known[0] != stage:
-            known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
+            made = Objective.of(str(stage.role), stage.params, stage.name)
+            known = self.objectives[stage.name] = (stage, made)
         return known[1]
 
     def copy_weights(self, stage: Stage) -> None:

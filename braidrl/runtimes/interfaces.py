@@ -25,6 +25,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.row_store import Origin, RowText
+from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.roles.checkpoint import Write
 
 
@@ -100,6 +101,16 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
 
     def train(self, stage: Stage, table: TableT, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Make one optimizer step for each list of row positions, or copy a role's weights if the stage has no loss."""
+
+    def forward_backward(self, stage: Stage, table: TableT, iteration: int, sums: Sums) -> None:
+        """Accumulate the gradients of an update's objective over a table for the role's next `optim_step`.
+
+        Objectives that differ are divided by the counts of their own rows; one that is repeated, by those of all its
+        rows together.
+        """
+
+    def optim_step(self, role: str, iteration: int, sums: Sums, overrides: StepOverrides = CONFIGURED) -> None:
+        """Make one optimizer step of the accumulated objectives; settings of this step replace the configured ones."""
 
     def texts(self, table: TableT) -> list[RowText]:
         """Return the prompt and response of each row, in the order of rows; under distributed of the rank's own

@@ -8,6 +8,12 @@ with Session(config) as session:
         session.actor.update(rows, loss=loss.clip())
         print(session.metrics())
 
+An update is made of two verbs, which a loop may call apart: accumulate several objectives, and step once.
+
+        session.actor.forward_backward(rows, loss=loss.clip())
+        session.actor.forward_backward(texts, loss="sft")
+        session.actor.optim_step(learning_rate=1e-6)
+
 Under hybrid the driver runs the loop; under distributed every rank of `torchrun` runs it, each with its own rows.
 """
 
@@ -41,6 +47,7 @@ from braidrl.runtimes.row_store import Admission, RowText
 from braidrl.runtimes.sizing import prepared_to_fit
 from braidrl.runtimes.spmd.launch import joined_world
 from braidrl.runtimes.start import start_backend
+from braidrl.training.optimizer import CONFIGURED, StepOverrides
 
 SessionTable = Any
 """A rank's shard of rows, which under eager are all rows; a handle to rows under hybrid."""
@@ -79,6 +86,8 @@ class Session(AbstractContextManager["Session"]):
         self.iteration = self.version = 0
         self.sums = Sums()
         self.trained = self.closed = False
+        self.accumulated: set[str] = set()
+        """The roles with gradients that wait for an optimizer step."""
 
     def __getattr__(self, role: str) -> "SessionRole":
         """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError if the
@@ -116,16 +125,7 @@ class Session(AbstractContextManager["Session"]):
         """
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
-            table = rows
-            old = log_probs_column(str(stage.role))
-            if old in stage.reads and not self.closed and len(rows):
-                # A batch of several updates, or of stale rows, is compared with the weights before its first update.
-                columns = set(rows)
-                # A rank without rows has no columns to check, and takes part all the same.
-                if any(self.world.gather("lacking columns", "tokens" in columns and old not in columns)):
-                    table = self.run(Role(str(stage.role)).log_probs(), rows)
-            self._check(stage, table)
-            table = self.controller.ordered(table)
+            table = self._trainable(stage, rows)
             self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
             self.trained = True
             return rows
@@ -139,6 +139,48 @@ class Session(AbstractContextManager["Session"]):
         with traced(self.backend.trace, "compute", stage.name, self.iteration, rows=len(index)):
             reasons = dropped(stage, index)
         return rows.take([i for i, group in enumerate(index["group"].tolist()) if group not in reasons])
+
+    def forward_backward(self, stage: Stage, rows: SessionTable) -> SessionTable:
+        """Accumulate the gradients of an update's objective over rows, which hold whole groups; return the rows.
+
+        Several objectives may be accumulated before `optim_step`. Each is divided by the counts of its own rows: their
+        gradients add up as their losses would.
+        """
+        stage = resolve(stage, self.config)
+        self.backend.forward_backward(stage, self._trainable(stage, rows), self.iteration, self.sums)
+        self.accumulated.add(str(stage.role))
+        return rows
+
+    def optim_step(self, role: str, overrides: StepOverrides = CONFIGURED) -> None:
+        """Make one optimizer step of what `forward_backward` has accumulated for a role.
+
+        Raises UserError if there is nothing.
+        """
+        self._check_open()
+        if role not in self.accumulated:
+            raise UserError(
+                f"{role}.optim_step: nothing was accumulated; call session.{role}.forward_backward(rows, loss=...) "
+                "before it"
+            )
+        self.accumulated.remove(role)
+        self.backend.optim_step(role, self.iteration, self.sums, overrides)
+        self.trained = True
+
+    def _trainable(self, stage: Stage, rows: SessionTable) -> SessionTable:
+        """Return rows in the order of training, with old log-probs where the stage needs them.
+
+        Raises UserError if the stage cannot train on them.
+        """
+        table = rows
+        old = log_probs_column(str(stage.role))
+        if old in stage.reads and not self.closed and len(rows):
+            # A batch of several updates, or of stale rows, is compared with the weights before its first update.
+            columns = set(rows)
+            # A rank without rows has no columns to check, and takes part all the same.
+            if any(self.world.gather("lacking columns", "tokens" in columns and old not in columns)):
+                table = self.run(Role(str(stage.role)).log_probs(), rows)
+        self._check(stage, table)
+        return self.controller.ordered(table)
 
     def _check(self, stage: Stage, rows: SessionTable) -> None:
         """Raise UserError for a stage that cannot run on these rows."""
@@ -210,6 +252,22 @@ class SessionRole:
 
     session: Session
     name: str
+
+    def forward_backward(self, rows: SessionTable, **objective: Any) -> SessionTable:
+        """Accumulate gradients of an objective, with the settings of `update`: `loss`, `aggregate`, `kl`, ..."""
+        return self.session.forward_backward(Role(self.name).update(**objective), rows)
+
+    def optim_step(
+        self,
+        learning_rate: float | None = None,
+        betas: tuple[float, float] | None = None,
+        epsilon: float | None = None,
+        weight_decay: float | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """Make one optimizer step; a setting replaces the one of `trainer` in this step."""
+        overrides = StepOverrides(learning_rate, betas, epsilon, weight_decay, max_grad_norm)
+        self.session.optim_step(self.name, overrides)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """Return a function that makes and runs the stage of that name, or calls the user's method of that name."""

@@ -23,7 +23,7 @@ from braidrl.config import Config
 from braidrl.data.rows import Rows
 from braidrl.engines.deployment import Engines
 from braidrl.engines.requests import Response
-from braidrl.flow import Kind, Stage
+from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.training import operations
 from braidrl.training.backends import TrainingBackend
@@ -75,29 +75,31 @@ class DeviceUsage:
         return own_rates(self.device, self.threads)
 
     @contextmanager
-    def memory_of(self, stage: Stage, sums: Sums) -> Iterator[None]:
-        """Add the peak memory of the block."""
+    def memory_of(self, name: str | None, sums: Sums) -> Iterator[None]:
+        """Add the peak memory of the block, under the name of a stage with a model; one without reports nothing."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         yield
-        self.note_memory(stage, sums)
+        if name is not None:
+            self.note_memory(name, sums)
 
-    def note_memory(self, stage: Stage, sums: Sums) -> None:
-        """Add the peak memory since `memory_of` began, or since the start; a stage without a model reports nothing."""
-        if stage.kind not in (Kind.GENERATE, Kind.INFER, Kind.TRAIN):
-            return
+    def note_memory(self, name: str, sums: Sums) -> None:
+        """Add the peak memory since `memory_of` began, or since the start."""
         if self.device.type == "cuda":
-            sums.add(f"memory/{stage.name}/allocated_max", torch.cuda.max_memory_allocated())
-            sums.add(f"memory/{stage.name}/reserved_max", torch.cuda.max_memory_reserved())
+            sums.add(f"memory/{name}/allocated_max", torch.cuda.max_memory_allocated())
+            sums.add(f"memory/{name}/reserved_max", torch.cuda.max_memory_reserved())
         else:
-            sums.add(f"memory/{stage.name}/resident_max", psutil.Process().memory_info().rss)
+            sums.add(f"memory/{name}/resident_max", psutil.Process().memory_info().rss)
 
     @contextmanager
-    def computing(self, stage: Stage, worker: TrainingBackend, sums: Sums, *passes: Rows) -> Iterator[None]:
-        """Add the utilisation of operations per second in the block, for an infer or train stage; a user's own worker
-        is not measured.
+    def computing(
+        self, name: str, worker: TrainingBackend, sums: Sums, *passes: Rows, trains: bool = False
+    ) -> Iterator[None]:
+        """Add the utilisation of operations per second in the block, under a stage's name; a user's own worker is not
+        measured.
 
-        `passes` are the rows that go through the model; none during an optimizer step.
+        `passes` are the rows that go through the model, forward and if it `trains` backward; none during an optimizer
+        step.
         """
         start = time.perf_counter()
         yield
@@ -112,9 +114,9 @@ class DeviceUsage:
             counts = TokenCounts.of(rows, worker.shares_prompts(rows))
             # A backward pass takes as many operations for gradients of activations, and as many again for those of
             # trained weights.
-            factor = 1.0 if stage.kind is not Kind.TRAIN else 2.0 if worker.lora is not None else 3.0
+            factor = 1.0 if not trains else 2.0 if worker.lora is not None else 3.0
             done += factor * operations.forward_operations(sizes, counts)
-        sums.add(f"utilisation/operations/{stage.name}", done, (time.perf_counter() - start) * peak)
+        sums.add(f"utilisation/operations/{name}", done, (time.perf_counter() - start) * peak)
 
     def _sizes_of(self, role: str, scalar: bool = False) -> MatrixSizes:
         if role not in self._sizes:

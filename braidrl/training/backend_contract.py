@@ -18,6 +18,7 @@ from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective
+from braidrl.training.optimizer import StepOverrides
 
 TOLERANCE = 1e-9
 
@@ -93,6 +94,15 @@ def a_step_changes_the_weights_on_every_rank(subject: BackendUnderTest) -> None:
     assert not len(subject.rows) or not torch.equal(after, before)
 
 
+def a_step_may_have_its_own_learning_rate(subject: BackendUnderTest) -> None:
+    backend = subject.make()
+    before = subject.log_probs(backend)
+    backend.forward_backward(subject.objective, subject.rows, Sums())
+    norm = backend.optim_step(subject.counts, 1, StepOverrides(learning_rate=0.0))
+    assert norm is not None and norm > 0
+    same(subject.log_probs(backend), before)
+
+
 def training_continues_identically_after_export_and_load(subject: BackendUnderTest) -> None:
     backend, other = subject.make(), subject.make()
     subject.step(backend)
@@ -109,5 +119,6 @@ CHECKS: tuple[Callable[[BackendUnderTest], None], ...] = (
     a_batch_may_arrive_in_pieces,
     nothing_counted_changes_nothing,
     a_step_changes_the_weights_on_every_rank,
+    a_step_may_have_its_own_learning_rate,
     training_continues_identically_after_export_and_load,
 )

@@ -31,6 +31,7 @@ from braidrl.importing import PluginRegistry
 from braidrl.observe.metrics import Sums
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Objective
+from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel, apply_layout
 from braidrl.training.role_settings import settings_of
 from braidrl.weights.shards import WeightPart
@@ -140,9 +141,11 @@ class TrainingBackend(Protocol):
         `sums` gets metrics.
         """
 
-    def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+    def optim_step(
+        self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED
+    ) -> float | None:
         """Divide the accumulated sums by their global counts, and run one optimizer step; a sum whose count is 0 is
-        left out.
+        left out. Settings in `overrides` hold for this step alone.
 
         Returns the 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means
         that nothing was updated. `iteration`, from 1, is for the learning-rate schedule.

@@ -14,7 +14,7 @@ All tensors are flat over the A action tokens of a micro-batch;
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -93,9 +93,11 @@ class Objective:
     entropy_coef: float = 0.0
     correction: tuple[Entry, Mapping[str, Any]] | None = None
     auxiliary: tuple[Likelihood, ...] = ()
+    name: str = "update"
+    """The name in metrics and messages, which is that of its stage."""
 
     @staticmethod
-    def of(role: str, params: Mapping[str, Any]) -> "Objective":
+    def of(role: str, params: Mapping[str, Any], name: str = "update") -> "Objective":
         """Resolve the parameters of an `update` stage, by name or with settings.
 
         Raises UserError for a name that is not registered.
@@ -122,7 +124,17 @@ class Objective:
             params.get("entropy_coef", 0.0),
             chosen.get("correction"),
             tuple(auxiliary),
+            name,
         )
+
+    def numbered(self, number: int) -> "Objective":
+        """Return the objective with denominators of its own, if it is not the first (0) of an optimizer step: sums of
+        several objectives are divided by their own counts.
+        """
+        if not number:
+            return self
+        terms = tuple(replace(term, denominator=f"{term.denominator}#{number}") for term in self.auxiliary)
+        return replace(self, denominator=f"{self.denominator}#{number}", auxiliary=terms)
 
     @property
     def denominators(self) -> tuple[str, ...]:
@@ -291,6 +303,36 @@ class UpdateCounts:
     @staticmethod
     def of(index: Rows) -> "UpdateCounts":
         return UpdateCounts(denominators(index), named_rows(index.uids()))
+
+
+@dataclass
+class Accumulated:
+    """The objectives that were accumulated for one optimizer step, with their loss sums and global counts."""
+
+    objectives: list[Objective] = field(default_factory=list)
+    losses: dict[str, float] = field(default_factory=dict)
+    """This process's loss sums by denominator."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """The global count of each denominator."""
+    rows: str = ""
+    """The description of the rows for messages."""
+
+    def own_sums(self, objective: Objective) -> Objective:
+        """Return the objective with the denominators that it has in this step; one that is repeated keeps its own."""
+        known = [self.objectives.index(objective)] if objective in self.objectives else [len(self.objectives)]
+        return objective.numbered(known[0])
+
+    def add(self, objective: Objective, losses: Mapping[str, float], update: UpdateCounts) -> "Accumulated":
+        """Add loss sums of `own_sums(objective)` over rows with these counts; return self."""
+        numbered = self.own_sums(objective)
+        if objective not in self.objectives:
+            self.objectives.append(objective)
+        for key in numbered.denominators:
+            self.counts[key] = self.counts.get(key, 0.0) + update.counts[key.partition("#")[0]]
+        for key, loss in losses.items():
+            self.losses[key] = self.losses.get(key, 0.0) + loss
+        self.rows = self.rows or update.rows
+        return self
 
 
 def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:

@@ -2,12 +2,14 @@
 
 loss sums ──backward──▶ gradient sums per denominator ──step: / global count, clip──▶ master weights ──▶ model weights
 
-Each rank holds gradient, master and moments of its own shard of a parameter. `trainer.optimizer` selects the optimizer;
+Each rank holds gradient, master and moments of its own shard of a parameter. `trainer.optimizer` selects the optimizer:
+a function of the masters by name, whole parameters or DTensors of sharded ones.
 `braidrl.training.optimizer_contract` holds the checks that it must pass.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -21,13 +23,15 @@ from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
 from braidrl.training.lora import import_optional
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.weights.shards import local_shard, shard_of
+from braidrl.weights.shards import as_dtensor, local_shard, shard_of
 
 MASTER_BYTES = 4
 OPTIMIZERS = PluginRegistry(
     "optimizer", {name: f"braidrl.training.optimizer:{name}" for name in ("adamw", "adamw8bit", "sgd")}
 )
-"""Optimizers by name: called with a list of tensors, `lr` and settings by keyword, as in `torch.optim`."""
+"""Optimizers by name: called with pairs of name and tensor, `lr` and settings by keyword, as in `torch.optim`."""
+NamedParameters = Sequence[tuple[str, Tensor]]
+"""A model's parameters by name; those of a sharded model are DTensors."""
 BLOCK = 256
 """Codes of 8-bit moments that share a scale."""
 MOMENT_BYTES = {"adamw": float(MASTER_BYTES), "adamw8bit": 1 + torch.float32.itemsize / BLOCK}
@@ -43,17 +47,22 @@ def moment_bytes(config: TrainerConfig) -> float:
     return MOMENT_BYTES.get(config.optimizer, MASTER_BYTES)
 
 
-def adamw(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+def local_shards(parameters: NamedParameters) -> list[tuple[str, Tensor]]:
+    """Return each parameter's local shard: enough for an optimizer that computes element by element."""
+    return [(name, local_shard(parameter)) for name, parameter in parameters]
+
+
+def adamw(parameters: NamedParameters, lr: float, **settings: Any) -> torch.optim.Optimizer:
     """Return torch's AdamW in one fused pass over all tensors."""
-    return torch.optim.AdamW(parameters, lr=lr, fused=True, **settings)
+    return torch.optim.AdamW(local_shards(parameters), lr=lr, fused=True, **settings)
 
 
-def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+def sgd(parameters: NamedParameters, lr: float, **settings: Any) -> torch.optim.Optimizer:
     """Return torch's SGD, which has no state without momentum."""
-    return torch.optim.SGD(parameters, lr=lr, fused=True, **settings)
+    return torch.optim.SGD(local_shards(parameters), lr=lr, fused=True, **settings)
 
 
-def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+def adamw8bit(parameters: NamedParameters, lr: float, **settings: Any) -> torch.optim.Optimizer:
     """Return AdamW with 8-bit moments by bitsandbytes. Raises UserError if it is not installed.
 
     Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Parameters of fewer than 4,096 numbers keep
@@ -76,7 +85,7 @@ def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch
             super().update_step(group, p, gindex, pindex)
             state["step"] = torch.tensor(float(state["step"]))
 
-    return AdamW8bit(parameters, lr=lr, **settings)
+    return AdamW8bit(local_shards(parameters), lr=lr, **settings)
 
 
 def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
@@ -86,7 +95,7 @@ def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
 
 
 def check_optimizer(config: TrainerConfig) -> None:
-    """Raise UserError for an unknown optimizer or unknown settings."""
+    """Raise UserError for an unknown optimizer, unknown settings, or an optimizer that leaves a parameter out."""
     OPTIMIZERS.check(config.optimizer)
     if config.optimizer not in MOMENT_BYTES:
         OPTIMIZERS.check_settings(config.optimizer, config.optimizer_settings)
@@ -97,10 +106,59 @@ def check_optimizer(config: TrainerConfig) -> None:
                     "what that one has in "
                     "trainer.optimizer_settings"
                 )
+    named = [("model.embed_tokens.weight", torch.zeros(2, 2)), ("model.layers.0.mlp.up_proj.weight", torch.zeros(2, 2))]
+    named += [("model.layers.0.experts.up_proj", torch.zeros(2, 2, 2)), ("model.norm.weight", torch.zeros(2))]
     try:
-        OPTIMIZERS.find(config.optimizer)([torch.zeros(1)], lr=config.learning_rate, **optimizer_settings(config))
+        trained_tensors(make_optimizer(named, config, config.learning_rate), [name for name, _ in named], config)
     except (TypeError, ValueError) as error:
         raise UserError(f"trainer.optimizer={config.optimizer}: {' '.join(str(error).split())}") from error
+
+
+def make_optimizer(parameters: NamedParameters, config: TrainerConfig, lr: float) -> torch.optim.Optimizer:
+    """Return the configured optimizer of these parameters."""
+    made: torch.optim.Optimizer = OPTIMIZERS.find(config.optimizer)(parameters, lr=lr, **optimizer_settings(config))
+    return made
+
+
+def trained_tensors(made: torch.optim.Optimizer, names: Sequence[str], config: TrainerConfig) -> list[Tensor]:
+    """Return the tensors that an optimizer updates, in the order of `names`: those given, or their local shards.
+
+    Raises UserError if it lacks one.
+    """
+    tensors = {
+        name: tensor
+        for group in made.param_groups
+        for name, tensor in zip(group.get("param_names", ()), group["params"], strict=False)
+    }
+    if lacking := [name for name in names if name not in tensors]:
+        raise UserError(
+            f"trainer.optimizer={config.optimizer} does not train {lacking[0]}; pass every pair (name, tensor) that it "
+            "is given to torch.optim.Optimizer, in one group or another"
+        )
+    return [tensors[name] for name in names]
+
+
+@dataclass(frozen=True)
+class StepOverrides:
+    """Settings of a single optimizer step in place of the configured ones; None keeps the configured one."""
+
+    learning_rate: float | None = None
+    """The rate of this step, without the schedule."""
+    betas: tuple[float, float] | None = None
+    epsilon: float | None = None
+    weight_decay: float | None = None
+    max_grad_norm: float | None = None
+    """The gradient's norm after clipping; infinity does not clip."""
+
+    def group_settings(self) -> dict[str, Any]:
+        """Return the settings of parameter groups by torch's names."""
+        given = {"betas": self.betas, "eps": self.epsilon, "weight_decay": self.weight_decay}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+CONFIGURED = StepOverrides()
+GROUP_SETTINGS = {"betas": "betas", "eps": "epsilon", "weight_decay": "weight_decay"}
+"""The settings of parameter groups that a step may override, and their names in `StepOverrides`."""
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -130,25 +188,34 @@ class MasterOptimizer:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         config: TrainerConfig,
         peak: float,
         ranks: DataParallel | None = None,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """Create the optimizer; `numbers` are the parameters' indices in the full model, for a rank that holds only
-        some.
+        """Create the optimizer of a model's parameters by name; frozen ones are left out.
+
+        `numbers` are the parameters' indices in the full model, for a rank that holds only some.
         """
         self.ranks = ranks or DataParallel()
-        self.numbers = numbers or range(len(parameters))
-        placed = zip(self.numbers, parameters, strict=True)
-        self.by_number = {number: p for number, p in placed if p.requires_grad}
+        numbered = zip(numbers or range(len(parameters)), parameters.items(), strict=True)
+        trained = [(number, name, p) for number, (name, p) in numbered if p.requires_grad]
+        self.names = [name for _, name, _ in trained]
+        self.by_number = {number: p for number, _, p in trained}
         self.parameters = list(self.by_number.values())
         self.config, self.peak = config, peak
         parts = [local_shard(p) for p in self.parameters]
         self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
-        make = OPTIMIZERS.find(config.optimizer)
-        self.optimizer: torch.optim.Optimizer = make(self.masters, lr=peak, **optimizer_settings(config))
+        named = list(zip(self.names, map(as_dtensor, self.masters, self.parameters), strict=True))
+        self.optimizer = make_optimizer(named, config, peak)
+        self.updated = trained_tensors(self.optimizer, self.names, config)
+        """The tensors that the optimizer updates, in the memory of the masters."""
+        self.shares = [group["lr"] / peak if peak else 1.0 for group in self.optimizer.param_groups]
+        """Each parameter group's learning rate as a multiple of the model's."""
+        self.group_settings = [
+            {name: group[name] for name in GROUP_SETTINGS if name in group} for group in self.optimizer.param_groups
+        ]
         self.sums: dict[str, list[Tensor | None]] = {}
         self.collecting: list[Tensor | None] = []
         self.steps = 0
@@ -157,15 +224,14 @@ class MasterOptimizer:
             parameter.register_post_accumulate_grad_hook(partial(_collect, ref(self), i))
 
     @torch.no_grad()
-    def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
+    def read_masters(self, files: Mapping[str, Tensor], stored: Mapping[str, str] | None = None) -> None:
         """Initialise master copies from the saved weights, before rounding to the model's dtype.
 
-        A master that starts on a rounded weight must move half a rounding step before the weight changes. `names` are
-        those of the given parameters, in order; `files` holds full tensors in saved precision, of which some may be
-        missing.
+        A master that starts on a rounded weight must move half a rounding step before the weight changes. `files` holds
+        full tensors in saved precision, of which some may be missing, and `stored` their names in it where they differ.
         """
-        named = [name for name, number in zip(names, self.numbers, strict=True) if number in self.by_number]
-        for name, parameter, master in zip(named, self.parameters, self.masters, strict=True):
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            name = (stored or {}).get(name, name)
             if parameter.dtype != master.dtype and name in files:
                 master.copy_(shard_of(files[name], parameter))
 
@@ -173,13 +239,16 @@ class MasterOptimizer:
         """Direct the gradients of later backward passes to this denominator's sum."""
         self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
 
-    def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+    def step(
+        self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED
+    ) -> float | None:
         """Divide every sum by its global count, update, and return the gradient norm before clipping.
 
         All ranks pass the same denominators. A sum with count 0 is left out; if all are, nothing is updated and None is
         returned. If the norm is not finite, nothing is updated. Raises UserError if weights are not finite after the
-        update.
+        update, or for an override that the optimizer does not have.
         """
+        self._set_groups(iteration, overrides)
         counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
         sums = {name: self.sums.get(name, [None] * len(self.parameters)) for name in counted}
         for name, some in sums.items() if self.ranks.size > 1 else ():
@@ -194,16 +263,20 @@ class MasterOptimizer:
             parts = [part.div_(counted[name]) for name, all_parts in sums.items() if (part := all_parts[i]) is not None]
             master.grad = sum(parts[1:], parts[0]) if parts else None
         total = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
-        if self.config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, total)
+        most = self.config.max_grad_norm if overrides.max_grad_norm is None else overrides.max_grad_norm
+        if most is not None and most != math.inf:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, most, total)
         norm = float(total)
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            return norm
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(iteration, self.config, self.peak)
-        self.optimizer.step()
+        if math.isfinite(norm):
+            for master, parameter, updated in zip(self.masters, self.parameters, self.updated, strict=True):
+                if master.grad is not None and updated is not master:
+                    updated.grad = as_dtensor(master.grad, parameter if isinstance(updated, DTensor) else updated)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        for master in self.masters:
+            master.grad = None
+        if not math.isfinite(norm):
+            return norm
         if not all_finite(self.masters):
             raise UserError(
                 f"iteration {iteration}: weights are infinite or NaN after an update with learning rate "
@@ -214,6 +287,20 @@ class MasterOptimizer:
         self.steps += 1
         self._publish()
         return norm
+
+    def _set_groups(self, iteration: int, overrides: StepOverrides) -> None:
+        """Set this step's learning rate and settings in every parameter group."""
+        given = overrides.group_settings()
+        if lacking := [name for name in given if not any(name in settings for settings in self.group_settings)]:
+            raise UserError(
+                f"optim_step: {GROUP_SETTINGS[lacking[0]]} is not a setting of "
+                f"trainer.optimizer={self.config.optimizer}; leave it out"
+            )
+        rate = overrides.learning_rate
+        rate = learning_rate(iteration, self.config, self.peak) if rate is None else rate
+        for group, share, settings in zip(self.optimizer.param_groups, self.shares, self.group_settings, strict=True):
+            group["lr"] = rate * share
+            group.update({name: given.get(name, value) for name, value in settings.items()})
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -232,24 +319,29 @@ class MasterOptimizer:
         """Return the optimizer's tensors, without the model's own weights."""
         return [tensor for name, tensor in self.state().items() if name != "steps"]
 
+    def groups(self) -> list[list[int]]:
+        """Return the parameters' numbers by parameter group; the parameters of a group have the same state."""
+        numbers = dict(zip(self.names, self.by_number, strict=True))
+        return [[numbers[name] for name in group["param_names"]] for group in self.optimizer.param_groups]
+
     def state(self) -> dict[str, Tensor]:
         """Return the state for exact resume as flat tensors by name: master copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}
-        for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
+        for (i, parameter), master, updated in zip(self.by_number.items(), self.masters, self.updated, strict=True):
             if parameter.dtype != master.dtype:
                 tensors[f"{i}.master"] = master
-            for name, value in self.optimizer.state.get(master, {}).items():
+            for name, value in self.optimizer.state.get(updated, {}).items():
                 if value is None:
                     continue  # as in SGD without momentum
                 # A checkpoint shards state like its parameter.
-                divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
+                divisible = isinstance(value, Tensor) and value.shape in (updated.shape, torch.Size())
                 if not divisible and name not in UNDIVIDED:
                     raise UserError(
                         f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its "
                         "parameter's shape and no "
                         "tensor of one number; a checkpoint holds only these"
                     )
-                tensors[f"{i}.{name}"] = value
+                tensors[f"{i}.{name}"] = local_shard(value)
         return tensors
 
     @torch.no_grad()
@@ -263,16 +355,18 @@ class MasterOptimizer:
         for key, tensor in tensors.items():
             number, _, name = key.partition(".")
             saved.setdefault(number, {})[name] = tensor
-        for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
+        for (i, parameter), master, updated in zip(self.by_number.items(), self.masters, self.updated, strict=True):
             own = saved.get(str(i), {})
             if (kept := own.pop("master", None)) is not None:
                 master.copy_(kept)
             elif parameter.dtype != master.dtype:
                 # Saved where the weights were their own masters; `read_masters` reads these in full.
                 master.copy_(local_shard(parameter))
-            self.optimizer.state.pop(master, None)
-            if own:
-                self.optimizer.state[master] = {n: tensor.to(master.device, copy=True) for n, tensor in own.items()}
+            self.optimizer.state.pop(updated, None)
+            kind = parameter if isinstance(updated, DTensor) else master
+            for name, tensor in own.items():
+                tensor = tensor.to(master.device, copy=True)
+                self.optimizer.state[updated][name] = as_dtensor(tensor, kind) if tensor.dim() else tensor
         self._publish()
 
 

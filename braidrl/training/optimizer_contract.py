@@ -34,7 +34,8 @@ class OptimizerUnderTest:
         settings = {"optimizer": self.name, "optimizer_settings": dict(self.settings), "max_grad_norm": None, **trainer}
         config = TrainerConfig(learning_rate=self.learning_rate, **settings)
         check_optimizer(config)
-        return MasterOptimizer([nn.Parameter(weight.clone()) for weight in weights], config, self.learning_rate)
+        parameters = {f"layers.{n}.weight": nn.Parameter(weight.clone()) for n, weight in enumerate(weights)}
+        return MasterOptimizer(parameters, config, self.learning_rate)
 
 
 def weights(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -105,6 +106,4 @@ CHECKS: tuple[Callable[[OptimizerUnderTest], None], ...] = (
     a_restored_state_continues_bit_for_bit,
     a_shard_of_a_parameter_steps_as_in_the_full_one,
 )
-"""Leave out the last check for an optimizer that needs whole matrices, and train it only in layouts that shard none
-(`shard: none`).
-"""
+"""Leave out the last check for an optimizer that needs whole matrices: it gathers those of a DTensor itself."""

@@ -19,6 +19,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, BackendSpec
 from braidrl.training.objective import Objective
+from braidrl.training.optimizer import CONFIGURED, StepOverrides
 
 
 class PlainBackend:
@@ -35,6 +36,7 @@ class PlainBackend:
         self.longest = spec.config.trainer.max_grad_norm or torch.inf
         self.model: Any = AutoModelForCausalLM.from_pretrained(spec.path, dtype=spec.dtype)
         self.model.requires_grad_(spec.train)
+        self.learning_rate = spec.learning_rate
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=spec.learning_rate) if spec.train else None
 
     def predict(self, rows: Rows) -> tuple[dict[str, Tensor], Tensor]:
@@ -72,9 +74,17 @@ class PlainBackend:
             advance(len(rows), len(rows["tokens"].values))
         return {name: float(loss.detach()) for name, loss in losses.items()}
 
-    def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+    def optim_step(
+        self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED
+    ) -> float | None:
         assert self.optimizer is not None
+        if len(denominators) > 1 or overrides != StepOverrides(
+            overrides.learning_rate, max_grad_norm=overrides.max_grad_norm
+        ):
+            raise UserError("PlainBackend steps on one objective, with a learning rate and max_grad_norm alone")
         (count,) = denominators.values()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate if overrides.learning_rate is None else overrides.learning_rate
         parameters = list(self.model.parameters())
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self.optimizer.zero_grad()
@@ -83,7 +93,8 @@ class PlainBackend:
         self.ranks.all_reduce_gradients(gradients, parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.div_(count)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.longest)
+        longest = self.longest if overrides.max_grad_norm is None else overrides.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, longest)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norm)

@@ -17,7 +17,9 @@ class Lion(torch.optim.Optimizer):
     It needs about a tenth of AdamW's learning rate.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, Tensor]], lr: float, betas: tuple[float, float] = (0.9, 0.99)
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas})
 
     @torch.no_grad()

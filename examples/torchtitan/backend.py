@@ -37,7 +37,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, BackendSpec, ShardedBackend
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Objective
-from braidrl.training.optimizer import MasterOptimizer
+from braidrl.training.optimizer import CONFIGURED, MasterOptimizer, StepOverrides
 from braidrl.training.roles.checkpoint import divided_state
 from braidrl.weights.checkpoint_files import WeightFiles
 from braidrl.weights.shards import WeightPart, as_dtensor, local_shard, shard_of, storages, weight_parts
@@ -98,7 +98,7 @@ class TitanBackend(ShardedBackend):
         self.offloadable = {"weights": OffloadableTensors(self.model.parameters)}
         self.optimizer: MasterOptimizer | None = None
         if spec.train:
-            parameters = list(self.model.parameters())
+            parameters = dict(self.model.named_parameters())
             self.optimizer = MasterOptimizer(parameters, spec.config.trainer, spec.learning_rate, self.ranks)
             self.offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
 
@@ -138,9 +138,11 @@ class TitanBackend(ShardedBackend):
                     advance(1, len(row["tokens"].values))
         return totals
 
-    def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+    def optim_step(
+        self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED
+    ) -> float | None:
         assert self.optimizer is not None
-        norm = self.optimizer.step(denominators, iteration)
+        norm = self.optimizer.step(denominators, iteration, overrides)
         self.weight_updates += norm is not None
         return norm
 

@@ -99,7 +99,7 @@ def test_consecutive_skipped_updates_end_the_run_and_keep_good_weights(
     last = next(n for n in range(1, 20) if all(map(infinite, range(n, n + most))))
     step, calls = MasterOptimizer.step, []
 
-    def overflowing(self: MasterOptimizer, denominators: Any, iteration: int) -> float | None:
+    def overflowing(self: MasterOptimizer, denominators: Any, iteration: int, overrides: Any) -> float | None:
         calls.append(iteration)
         return float("inf") if infinite(len(calls)) else step(self, denominators, iteration)
 
@@ -122,7 +122,7 @@ def test_consecutive_skipped_updates_end_the_run_and_keep_good_weights(
 def test_a_huge_learning_rate_is_noticed_by_the_step_that_uses_it(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = MasterOptimizer(
-        [parameter], TrainerConfig(learning_rate=1.0, optimizer="sgd", max_grad_norm=None), 3e38
+        {"weight": parameter}, TrainerConfig(learning_rate=1.0, optimizer="sgd", max_grad_norm=None), 3e38
     )
     optimizer.collect("rows")
     (parameter * 9.0).sum().backward()

@@ -35,7 +35,7 @@ from braidrl.weights.publisher import ModelWeights
 from braidrl.weights.transport_contract import CHECKS as TRANSPORT_CHECKS
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
 from tests.examples.test_documentation import section
-from tests.tiny import ROOT, Workshop, recorded, weights_of
+from tests.tiny import ROOT, Workshop, load_module, recorded, weights_of
 from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows
 
 PLUGINS = ROOT / "examples" / "plugins"
@@ -70,6 +70,25 @@ LION = OptimizerUnderTest(f"{PLUGINS}/optimizer.py:Lion", {"betas": [0.9, 0.95]}
 @pytest.mark.parametrize("check", OPTIMIZER_CHECKS, ids=lambda check: check.__name__)
 def test_the_optimizer_keeps_the_contract(check: Callable[[OptimizerUnderTest], None]) -> None:
     check(LION)
+
+
+@pytest.mark.parametrize("check", OPTIMIZER_CHECKS[:-1], ids=lambda check: check.__name__)
+def test_the_optimizer_of_whole_matrices_keeps_the_contract(check: Callable[[OptimizerUnderTest], None]) -> None:
+    check(OptimizerUnderTest(f"{PLUGINS}/muon.py:Muon"))
+
+
+def test_muon_orthogonalises_each_matrix_of_a_stack_and_leaves_the_vocabulary_to_adamw() -> None:
+    muon = load_module(PLUGINS / "muon.py")
+    torch.manual_seed(3)
+    stack = torch.randn(3, 6, 10, dtype=torch.float64)
+    values = torch.linalg.svdvals(muon.newton_schulz(stack, 5))
+    assert values.min() > 0.6 and values.max() < 1.3
+    for matrix, found in zip(stack, muon.newton_schulz(stack, 5), strict=True):
+        torch.testing.assert_close(found, muon.newton_schulz(matrix, 5), rtol=0, atol=1e-12)
+    shapes = {"model.embed_tokens.weight": (9, 4), "lm_head.weight": (9, 4), "model.norm.weight": (4,)}
+    shapes |= {"model.layers.0.mlp.experts.down_proj": (3, 4, 6), "model.layers.0.self_attn.q_proj.weight": (4, 4)}
+    made = muon.Muon([(name, torch.zeros(shape)) for name, shape in shapes.items()], lr=1.0)
+    assert [group["param_names"] for group in made.param_groups] == [list(shapes)[3:], list(shapes)[:3]]
 
 
 def test_a_run_trains_with_the_optimizer(workshop: Workshop) -> None:

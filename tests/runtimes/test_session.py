@@ -21,6 +21,7 @@ from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
 from braidrl.flow import actor, advantage, loss, select
 from braidrl.runtimes.session import Session
+from braidrl.training.compute.packed import pack
 from tests.invariants.traces import assert_same_weights, merged
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, TOKENIZER, Workshop, load_module, weights_of
@@ -79,6 +80,67 @@ def test_a_loop_by_hand_trains_as_the_recipe_does(
     metrics = grpo_by_hand(workshop.config("by-hand", **settings(runtime)), workshop.folder / "saved", old)
     assert_same_weights(load_file(workshop.folder / "saved" / "actor" / "model.safetensors"), weights_of(recipe))
     assert len(metrics) == STEPS and all(found["actor/grad_norm"] > 0 for found in metrics)
+
+
+def two_objectives(config: Config, folder: Path) -> dict[str, float]:
+    """Train once on two objectives of different rows, with settings of the step."""
+    with Session(config) as session:
+        rows = session.reward.verify(session.actor.generate(session.prompts()))
+        rows = session.actor.log_probs(session.reference.log_probs(rows))
+        rows = session.advantage.group_normalized(rows)
+        clipped: dict[str, Any] = {"loss": loss.clip(low=0.2, high=0.2), "aggregate": "token-mean"}
+        session.actor.forward_backward(rows, **clipped)
+        session.actor.forward_backward(rows.take(list(range(8))), loss="sft", aggregate="seq-mean-token-sum")
+        session.actor.optim_step(learning_rate=2e-3, betas=(0.5, 0.6), epsilon=1e-3, max_grad_norm=0.1)
+        found = session.metrics()
+        session.save(folder)
+    return found
+
+
+@pytest.mark.parametrize("runtime", ["eager", "hybrid"])
+def test_objectives_that_are_accumulated_and_stepped_once_equal_their_sum(
+    workshop: Workshop, warm_cluster: WarmCluster, runtime: str
+) -> None:
+    tree = settings(runtime)
+    del tree["trainer"]["rows_per_update"]
+    metrics = two_objectives(workshop.config("apart", **tree), workshop.folder / "apart")
+    # The sum of both losses, by one backward pass.
+    wanted, norm = summed_by_hand(workshop.config("by-hand", **{**tree, "runtime": "eager"}))
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-7)
+    assert_same_weights(load_file(workshop.folder / "apart" / "actor" / "model.safetensors"), wanted)
+
+
+def summed_by_hand(config: Config) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the weights and the gradient's norm of one AdamW step on the sum of both objectives."""
+    with Session(config) as session:
+        rows = session.reward.verify(session.actor.generate(session.prompts()))
+        rows = session.actor.log_probs(session.reference.log_probs(rows))
+        rows = session.advantage.group_normalized(rows).rows
+        worker: Any = session.backend.executor.workers["actor"]
+        total = torch.zeros((), dtype=torch.float64)
+        for row in range(len(rows)):
+            log_probs = worker.predict(pack(rows.take([row]), torch.device("cpu")))["log_probs"]
+            # On the first step nothing is clipped; old log-probs are rounded to float32.
+            ratio = (log_probs - rows["old_log_probs"][row]).exp()
+            total = total - (ratio * rows["advantage"][row]).sum() / rows["action_tokens"].sum()
+            total = total - log_probs.sum() / 8 if row < 8 else total
+        named = dict(worker.model.named_parameters())
+        gradients = torch.autograd.grad(total, list(named.values()))
+    copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in named.items()}
+    for parameter, gradient in zip(copies.values(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer = torch.optim.AdamW(copies.values(), lr=2e-3, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.0)
+    norm = torch.nn.utils.clip_grad_norm_(copies.values(), 0.1)
+    optimizer.step()
+    return {name: parameter.detach() for name, parameter in copies.items()}, float(norm)
+
+
+def test_an_optimizer_step_without_accumulated_gradients_is_refused(workshop: Workshop) -> None:
+    with (
+        Session(workshop.config(**settings())) as session,
+        pytest.raises(UserError, match=r"actor\.optim_step: nothing was accumulated; call session\.actor\.forward"),
+    ):
+        session.actor.optim_step()
 
 
 def test_of_a_session_that_has_ended_no_weight_is_left(workshop: Workshop) -> None:

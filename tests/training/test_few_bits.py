@@ -102,7 +102,7 @@ def test_eight_bit_moments_train_like_float32_in_a_quarter_of_memory() -> None:
 
     def trained(**settings: Any) -> tuple[torch.Tensor, int]:
         config = TrainerConfig(learning_rate=1e-2, max_grad_norm=None, **settings)
-        optimizer = MasterOptimizer([nn.Parameter(start.clone())], config, config.learning_rate)
+        optimizer = MasterOptimizer({"weight": nn.Parameter(start.clone())}, config, config.learning_rate)
         (weights,) = train(optimizer, range(1, 21))
         return weights, sum(tensor.nbytes for tensor in optimizer.tensors())
 

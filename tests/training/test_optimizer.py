@@ -16,7 +16,7 @@ from torch import nn
 
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
-from braidrl.training.optimizer import MasterOptimizer, learning_rate
+from braidrl.training.optimizer import MasterOptimizer, StepOverrides, check_optimizer, learning_rate
 from braidrl.training.optimizer_contract import CHECKS, OptimizerUnderTest
 
 
@@ -30,7 +30,7 @@ def parameter(*values: float, dtype: torch.dtype = torch.float64) -> nn.Paramete
 
 def make(p: nn.Parameter, **given: Any) -> MasterOptimizer:
     config = trainer(**given)
-    return MasterOptimizer([p], config, config.learning_rate)
+    return MasterOptimizer({"weight": p}, config, config.learning_rate)
 
 
 def backward(optimizer: MasterOptimizer, losses: dict[str, torch.Tensor]) -> None:
@@ -159,7 +159,7 @@ def test_restored_optimizer_state_continues_bit_for_bit(dtype: torch.dtype) -> N
 def test_frozen_parameters_are_left_alone() -> None:
     frozen, p = parameter(1.0), parameter(1.0)
     frozen.requires_grad_(False)
-    optimizer = MasterOptimizer([frozen, p], trainer(), 0.1)
+    optimizer = MasterOptimizer({"frozen": frozen, "p": p}, trainer(), 0.1)
     backward(optimizer, {"tokens": (frozen * p).sum()})
     optimizer.step({"tokens": 1.0}, 1)
     assert frozen.item() == 1.0 and p.item() != 1.0
@@ -184,6 +184,61 @@ def test_optimizers_keep_the_contract(
     name: str, settings: dict[str, Any], check: Callable[[OptimizerUnderTest], None]
 ) -> None:
     check(OptimizerUnderTest(name, settings))
+
+
+class Forgetful(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__([(name, p) for name, p in parameters if p.dim() > 1], lr=lr)
+
+
+def test_an_optimizer_that_leaves_a_parameter_out_is_refused_by_its_name() -> None:
+    with pytest.raises(UserError, match=r"does not train model\.norm\.weight; pass every pair") as caught:
+        check_optimizer(trainer(optimizer=f"{__file__}:Forgetful"))
+    assert "\n" not in str(caught.value)
+
+
+class TwoRates(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        matrices = [pair for pair in parameters if pair[1].dim() > 1]
+        rest = [pair for pair in parameters if pair[1].dim() == 1]
+        super().__init__([{"params": matrices, "lr": 3 * lr}, {"params": rest}], lr=lr)
+
+
+def test_groups_by_name_and_shape_keep_their_share_of_the_scheduled_rate() -> None:
+    matrix, vector = nn.Parameter(torch.zeros(2, 2).double()), parameter(0.0, 0.0)
+    config = trainer(optimizer=f"{__file__}:TwoRates", learning_rate=0.4, warmup_steps=4, steps=10)
+    optimizer = MasterOptimizer({"matrix": matrix, "vector": vector}, config, config.learning_rate)
+    backward(optimizer, {"tokens": matrix.sum() + vector.sum()})
+    optimizer.step({"tokens": 1.0}, 1)
+    assert matrix[0, 0].item() == pytest.approx(-0.3) and vector[0].item() == pytest.approx(-0.1)
+
+
+def test_a_step_takes_its_own_rate_betas_and_clipping_and_the_next_the_configured_ones() -> None:
+    p, plain = parameter(1.0, 1.0), parameter(1.0, 1.0)
+    optimizer, other = make(p, max_grad_norm=1.0), make(plain, learning_rate=0.02, betas=(0.5, 0.6))
+    for one, q, overrides in (
+        (optimizer, p, StepOverrides(learning_rate=0.02, betas=(0.5, 0.6), max_grad_norm=math.inf)),
+        (other, plain, StepOverrides()),
+    ):
+        backward(one, {"tokens": (q * torch.tensor([30.0, 40.0])).sum()})
+        assert one.step({"tokens": 1.0}, 1, overrides) == pytest.approx(50.0)
+    assert torch.equal(p, plain)
+    torch.testing.assert_close(
+        optimizer.optimizer.state[p]["exp_avg"], torch.tensor([15.0, 20.0], dtype=torch.float64), rtol=1e-12, atol=0
+    )
+    backward(optimizer, {"tokens": p.sum()})
+    optimizer.step({"tokens": 1.0}, 2)
+    (group,) = optimizer.optimizer.param_groups
+    assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.999))
+
+
+def test_an_override_that_the_optimizer_does_not_have_is_refused_in_one_line() -> None:
+    p = parameter(1.0)
+    optimizer = make(p, optimizer="sgd")
+    backward(optimizer, {"tokens": p.sum()})
+    with pytest.raises(UserError, match=r"optim_step: betas is not a setting of trainer\.optimizer=sgd") as caught:
+        optimizer.step({"tokens": 1.0}, 1, StepOverrides(betas=(0.9, 0.99)))
+    assert "\n" not in str(caught.value)
 
 
 def test_optimizer_state_that_cannot_be_sharded_is_refused() -> None:

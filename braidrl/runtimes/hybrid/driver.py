@@ -55,6 +55,7 @@ from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
+from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.role_settings import settings_of
 from braidrl.training.roles.checkpoint import Write
 
@@ -82,6 +83,8 @@ class HybridBackend:
         self.groups = {role: group for group in workers.groups for role in group.pool.roles}
         self.keys = itertools.count()
         self.training: list[Output] = []
+        self.accumulated: dict[str, Stage] = {}
+        """The latest train stage whose gradients wait for an optimizer step, by role."""
         resources.enter_context(payload_forbidden())
 
     def read(self, origin: Origin) -> Handle:
@@ -127,17 +130,31 @@ class HybridBackend:
             copied = group.call("copy_weights", stage)
             self.training.append(Output(stage, None, iteration, sums, group, copied))
             return
-        index, objective = self.index(table), Objective.of(str(stage.role), stage.params)
+        self.index(table)
         for update in updates:
-            rows = index.take(update)
-            counts, chosen = ray.put(UpdateCounts.of(rows)), table.take(update)
-            if "group_tokens" in objective.aggregation.reads:
-                counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
-                chosen = chosen.with_output(counted)
-            chosen = replace(chosen, parts=by_length(rows, group.mesh.size, objective.whole_groups))
-            reads = frozenset((*columns_read(stage), *rows, "group_tokens"))
-            futures = group.call("update", chosen, counts, stage, iteration, reads=reads)
-            self.training.append(Output(stage, None, iteration, sums, group, futures))
+            self._begin_training("update", stage, table.take(update), iteration, sums)
+
+    def forward_backward(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> None:
+        self.index(table)
+        self._begin_training("forward_backward", stage, table, iteration, sums)
+        self.accumulated[str(stage.role)] = stage
+
+    def optim_step(self, role: str, iteration: int, sums: Sums, overrides: StepOverrides = CONFIGURED) -> None:
+        stage, group = self.accumulated.pop(role), self.groups[role]
+        futures = group.call("optim_step", stage, iteration, overrides)
+        self.training.append(Output(stage, None, iteration, sums, group, futures))
+
+    def _begin_training(self, method: str, stage: Stage, table: Handle, iteration: int, sums: Sums) -> None:
+        """Call a method of the role's workers on their parts of the rows, with the counts of all."""
+        group, rows = self.groups[str(stage.role)], table.index
+        counts, objective = ray.put(UpdateCounts.of(rows)), Objective.of(str(stage.role), stage.params)
+        if "group_tokens" in objective.aggregation.reads:
+            counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
+            table = table.with_output(counted)
+        table = replace(table, parts=by_length(rows, group.mesh.size, objective.whole_groups))
+        reads = frozenset((*columns_read(stage), *rows, "group_tokens"))
+        futures = group.call(method, table, counts, stage, iteration, reads=reads)
+        self.training.append(Output(stage, None, iteration, sums, group, futures))
 
     def publish(self, version: int) -> None:
         """Wait for all training, then load the weights into the engines."""

@@ -46,7 +46,8 @@ from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.prepare.setup import Prepared, after_first, set_up_torch, with_data, without_data
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowStore, RowText
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
-from braidrl.training.objective import UpdateCounts
+from braidrl.training.objective import Accumulated, UpdateCounts
+from braidrl.training.optimizer import StepOverrides
 from braidrl.training.parallel.layouts import DataParallel
 
 FETCHED_ROWS = 256
@@ -94,6 +95,8 @@ class HybridWorker:
         self.trace: TraceWriter | None = None
         self.meeting: dist.TCPStore | None = None
         self.kept: dict[int, Rows] = {}
+        self.accumulated: dict[str, Accumulated] = {}
+        """The objectives of each role's next optimizer step, of a session."""
         self.peers: dict[int, Any] = {}
         """Other workers of the run, found by name on first use."""
         self.exchanges: dict[str, dist.ProcessGroup] = {}
@@ -197,7 +200,7 @@ class HybridWorker:
         """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to
         workers.
         """
-        self.kept, self.peers = {}, {}
+        self.kept, self.peers, self.accumulated = {}, {}, {}
         self.executor.generation.checks.pending.clear()
         self.executor.methods.clear()
         self.writing.trouble()
@@ -281,6 +284,28 @@ class HybridWorker:
             iteration,
             lambda rows, sums: train(stage, [nullcontext((counts, rows))], iteration, sums, len(rows), counted=first),
         )
+
+    @register(protocol="DP")
+    def forward_backward(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
+        """Accumulate gradients of this rank's rows for the role's next optimizer step."""
+        objective = self.executor.objective(stage)
+        accumulated = self.accumulated.setdefault(objective.role, Accumulated())
+
+        def run(rows: Rows, sums: Sums) -> None:
+            with self.executor.progress.stage(stage.name, len(rows)) as bar:
+                losses = self.executor.forward_backward(accumulated.own_sums(objective), rows, sums, bar)
+            accumulated.add(objective, losses, counts)
+
+        return self._compute(part, stage, iteration, run)
+
+    @register(protocol="ONE_TO_ALL")
+    def optim_step(self, stage: Stage, iteration: int, overrides: StepOverrides) -> CallResult:
+        """Make one optimizer step of the accumulated objectives with the other ranks."""
+        role, sums, start = str(stage.role), Sums(), time.perf_counter()
+        accumulated, first = self.accumulated.pop(role), self.rank == 0
+        with traced(self.trace, role, stage.name, iteration, version=self.version):
+            self.executor.optim_step(role, accumulated, iteration, sums, first, overrides)
+        return CallResult(sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:

@@ -235,20 +235,26 @@ class Residency:
     def before(self, stage: Stage) -> None:
         """Load the assets that a stage needs; a stage without a model moves nothing."""
         if needed := stage_needs(stage, self.shared, self.copied):
-            # Engines sleep while the stage needs the device for something else; the one that generates wakes.
-            generates = {str(stage.role)} if stage.kind is Kind.GENERATE else set[str]()
-            for role in sorted(self.engines.keys() - self.asleep - generates):
-                self.engines[role].sleep()
-                self.asleep.add(role)
-            for role in generates & self.asleep:
-                self.engines[role].wake()
-                self.asleep.remove(role)
-            self.move(needed)
-            for role, weights in self.phases.items():
-                if Asset(role, "weights") in needed:
-                    weights.leave()
-                elif Asset(role, "engine") in needed:
-                    self.moves.note(role, weights.enter())
+            self._provide(needed, {str(stage.role)} if stage.kind is Kind.GENERATE else set())
+
+    def before_training(self, role: str) -> None:
+        """Load the assets that a role's training needs."""
+        self._provide(frozenset({Asset(role, "weights"), Asset(role, "optimizer")}), set())
+
+    def _provide(self, needed: frozenset[Asset], generates: set[str]) -> None:
+        # Engines sleep while the stage needs the device for something else; the one that generates wakes.
+        for role in sorted(self.engines.keys() - self.asleep - generates):
+            self.engines[role].sleep()
+            self.asleep.add(role)
+        for role in generates & self.asleep:
+            self.engines[role].wake()
+            self.asleep.remove(role)
+        self.move(needed)
+        for role, weights in self.phases.items():
+            if Asset(role, "weights") in needed:
+                weights.leave()
+            elif Asset(role, "engine") in needed:
+                self.moves.note(role, weights.enter())
 
     @contextmanager
     def all_of(self, role: str) -> Iterator[None]:

@@ -31,7 +31,8 @@ from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.row_store import Admission, Origin, RowStore, RowText
 from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners
-from braidrl.training.objective import UpdateCounts
+from braidrl.training.objective import Accumulated, UpdateCounts
+from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.roles.checkpoint import Write
 
 
@@ -59,6 +60,8 @@ class RankBackend:
         self.world, self.interrupts, self.trace = world, interrupts, trace
         self.any_stage = any_stage
         self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
+        self.accumulated: dict[str, Accumulated] = {}
+        """The objectives of each role's next optimizer step, of a session."""
 
     def publish(self, version: int) -> None:
         self.executor.publish(version)
@@ -185,15 +188,35 @@ class RankBackend:
         self.executor.train(stage, parts, iteration, own, total, self.world.first)
         self.exchange.gather(replace(table, index=Rows({})), {}, own, sums)
 
+    def forward_backward(self, stage: Stage, table: Shard, iteration: int, sums: Sums) -> None:
+        self.exchange.iteration = iteration
+        own, objective = Sums(), self.executor.objective(stage)
+        accumulated = self.accumulated.setdefault(objective.role, Accumulated())
+        with (
+            self._update(stage, table, len(accumulated.objectives) + 1) as (counts, rows),
+            self.executor.progress.stage(stage.name, len(rows)) as bar,
+        ):
+            losses = self.executor.forward_backward(accumulated.own_sums(objective), rows, own, bar)
+        accumulated.add(objective, losses, counts)
+        self.exchange.gather(replace(table, index=Rows({})), {}, own, sums)
+
+    def optim_step(self, role: str, iteration: int, sums: Sums, overrides: StepOverrides = CONFIGURED) -> None:
+        own, accumulated = Sums(), self.accumulated.pop(role)
+        self.world.at(f"step {iteration}, optimizer step of {role}")
+        self.executor.optim_step(role, accumulated, iteration, own, self.world.first, overrides)
+        for gathered in self.world.gather("metrics of an optimizer step", own.pairs()):
+            sums.merge(Sums(gathered))
+
     @contextmanager
     def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[UpdateCounts, Rows]]:
         """Return one update on its training ranks: the counts of all rows, and the local rows."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
-        groups = part.index["group"].tolist() if self.executor.objective(stage).whole_groups else None
+        objective = self.executor.objective(stage)
+        groups = part.index["group"].tolist() if objective.whole_groups else None
         owner = balanced_owners(part.index["length"].tolist(), part.owner, self.world.size, groups)
         part = self.exchange.move(stage.name, part, owner, self._reads(stage))
         with self.exchange.working(stage, part.rows):
-            yield self.executor.update(stage, part.index, part.rows)
+            yield self.executor.update(objective, part.index, part.rows)
 
     def texts(self, table: Shard) -> list[RowText]:
         return self.store.row_texts(table.rows)

@@ -28,7 +28,7 @@ from braidrl.queue.client import DataPlane, WorkItem, write_columns
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
-from braidrl.training.objective import COUNTED, UpdateCounts
+from braidrl.training.objective import COUNTED, Accumulated, UpdateCounts
 
 
 class Trainer:
@@ -102,8 +102,9 @@ class Trainer:
         with self._busy(stage, ()) as span:
             # Every rank has the global sums: the first one reports them.
             losses, first = self.losses, self.world.first
-            counts = UpdateCounts.of(Rows.cat(self.counted))
-            self.executor.optim_step(stage, losses if first else {}, counts, iteration, span.sums, counted=first)
+            objective, counts = self.executor.objective(stage), UpdateCounts.of(Rows.cat(self.counted))
+            whole = Accumulated().add(objective, losses if first else {}, counts)
+            self.executor.optim_step(objective.role, whole, iteration, span.sums, counted=first)
             self._gathered({}, span)
         self.losses, self.counted = {}, []
         report: dict[str, Any] = span.report()
@@ -217,14 +218,15 @@ class Trainer:
             return
         stage, updates = self.stages[self.at], self.updates
         assert updates is not None
-        whole = "group_tokens" in self.executor.objective(stage).aggregation.reads
+        objective = self.executor.objective(stage)
+        whole = "group_tokens" in objective.aggregation.reads
         pieces = updates.take(whole)
         index = [piece.index.take(places) for piece, places in pieces]
         self.counted += index
         if whole and pieces:
             shares = [rows for piece, places in pieces if len(rows := piece.share(places))]
             rows = Rows.cat(shares).ordered() if shares else Rows({})
-            self._forward_backward(stage, self.executor.update(stage, Rows.cat(index), rows)[1])
+            self._forward_backward(stage, self.executor.update(objective, Rows.cat(index), rows)[1])
             return
         for piece, places in pieces:
             for some in self._dispatches(places):
@@ -237,7 +239,7 @@ class Trainer:
             if len(rows) or self.executor.workers[str(stage.role)].ranks.forward_is_collective:
                 span.tokens = tokens_of(rows)
                 with self.executor.progress.stage(stage.name) as bar:
-                    losses = self.executor.forward_backward(stage, rows, span.sums, bar)
+                    losses = self.executor.forward_backward(self.executor.objective(stage), rows, span.sums, bar)
         for found in self._gathered(losses, span):
             for name, loss in found.items():
                 self.losses[name] = self.losses.get(name, 0.0) + loss

@@ -166,6 +166,7 @@ def own_keys(optimizer: MasterOptimizer, parameters: int, shapes: Mapping[str, t
             wanted = optimizer.by_number[int(number)].shape
             if shape and shape != wanted:
                 raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(wanted)}")
-    if len(set(map(frozenset, names.values()))) > 1:
-        raise LookupError(f"parameters have different state: {names}")
+    for alike in optimizer.groups():
+        if len({frozenset(names[number]) for number in alike}) > 1:
+            raise LookupError(f"parameters of one group have different state: {names}")
     return found

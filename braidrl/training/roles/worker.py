@@ -44,7 +44,7 @@ from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.loading import load_decoder, load_scorer
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
-from braidrl.training.optimizer import MASTER_BYTES, MasterOptimizer, all_finite
+from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer, StepOverrides, all_finite
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import HIDDEN
 from braidrl.training.role_settings import merges_adapters, settings_of
@@ -112,13 +112,13 @@ class RoleWorker(ShardedBackend):
         self.background: dist.ProcessGroup | None = None
         """The process group for writing a checkpoint during training."""
         if self.train:
-            names, parameters = zip(*self.model.named_parameters(), strict=True)
+            parameters = dict(self.model.named_parameters())
             places = {name: number for number, name in enumerate(self.shapes)}
-            numbers = [places[name] for name in names]
+            numbers = [places[name] for name in parameters]
             self.optimizer = MasterOptimizer(parameters, self.config.trainer, spec.learning_rate, self.ranks, numbers)
             offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
             if not self.lora:  # adapted layers have other names
-                self.optimizer.read_masters(names, files)
+                self.optimizer.read_masters(files)
             if own.activation_checkpointing:
                 checkpoint_activations(self.model)
             if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
@@ -385,17 +385,19 @@ class RoleWorker(ShardedBackend):
         if self.optimizer is not None:
             self.optimizer.load_state(state)
             if self.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
-                names = {name: name for name, _ in self.model.named_parameters()}
                 masters: Mapping[str, Tensor] = saved if self.lora else ModelFiles(folder, self.model)
-                names |= {own: name for name, own in lora.adapters_of(names).items()} if self.lora else {}
-                self.optimizer.read_masters(list(names.values()), masters)
+                names = {name: name for name, _ in self.model.named_parameters()}
+                stored = {own: name for name, own in lora.adapters_of(names).items()} if self.lora else {}
+                self.optimizer.read_masters(masters, stored)
         self.weight_updates += 1
         self._nonfinite.clear()
 
-    def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+    def optim_step(
+        self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED
+    ) -> float | None:
         assert self.optimizer is not None, f"{self.role} is not trained"
         self.ranks.reshard(self.model)
-        norm = self.optimizer.step(denominators, iteration)
+        norm = self.optimizer.step(denominators, iteration, overrides)
         self.nonfinite, self._nonfinite = tuple(self._nonfinite), []
         self.weight_updates += norm is not None and math.isfinite(norm)
         return norm

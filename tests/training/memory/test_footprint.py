@@ -35,7 +35,7 @@ def test_resident_bytes_are_those_of_a_model_that_trains(
     tiny_models: dict[str, Path], name: str, dtype: torch.dtype
 ) -> None:
     model = load_decoder(tiny_models[name], dtype)
-    optimizer = MasterOptimizer(list(model.parameters()), TrainerConfig(learning_rate=1e-3), 1e-3)
+    optimizer = MasterOptimizer(dict(model.named_parameters()), TrainerConfig(learning_rate=1e-3), 1e-3)
     hidden = model.base_model(
         input_ids=torch.arange(8)[None],
         position_ids=torch.arange(8)[None],

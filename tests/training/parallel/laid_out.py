@@ -110,9 +110,9 @@ def one_step(worker: RoleWorker, mine: torch.Tensor, iteration: int = 1, prompt:
 
 
 @cache
-def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -> Found:
-    """Return the results of the last of several steps of one process on all rows."""
-    worker = RoleWorker(BackendSpec("actor", config_of(model, dtype=dtype), train=True))
+def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0, trainer: str = "{}") -> Found:
+    """Return the results of the last of several steps of one process on all rows; `trainer` has settings in JSON."""
+    worker = RoleWorker(BackendSpec("actor", config_of(model, dtype=dtype, **json.loads(trainer)), train=True))
     for iteration in range(1, steps + 1):
         found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt)
     return found
@@ -166,6 +166,8 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
             worker, world.size
         )
         found[name] = of_all_ranks(world, differing)
+    for name, (model, layout, trainer) in task.get("stepped", {}).items():
+        found[name] = of_all_ranks(world, three_steps(world, model, layout, trainer))
     for model, layout, prompt in task.get("shared", []):
         found[f"one prompt under {layout}"] = of_all_ranks(world, with_shared_prompts(world, model, layout, prompt))
     for model, layout in task.get("kept", []):
@@ -184,6 +186,15 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
 def of_all_ranks(world: World, differing: list[str]) -> list[str]:
     parts = world.gather("differences", json.dumps(differing).encode())
     return [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+
+
+def three_steps(world: World, model: str, layout: dict[str, Any], trainer: dict[str, Any]) -> list[str]:
+    """Return the differences from a single process after three steps with settings of `trainer`."""
+    mine, config = own_rows(make_rows(), world), config_of(model, layout, **trainer)
+    worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
+    for iteration in range(1, 4):
+        found = one_step(worker, mine, iteration)
+    return differences(found, alone(model, steps=3, trainer=json.dumps(trainer)), mine)
 
 
 def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt: int) -> list[str]:

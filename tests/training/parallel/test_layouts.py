@@ -20,7 +20,7 @@ from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.backends import BackendSpec
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import RoleWorker
-from tests.tiny import MODELS, TOKENIZER
+from tests.tiny import MIXTURE, MODELS, ROOT, TOKENIZER
 from tests.training.parallel.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step
 
 WAIT_S = 200.0
@@ -84,7 +84,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     config.sliding_window = 3
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "narrow qwen2")
     TOKENIZER.save_pretrained(folder / "narrow qwen2")
-    return paths | {"narrow qwen2": str(folder / "narrow qwen2")}
+    paths["narrow qwen2"] = str(folder / "narrow qwen2")
+    torch.manual_seed(9)
+    AutoModelForCausalLM.from_config(deepcopy(MIXTURE)).save_pretrained(folder / "mixture")
+    TOKENIZER.save_pretrained(folder / "mixture")
+    return {**paths, "mixture": str(folder / "mixture")}
 
 
 def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[str]]:
@@ -105,9 +109,16 @@ def test_two_ranks_give_the_result_of_one_process(models: dict[str, str], tmp_pa
     # Prompts shared by rows, and saved activations, where ranks shard the tokens between matrices.
     shared = [(models["qwen3"], layout, 24) for layout in ({"tensor": 2}, {"pipeline": 2})]
     kept = [(models["qwen3"], {"tensor": 2})]
-    more = {"copied": copied, "shared": shared, "kept": kept}
+    # An optimizer of whole matrices and of stacks of experts, which FSDP shards by rows and by experts.
+    muon = {"optimizer": str(ROOT / "examples" / "plugins" / "muon.py:Muon"), "learning_rate": 1e-2}
+    stepped = {
+        f"muon {name} {layout}": (models[name], layout, muon)
+        for name, layout in (("mixture", {"shard": "full"}), ("qwen3", {"tensor": 2}), ("qwen2", {"pipeline": 2}))
+    }
+    contract += [(models["qwen3"], {"shard": "full"}, muon)]
+    more = {"copied": copied, "shared": shared, "kept": kept, "stepped": stepped}
     found = in_ranks(2, cases, contract=contract, folder=str(tmp_path), **more)
-    assert found == {name: [] for name in found} and len(found) == len(cases) + len(copied) + len(shared) + len(kept)
+    assert found == {name: [] for name in found} and len(found) == len(cases) + sum(map(len, more.values()))
 
 
 @pytest.mark.soak
