@@ -19,6 +19,7 @@ import torch
 from benchmarks.turns import Turn
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import Sizes
+from braidrl.queue.calls import Stop, TakeColumns
 from braidrl.queue.client import Client
 from braidrl.queue.transfer_queue import TransferQueue
 from braidrl.runtimes.streaming.schedule import StreamSchedule
@@ -112,8 +113,8 @@ def consume(address: str, threads: int, ready: Barrier) -> None:
         with TransferQueue.connect(address, f"{multiprocessing.current_process().name}.{number}") as queue:
             worker = Client(queue.address, queue.holder, queue.data)
             connected.wait()
-            while (work := worker.take(["train"], LEASE, 1.0, columns=None, table=None)).kind != "stop":
-                if work.kind == "rows":
+            while (work := worker.take(TakeColumns(["train"], LEASE), 1.0)).kind is not Stop:
+                if work.has_rows:
                     worker.done("train", [(work.lease, None)])
 
     connected = threading.Barrier(threads + 1)

@@ -32,11 +32,13 @@ from benchmarks.streaming.at_once import SAMPLES, AtOnce, passed
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Objects, Rows
 from braidrl.flow.batches import Sizes
+from braidrl.queue.calls import Done
 from braidrl.queue.client import write_columns
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import Block, StoredRows
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
+from braidrl.runtimes.streaming.work import LeasedRows, Step, Stepped, TakeWork, WorkerRequest
 
 ROOT, RUN = Path(__file__).resolve().parents[2], Path(at_once.__file__).resolve()
 ENGINE, TRAINER = "actor.generate.0.0", "actor.0.0"
@@ -49,11 +51,11 @@ class TimedControl:
 
     def __init__(self, node: StorageNode, rows: int, lease: int) -> None:
         """Admit all rows of one iteration."""
-        self.rows, self.most, self.spent, self.leases = rows, lease, 0.0, list[list[Any]]()
+        self.rows, self.most, self.spent, self.leases = rows, lease, 0.0, list[tuple[int, int]]()
         self.block = Block("here", node.data.address, "braid-0-nothing-0", 8)
         self.control = ControlPlane(Stream(passed(), Sizes(1, rows // SAMPLES, SAMPLES, rows)), node.data, 600.0)
         for holder in (ENGINE, TRAINER):
-            self.ask("hello", holder, address=node.data.address, generates=holder == ENGINE)
+            self.ask(Hello(node.data.address, holder == ENGINE), holder)
         self.control.allow(1)
         self.timed(lambda: self.control.training.schedule.groups_wanted(0))
         numbers = torch.arange(rows)
@@ -74,51 +76,42 @@ class TimedControl:
         self.spent += time.thread_time() - start
         return found
 
-    def ask(self, request: str, holder: str, frames: Any = (), **fields: Any) -> dict[str, Any]:
-        """Return the answer to a request as it arrives from a socket; empty if the holder must wait."""
-        message = pack_message({"request": request, "holder": holder, "held": [], **fields})
-        answer = self.timed(lambda: self.control.handle(unpack_message(message), frames))
-        return {} if answer is None else answer[0]
+    def ask(self, request: Any, holder: str, frames: Any = ()) -> Any:
+        """Return the answer to a request as it arrives from a socket; None if the holder must wait."""
+        request.holder = holder
+        message = pack_message(request)
+        answer = self.timed(lambda: self.control.handle(unpack_message(message, WorkerRequest), frames))
+        return None if answer is None else answer[0]
 
     def done(self, holder: str, consumer: str, done: Any, written: tuple[dict[str, Any], int, list[str], Any]) -> None:
         """Report leases as done, with the columns written for their rows."""
         columns, count, payload, rows = written
         frames: list[Any] = []
         index = Rows({name: make(count, dtype=torch.int64) for name, make in columns.items()})
-        part = {**StoredRows.of_block(index, self.block, payload, count).message(frames), "rows": rows}
-        self.ask(
-            "done",
-            holder,
-            [bytes(frame) for frame in frames],
-            consumer=consumer,
-            done=done,
-            parts=[part],
-            totals={},
-            reports=[],
-            unfinished=False,
-        )
+        part = StoredRows.of_block(index, self.block, payload, count).message(frames)
+        self.ask(Done(consumer, done, [(part, rows)]), holder, [bytes(frame) for frame in frames])
 
     def generate(self) -> None:
         """Take rows as an engine, and return them."""
-        work = self.ask("take", ENGINE, consumers=["actor.generate"], most=self.most, ranks=1, slots=AtOnce.slots)
-        if work.get("kind") == "rows":
-            done = [[work["lease"], list(range(work["size"]))]]
+        work = self.ask(TakeWork(["actor.generate"], self.most, slots=AtOnce.slots), ENGINE)
+        if isinstance(work, LeasedRows):
+            done = [(work.lease, list(range(work.size)))]
             drawn = {"version": torch.zeros, "length": torch.ones, "score": torch.ones}
-            self.done(ENGINE, "actor.generate", done, (drawn, work["size"], ["tokens"], done))
+            self.done(ENGINE, "actor.generate", done, (drawn, work.size, ["tokens"], done))
 
     def train(self) -> None:
         """Take rows as a trainer; after the last ones, step and report the batch."""
         ready = ["actor.update"] if sum(size for _, size in self.leases) == self.rows else []
-        work = self.ask("take", TRAINER, consumers=["train.actor"], most=self.most, ranks=1, role="actor", ready=ready)
-        if work.get("kind") == "rows":
-            self.leases.append([work["lease"], work["size"]])
-        elif work.get("kind") == "step":
+        work = self.ask(TakeWork(["train.actor"], self.most, role="actor", ready=ready), TRAINER)
+        if isinstance(work, LeasedRows):
+            self.leases.append((work.lease, work.size))
+        elif isinstance(work, Step):
             report = {"sums": {}, "stage": "actor.update", "seconds": 0.0}
-            self.ask("stepped", TRAINER, stage="actor.update", report=report)
-            whole = [[lease, list(range(size))] for lease, size in self.leases]
+            self.ask(Stepped("actor.update", report), TRAINER)
+            whole = [(lease, list(range(size))) for lease, size in self.leases]
             computed = {"advantage": torch.ones}
             self.done(
-                TRAINER, "train.actor", [[lease, None] for lease, _ in self.leases], (computed, self.rows, [], whole)
+                TRAINER, "train.actor", [(lease, None) for lease, _ in self.leases], (computed, self.rows, [], whole)
             )
 
 

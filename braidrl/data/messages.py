@@ -1,10 +1,10 @@
 """The wire format of messages between processes: MessagePack, by msgspec. Rows have their own format, `codec`.
 
-A message consists of None, numbers, text, bytes, lists, dictionaries, dataclasses, msgspec Structs, and tensors on the
-CPU. If the reader names a type, it gets a value of that type, checked field by field; otherwise tuples become
+A message consists of None, numbers, text, bytes, paths, lists, dictionaries, dataclasses, `Message`s, and tensors on
+the CPU. If the reader names a type, it gets a value of that type, checked field by field; otherwise tuples become
 lists, and dataclasses dictionaries. Nothing is unpickled.
 
-    pack_message(value) ──bytes──▶ unpack_message(bytes, Type)
+    pack_message(value) ──bytes──▶ unpack_message(bytes, Type)      of a union of `Message`s, the one that was sent
 
 Several frames are packed into one contiguous buffer, for shared memory and files:
 
@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +23,14 @@ import msgspec
 Frame = bytes | bytearray | memoryview
 TENSORS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 """The dtypes of tensors in messages."""
+
+
+class Message(msgspec.Struct, tag=True, omit_defaults=True):
+    """A request, an answer or an order: readers name a union of such types, and dispatch by type."""
+
+
+Packed = msgspec.Raw
+"""A value within a message that its reader decodes later: it is packed as it is, and read as bytes."""
 
 
 def pack_message(value: Any) -> bytes:
@@ -37,14 +46,18 @@ def unpack_message(message: Frame, type: Any = Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _plain(value: Any) -> tuple[str, list[int], bytes]:
+def _plain(value: Any) -> tuple[str, list[int], bytes] | str:
+    if isinstance(value, Path):
+        return str(value)
     dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
     if dtype not in TENSORS:
         raise TypeError(f"a message cannot hold a {type(value).__name__} {dtype}")
     return dtype, list(value.shape), value.numpy().tobytes()
 
 
-def _tensor(type: Any, value: Any) -> Any:
+def _typed(type: Any, value: Any) -> Any:
+    if type is Path:
+        return Path(value)
     # Imported here: a process without tensors needs no torch.
     import numpy as np
     import torch
@@ -55,7 +68,7 @@ def _tensor(type: Any, value: Any) -> Any:
     return torch.from_numpy(np.frombuffer(content, dtype=dtype).copy()).reshape(shape)
 
 
-_decoder = cache(partial(msgspec.msgpack.Decoder, dec_hook=_tensor))
+_decoder = cache(partial(msgspec.msgpack.Decoder, dec_hook=_typed))
 
 MARK, ALIGNMENT = b"braidfrm", 64
 FIXED = struct.Struct("<8sQQ")

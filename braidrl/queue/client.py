@@ -1,9 +1,10 @@
 """A worker's side of the queue: take ready rows, read them as views, write columns, report them as done.
 
-while (work := client.take(["reference.log_probs"], most=64, wait_s=5.0)).kind != "stop":
-    if work.kind == "rows":
+while not isinstance((work := client.take(Take(["reference.log_probs"], most=64), wait_s=5.0)).answer, Stop):
+    if work.has_rows:
+        rows = work.read()
         part = write_columns(client.data, {"ref_log_probs": ...})
-        client.done(work.consumer, [(work.lease, None)], [(part, work.places)])
+        client.done(work.consumer, [(work.lease, None)], [(part, [(work.lease, work.positions)])])
 """
 
 import time
@@ -12,14 +13,32 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, assert_never
 
 from braidrl.data.codec import decode, encode
-from braidrl.data.messages import Frame
+from braidrl.data.messages import Frame, Message
 from braidrl.data.rows import Column, Rows
+from braidrl.queue.calls import (
+    NOTHING,
+    Abandon,
+    Answer,
+    Done,
+    Free,
+    Hello,
+    Leased,
+    Lost,
+    MissingBlock,
+    NodeRequest,
+    ReadRows,
+    Renew,
+    Request,
+    Served,
+    ServedBytes,
+    Take,
+)
 from braidrl.queue.storage import Place, open_storage
-from braidrl.queue.table import Block, StoredRows, in_order
-from braidrl.queue.transport import Answer, Connections
+from braidrl.queue.table import Block, Piece, Positions, StoredRows, in_order
+from braidrl.queue.transport import Connections
 
 DECODED = 4
 """Number of blocks that a process keeps decoded."""
@@ -63,9 +82,9 @@ class DataPlane:
         The result is views on shared memory, or bytes from the block's node.
         """
         if block.host != self.host:
-            wanted = {"request": "rows", "name": block.name, "columns": list(columns), "positions": positions}
+            wanted = ReadRows(block.name, list(columns), None if positions is None else list(positions))
             answer, frames = self.connections.ask(block.address, wanted)
-            if "missing" in answer:
+            if isinstance(answer, MissingBlock):
                 raise Evicted(f"{block.name} was evicted from {block.host}")
             return decode(self._carry(frames))
         # Workers take a large block in small leases: it is decoded once.
@@ -100,11 +119,11 @@ class DataPlane:
             else:
                 by_address[block.address].append(block.name)
         for address, names in by_address.items():
-            self.connections.tell(address, {"request": "free", "names": names})
+            self.connections.tell(address, Free(names))
 
     def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
         """Free the segments of a dead process of the node at `address`, except the `known` ones."""
-        request = {"request": "abandon", "writer": writer, "known": sorted(known)}
+        request = Abandon(writer, sorted(known))
         if address == self.address:
             self.answer(request)
         else:
@@ -114,28 +133,28 @@ class DataPlane:
         """Return the bytes that the node at `address` has sent to other nodes so far."""
         if address == self.address:
             return self.served
-        return int(self.connections.ask(address, {"request": "served"})[0]["bytes"])
+        return int(self.connections.ask(address, Served())[0].bytes)
 
-    def answer(self, request: dict[str, Any], frames: Sequence[Frame] = ()) -> Answer:
+    def answer(self, request: NodeRequest, frames: Sequence[Frame] = (), again: bool = False) -> Answer:
         """Answer another node: send rows of a block, or free blocks."""
-        kind = request["request"]
-        if kind == "served":
-            return {"bytes": self.served}, ()
-        if kind == "free":
-            self.segments.unlink(request["names"])
-            return {}, ()
-        if kind == "abandon":
-            self.segments.unlink(set(self.segments.names(request["writer"])) - set(request["known"]))
-            return {}, ()
-        if kind != "rows":
-            raise ValueError(f"there is no request {kind!r}")
-        try:
-            rows = decode(self.segments.read(request["name"]), request["columns"])
-        except FileNotFoundError:
-            return {"missing": request["name"]}, ()
-        frames = encode(rows if request["positions"] is None else rows.take(request["positions"]))
-        self.served += sum(memoryview(frame).nbytes for frame in frames)
-        return {}, frames
+        match request:
+            case ReadRows():
+                try:
+                    rows = decode(self.segments.read(request.name), request.columns)
+                except FileNotFoundError:
+                    return MissingBlock(), ()
+                frames = encode(rows if request.positions is None else rows.take(request.positions))
+                self.served += sum(memoryview(frame).nbytes for frame in frames)
+                return NOTHING[0], frames
+            case Free():
+                self.segments.unlink(request.names)
+            case Abandon():
+                self.segments.unlink(set(self.segments.names(request.writer)) - set(request.known))
+            case Served():
+                return ServedBytes(self.served), ()
+            case _:
+                assert_never(request)
+        return NOTHING
 
     def close(self) -> None:
         """Close all connections."""
@@ -145,18 +164,14 @@ class DataPlane:
 
 @dataclass(eq=False)
 class WorkItem:
-    """A piece of work: `rows` of a consumer, an optimizer `step`, weights to `load`, or an `order`."""
+    """A piece of work in its worker: the queue's answer, and the rows of a lease once they are read."""
 
-    kind: str
     data: DataPlane
-    message: Mapping[str, Any]
+    answer: Any
+    """Of a type that the request names, or `Waited`."""
     inline: Rows
-    """Index columns that came with the message."""
-    lost: tuple[int, ...] = ()
-    """Leases that this worker has lost."""
-    dropped: tuple[tuple[int, list[int]], ...] = ()
-    """Rows that it has lost, by lease and positions in it."""
-    own: list[int] = field(default_factory=list)
+    """Index columns that came with the answer."""
+    positions: list[int] = field(default_factory=list)
     """The positions in the lease of the rows that this process has read."""
     rows: Rows = field(default_factory=lambda: Rows({}))
     """These rows, with the columns computed so far."""
@@ -165,42 +180,60 @@ class WorkItem:
     ended: int = 0
     """Number of the lease's rows that such a process has finished with, or has lost."""
 
-    def __post_init__(self) -> None:
-        self.consumer: str = self.message.get("consumer", "")
-        self.iteration: int = self.message.get("iteration", 0)
-        self.lease: int = self.message.get("lease", -1)
-        self.size: int = self.message.get("size", 0)
-        """Number of rows of the lease."""
+    @property
+    def kind(self) -> type[Message]:
+        """Return the type of the answer."""
+        return type(self.answer)
+
+    @property
+    def has_rows(self) -> bool:
+        """Return True for rows under a lease."""
+        return isinstance(self.answer, Leased)
+
+    @property
+    def consumer(self) -> str:
+        """Return the consumer of leased rows."""
+        return str(self.answer.consumer)
+
+    @property
+    def lease(self) -> int:
+        """Return the number of the lease."""
+        return int(self.answer.lease)
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows of the lease."""
+        return int(self.answer.size)
 
     @cached_property
     def index(self) -> Rows:
         """Return the index columns of all rows. Raises Evicted."""
-        return assembled(self.data, self.inline, self.message["payload"], self.size, index=True)
+        return assembled(self.data, self.inline, self.answer.payload, self.size, index=True)
 
-    def read(self, places: Sequence[int] | None = None) -> Rows:
+    def read(self, positions: Sequence[int] | None = None) -> Rows:
         """Read the rows, or those at some positions, with all columns that the consumer reads. Raises Evicted."""
-        self.own = list(range(self.size)) if places is None else list(places)
-        if self.own:
-            self.rows = assembled(self.data, self.inline, self.message["payload"], self.size, places)
+        self.positions = list(range(self.size)) if positions is None else list(positions)
+        if self.positions:
+            self.rows = assembled(self.data, self.inline, self.answer.payload, self.size, positions)
         return self.rows
 
     def read_existing(self) -> Rows:
         """Read the rows except those that selection has dropped meanwhile."""
         with suppress(Evicted):
             return self.read()
-        found: dict[int, Rows] = {}
-        for place in range(self.size):
+        existing: dict[int, Rows] = {}
+        for position in range(self.size):
             with suppress(Evicted):
-                found[place] = self.read([place])
-        self.own, self.rows = list(found), Rows.cat(list(found.values())) if found else Rows({})
+                existing[position] = self.read([position])
+        self.positions, self.rows = list(existing), Rows.cat(list(existing.values())) if existing else Rows({})
         return self.rows
 
-    def share(self, places: Sequence[int]) -> Rows:
+    def share(self, positions: Sequence[int]) -> Rows:
         """Return this process's rows among those at some positions, in the order of these."""
-        if list(places) == self.own:
+        if list(positions) == self.positions:
             return self.rows
-        standing = {place: number for number, place in enumerate(self.own)}
-        mine = [standing[place] for place in places if place in standing]
+        numbers = {position: number for number, position in enumerate(self.positions)}
+        mine = [numbers[position] for position in positions if position in numbers]
         return self.rows.take(mine) if mine else Rows({})
 
 
@@ -213,46 +246,36 @@ class Client:
         self.held: set[int] = set()
         """Numbers of its leases; the process removes those that it cannot use."""
         self._renewed = time.monotonic()
-        self.ask("hello", generates=generates, address=data.address)
+        self.ask(Hello(data.address, generates))
 
-    def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
+    def ask(self, request: Request, frames: Sequence[Frame] = (), wait_s: float = 0.0) -> tuple[Any, Sequence[Frame]]:
         """Send one request of this process and return its answer; the queue may hold it back for `wait_s` seconds."""
-        message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
-        return self.data.connections.ask(self.address, message, frames, wait_s)
+        request.holder = self.holder
+        return self.data.connections.ask(self.address, request, frames, wait_s)
 
-    def tell(self, request: str, **fields: Any) -> None:
+    def tell(self, request: Request) -> None:
         """Send one request of this process without waiting for its answer."""
-        self.data.connections.tell(self.address, {"request": request, "holder": self.holder, **fields})
+        request.holder = self.holder
+        self.data.connections.tell(self.address, request)
 
-    def take(self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any) -> WorkItem:
-        """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time
-        limit.
-
-        Args:
-            consumers: Names of consumers, the most urgent first.
-            most: Limit of rows.
-            wait_s: Seconds to wait for work.
-            ranks: Processes that share the rows.
-            fields: Further fields of the request.
-        """
-        answer, frames = self.ask(
-            "take", wait_s=wait_s, consumers=list(consumers), most=most, ranks=ranks, held=sorted(self.held), **fields
-        )
-        lost = tuple(answer.get("lost", ()))
-        self.held.difference_update(lost)
-        kind = "wait" if answer.get("waited") else answer["kind"]
-        if kind == "rows":
-            self.held.add(answer["lease"])
+    def take(self, request: Take, wait_s: float) -> WorkItem:
+        """Return the next work within `wait_s` seconds; the request gets the numbers of the leases that are held."""
+        request.held = sorted(self.held)
+        answer, frames = self.ask(request, wait_s=wait_s)
+        if isinstance(answer, Lost):
+            self.held.difference_update(answer.lost)
+        if isinstance(answer, Leased):
+            self.held.add(answer.lease)
         inline = decode([bytes(frame) for frame in frames]) if frames else Rows({})
-        return WorkItem(kind, self.data, answer, inline, lost, tuple(answer.get("dropped", ())))
+        return WorkItem(self.data, answer, inline)
 
     def done(
         self,
         consumer: str,
-        done: Sequence[tuple[int, Sequence[int] | None]],
-        written: Sequence[tuple[StoredRows, Any]] = (),
-        reports: Sequence[Mapping[str, Any]] = (),
-        totals: Mapping[str, Mapping[str, float]] | None = None,
+        done: Positions,
+        written: Sequence[tuple[StoredRows, Positions]] = (),
+        reports: Sequence[dict[str, Any]] = (),
+        totals: dict[str, dict[str, float]] | None = None,
         unfinished: bool = False,
         keeps: bool = False,
     ) -> list[int]:
@@ -271,31 +294,21 @@ class Client:
             The numbers of lost leases, whose rows now belong to other workers.
         """
         frames: list[Frame] = []
-        parts = [{**part.message(frames), "rows": rows} for part, rows in written]
-        answer, _ = self.ask(
-            "done",
-            frames,
-            consumer=consumer,
-            done=list(done),
-            parts=parts,
-            reports=list(reports),
-            totals=dict(totals or {}),
-            unfinished=unfinished,
-        )
+        parts = [(part.message(frames), rows) for part, rows in written]
+        request = Done(consumer, done, parts, reports, totals, unfinished)
+        answer: Lost = self.ask(request, frames)[0]
         if not keeps:
             self.held.difference_update(number for number, _ in done)
-        return list(answer["lost"])
+        return list(answer.lost)
 
-    def renew(self, every_s: float = 0.0) -> tuple[list[int], list[tuple[int, list[int]]]]:
-        """Send a heartbeat if the last request is `every_s` seconds old; return lost leases and dropped rows, as in a
-        WorkItem.
-        """
+    def renew(self, every_s: float = 0.0) -> Lost:
+        """Send a heartbeat if the last request is `every_s` seconds old; return what was lost since."""
         if time.monotonic() - self._renewed < every_s:
-            return [], []
+            return Lost()
         self._renewed = time.monotonic()
-        answer = self.ask("renew", held=sorted(self.held))[0]
-        self.held.difference_update(answer["lost"])
-        return list(answer["lost"]), list(answer.get("dropped", ()))
+        answer: Lost = self.ask(Renew(sorted(self.held)))[0]
+        self.held.difference_update(answer.lost)
+        return answer
 
     def close(self) -> None:
         """Close all connections."""
@@ -312,9 +325,9 @@ def write_columns(data: DataPlane, columns: Mapping[str, Column]) -> StoredRows:
 def assembled(
     data: DataPlane,
     inline: Rows,
-    payload: Sequence[Mapping[str, Any]],
+    payload: Sequence[Piece],
     size: int,
-    places: Sequence[int] | None = None,
+    wanted: Sequence[int] | None = None,
     index: bool = False,
 ) -> Rows:
     """Return rows with columns read from their blocks.
@@ -324,29 +337,29 @@ def assembled(
         inline: Columns that are not in a block.
         payload: Pieces of blocks, from `Table.payload`.
         size: The number of rows.
-        places: Positions of the wanted rows, in this order; None is all.
+        wanted: Positions of the wanted rows, in this order; None is all.
         index: Read only the index columns.
 
     Raises:
         Evicted: A block is gone.
     """
-    standing = None if places is None else {place: number for number, place in enumerate(places)}
-    found: defaultdict[tuple[str, ...], list[tuple[Rows, Sequence[int]]]] = defaultdict(list)
+    order = None if wanted is None else {position: number for number, position in enumerate(wanted)}
+    parts_of: defaultdict[tuple[str, ...], list[tuple[Rows, Sequence[int]]]] = defaultdict(list)
     for piece in payload:
-        names = piece["index"] if index else piece["columns"]
-        positions, at = piece["positions"], piece["places"]
-        if positions is None:
-            positions = at = range(piece["rows"])
-        if standing is not None:
-            pairs = [(p, standing[a]) for p, a in zip(positions, at, strict=True) if a in standing]
-            positions, at = [p for p, _ in pairs], [a for _, a in pairs]
+        names = piece.index_columns if index else piece.columns
+        positions: Sequence[int] = range(piece.rows) if piece.positions is None else piece.positions
+        targets: Sequence[int] = range(piece.rows) if piece.targets is None else piece.targets
+        if order is not None:
+            pairs = [(at, order[target]) for at, target in zip(positions, targets, strict=True) if target in order]
+            positions, targets = [at for at, _ in pairs], [target for _, target in pairs]
         if not len(positions) or not names:
             continue
-        whole = len(positions) == piece["rows"] and list(positions) == list(range(piece["rows"]))
-        found[tuple(names)].append((data.read_rows(Block(*piece["block"]), names, None if whole else positions), at))
+        assert piece.block is not None, "columns without a block are index columns, which are inline"
+        whole = len(positions) == piece.rows and list(positions) == list(range(piece.rows))
+        parts_of[tuple(names)].append((data.read_rows(piece.block, names, None if whole else positions), targets))
     columns = dict[str, Column]()
-    for parts in found.values():
+    for parts in parts_of.values():
         rows = Rows.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
-        columns.update(in_order(rows, [a for _, many in parts for a in many]).items())
-    columns.update((inline if places is None or not len(inline) else inline.take(places)).items())
+        columns.update(in_order(rows, [target for _, targets in parts for target in targets]).items())
+    columns.update((inline if wanted is None or not len(inline) else inline.take(wanted)).items())
     return Rows(columns)

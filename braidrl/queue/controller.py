@@ -6,15 +6,37 @@ put, done ─▶ table: new columns ─▶ rows ready for other tasks
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from braidrl.data.messages import Frame
+from braidrl.queue.calls import (
+    NOTHING,
+    Answer,
+    AskDirectory,
+    Clear,
+    ColumnRequest,
+    Directory,
+    Done,
+    Finish,
+    GiveBack,
+    Hello,
+    LeasedColumns,
+    Lost,
+    Missing,
+    Put,
+    QueueUsage,
+    Renew,
+    Reserve,
+    Stop,
+    TakeColumns,
+    Usage,
+)
 from braidrl.queue.client import DataPlane
 from braidrl.queue.samplers import Candidate, Sampler
 from braidrl.queue.storage import Place
-from braidrl.queue.table import Block, Row, StoredRows, Table, row_name
+from braidrl.queue.table import Block, Row, StoredRows, Table
 from braidrl.queue.tasks import Tasks
-from braidrl.queue.transport import Answer, Holder, QueueController
+from braidrl.queue.transport import Holder, QueueController
 
 
 class ColumnController(QueueController):
@@ -54,81 +76,99 @@ class ColumnController(QueueController):
         """Return all tasks."""
         return (self.tasks,)
 
-    def on_directory(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def respond(self, request: ColumnRequest, frames: Sequence[Frame]) -> Answer | None:
+        """Answer one request, or park it."""
+        match request:
+            case AskDirectory():
+                return self.directory(), ()
+            case Hello():
+                self.holders[request.holder] = Holder(request.holder, request.address, self.clock())
+                return NOTHING
+            case Reserve():
+                return self._reserve(request)
+            case Put():
+                return self._put(request, frames)
+            case TakeColumns():
+                return self._take(request)
+            case Done():
+                return self._done(request, frames)
+            case Renew():
+                return self.renew(request), ()
+            case GiveBack():
+                return self.give_back(request)
+            case Finish():
+                self.finished = True
+                return NOTHING
+            case Clear():
+                return self._clear(request)
+            case Missing():
+                return self._missing(request)
+            case Usage():
+                return self._usage(), ()
+            case _:
+                assert_never(request)
+
+    def directory(self) -> Directory:
         """Return what a new client must know."""
-        return {"place": self.place, "tasks": list(self.columns), "budget": self.budget_bytes is not None}, ()
+        return Directory(self.place, list(self.columns), self.budget_bytes is not None)
 
-    def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Register a process."""
-        self.holders[request["holder"]] = Holder(request["holder"], request["address"], self.clock())
-        return {}, ()
-
-    def on_reserve(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
-        """Reserve bytes for a put that follows."""
-        now, size = self.clock(), request["bytes"]
+    def _reserve(self, request: Reserve) -> Answer | None:
+        """Reserve bytes for a put that follows, or park it."""
+        now, size = self.clock(), request.bytes
         self.reserved = {name: kept for name, kept in self.reserved.items() if kept[1] > now}
         if self.budget_bytes is not None:
             if size > self.budget_bytes:
                 raise ValueError(f"{size} bytes are put at once and the queue's budget is {self.budget_bytes}")
             if self.used_bytes + sum(kept for kept, _ in self.reserved.values()) + size > self.budget_bytes:
                 return None
-        self.reserved[request["holder"]] = size, now + self.lease_s
-        return {}, ()
+        self.reserved[request.holder] = size, now + self.lease_s
+        return NOTHING
 
-    def on_put(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record columns of rows; the first column of a row admits it.
-
-        Raises ValueError if a row has one of them already.
-        """
-        part, rows = StoredRows.received(request["part"], frames), [row_name(row) for row in request["rows"]]
-        part.rows = {row: place for place, row in enumerate(rows)}
+    def _put(self, request: Put, frames: Sequence[Frame]) -> Answer:
+        """Record columns of rows. Raises ValueError if a row has one of them already."""
+        part, rows = StoredRows.received(request.part, frames), request.rows
+        part.rows = {row: position for position, row in enumerate(rows)}
         if any(row in self.table.parts.get(column, ()) for column in part.columns for row in rows):
             self.data.free(part.blocks)
             raise ValueError(f"a row of {rows[:4]} has one of the columns {', '.join(part.columns)} already")
-        self.reserved.pop(request["holder"], None)
-        self.tokens.update(zip(rows, request["lengths"] or (), strict=False))
-        groups = dict(zip(rows, map(row_name, request["groups"] or rows), strict=True))
+        self.reserved.pop(request.holder, None)
+        self.tokens.update(zip(rows, request.lengths or (), strict=False))
+        groups = dict(zip(rows, request.groups or rows, strict=True))
         new = [row for row in rows if row not in self.tasks.rows]
         self.group_rows.update(map(groups.__getitem__, new))
-        self.tasks.admit(new, groups.__getitem__, row_name(request["table"]))
+        self.tasks.admit(new, groups.__getitem__, request.table)
         self._store(part)
-        return {}, ()
+        return NOTHING
 
-    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
-        """Lease ready rows; answer `stop` when all rows are done and no more will come."""
-        (name,), lost = request["consumers"], self.lost(request["held"])
+    def _take(self, request: TakeColumns) -> Answer | None:
+        """Lease ready rows; answer `Stop` when all rows are done and no more will come."""
+        (name,), lost = request.consumers, self.lost(request.held)
         lease = self.tasks.take(
             name,
-            request["holder"],
+            request.holder,
             self.clock(),
             self.lease_s,
-            request["most"],
+            request.most,
             self.samplers[name],
-            request["ranks"],
-            row_name(request["table"]),
+            request.ranks,
+            request.table,
         )
         if lease is not None:
-            payload = self.table.columns(lease.rows, request["columns"] or self.columns[name])
-            return {
-                "kind": "rows",
-                "consumer": name,
-                "lease": lease.number,
-                "size": len(lease.rows),
-                "rows": lease.rows,
-                "payload": payload,
-                "lost": lost,
-            }, ()
+            payload = self.table.columns(lease.rows, request.columns or self.columns[name])
+            size, rows = len(lease.rows), list(lease.rows)
+            leased = LeasedColumns(consumer=name, lease=lease.number, size=size, payload=payload, rows=rows, lost=lost)
+            return leased, ()
         if self.finished and not any(self.tasks[name].undone.values()):
-            return {"kind": "stop", "lost": lost}, ()
-        return ({"kind": "lost", "lost": lost}, ()) if lost else None
+            return Stop(lost=lost), ()
+        return (Lost(lost=lost), ()) if lost else None
 
-    def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _done(self, request: Done, frames: Sequence[Frame]) -> Answer:
         """Record completed leases, with the columns written for their rows; remove rows that all tasks have
         completed.
         """
-        name = request["consumer"]
-        parts = [(StoredRows.received(part, frames, name), part["rows"]) for part in request["parts"]]
-        lost, held = self.tasks.held(request["done"], parts, self.clock())
+        name = request.consumer
+        parts = [(StoredRows.received(part, frames, name), rows) for part, rows in request.parts]
+        lost, held = self.tasks.held(request.done, parts, self.clock())
         for lease, rows in held.items():
             self.tasks.finish(lease, rows)
         for part, _ in parts:
@@ -139,28 +179,22 @@ class ColumnController(QueueController):
         states = [task.lease for task in self.tasks.tasks.values()]
         done = (row for rows in held.values() for row in rows)
         self._remove([row for row in done if all(state.get(row, 0) is None for state in states)])
-        return {"lost": lost}, ()
+        return Lost(lost=lost), ()
 
-    def on_finish(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record that no more rows will come."""
-        self.finished = True
-        return {}, ()
-
-    def on_clear(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _clear(self, request: Clear) -> Answer:
         """Remove rows, completed or not: the named ones, those of a table, or all."""
-        wanted, table = request["rows"], row_name(request["table"])
-        rows = self.tasks.rows if wanted is None else [r for r in map(row_name, wanted) if r in self.tasks.rows]
+        wanted, table = request.rows, request.table
+        rows = self.tasks.rows if wanted is None else [row for row in wanted if row in self.tasks.rows]
         known = next(iter(self.tasks.tasks.values())).table
         self._remove([row for row in rows if table is None or known[row] == table])
-        return {}, ()
+        return NOTHING
 
-    def on_missing(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _missing(self, request: Missing) -> Answer:
         """Record blocks that a reader did not find.
 
         A task repeats the rows for which it wrote them; others must be put again.
         """
-        blocks = {Block(*block) for block in request["blocks"]}
-        names = set(self.data.segments.names())
+        blocks, names = set(request.blocks), set(self.data.segments.names())
         # Another node's server is not asked: it may be gone with the blocks.
         gone = {block for block in blocks if block.host != self.data.host or block.name not in names}
         parts = {part for parts in self.table.parts.values() for part in parts.values()}
@@ -173,20 +207,20 @@ class ColumnController(QueueController):
                 self.tasks[part.writer].reopen(rows)
             else:
                 self.missing |= {row: [*self.missing.get(row, []), *part.columns] for row in rows}
-        return {}, ()
+        return NOTHING
 
-    def on_usage(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _usage(self) -> QueueUsage:
         """Return bytes and rows in the queue, lost columns, and for each task the rows to do and their holders."""
-        held = Counter[tuple[Any, str]]()
+        held = Counter[tuple[str, str]]()
         for lease in self.tasks.leases.held.values():
             held[lease.task, lease.holder] += lease.left
-        return {
-            "bytes": self.used_bytes,
-            "rows": len(self.tasks.rows),
-            "lost": list(self.missing.items()),
-            "undone": {name: sum(task.undone.values()) for name, task in self.tasks.tasks.items()},
-            "held": [[*who, rows] for who, rows in held.items()],
-        }, ()
+        return QueueUsage(
+            self.used_bytes,
+            len(self.tasks.rows),
+            list(self.missing.items()),
+            {name: sum(task.undone.values()) for name, task in self.tasks.tasks.items()},
+            [(task, holder, rows) for (task, holder), rows in held.items()],
+        )
 
     def _store(self, part: StoredRows) -> None:
         """Add a part under the name of each of its columns."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.errors import UserError
+from braidrl.queue.calls import NodeRequest
 from braidrl.queue.client import DataPlane
 from braidrl.queue.storage import Place, open_storage
 from braidrl.queue.transport import QueueServer
@@ -40,7 +41,9 @@ class StorageNode:
         fcntl.flock(self._handle, fcntl.LOCK_EX)
         # A later run that finds the file unlocked reads from it where the segments are.
         os.write(self._handle, storage.encode())
-        self.server = QueueServer(self.data.answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
+        self.server = QueueServer(
+            self.data.answer, NodeRequest, address=f"tcp://{ip}:*", secret=secret, remembers=False
+        )
         self.data.address = self.server.address
 
     def place(self) -> Place:

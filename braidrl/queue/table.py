@@ -15,11 +15,15 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from braidrl.data.codec import decode, encode
-from braidrl.data.messages import Frame
+from braidrl.data.messages import Frame, Message
 from braidrl.data.rows import Column, Rows
 
+RowName = int | float | str | tuple[int | float | str, ...]
+"""A row's name as it travels."""
 Row = Any
-"""A row's name: a number, a string or a tuple of these."""
+"""A row's name, also of rows that do not travel: any value that can be a key."""
+Positions = Sequence[tuple[int, Sequence[int] | None]]
+"""Rows by lease number and positions in the lease; None is all rows that are left."""
 
 
 class Block(NamedTuple):
@@ -31,6 +35,33 @@ class Block(NamedTuple):
     size: int
 
 
+class Piece(NamedTuple):
+    """The location of columns of some rows: a block, the rows in it, and which of the wanted rows they are.
+
+    `positions` in the block and `targets` among the wanted rows are None if the wanted rows are those of the block, in
+    its order.
+    """
+
+    block: Block | None
+    columns: Sequence[str]
+    rows: int
+    """Number of rows in the block."""
+    positions: Sequence[int] | None = None
+    targets: Sequence[int] | None = None
+    index_columns: Sequence[str] = ()
+    """Index columns among the columns."""
+
+
+class StoredMessage(Message):
+    """Stored rows in a message; their index columns are some of its frames."""
+
+    payload: list[Piece]
+    first: int
+    """Number of the first of these frames."""
+    frames: int
+    """Count of these frames."""
+
+
 @dataclass(eq=False)
 class StoredRows:
     """Rows in a process that does not read their payload: index columns, and pieces of blocks with the other columns.
@@ -39,8 +70,7 @@ class StoredRows:
     """
 
     index: Rows
-    payload: list[dict[str, Any]] = field(default_factory=list)
-    """Pieces in the form of `piece`."""
+    payload: list[Piece] = field(default_factory=list)
     writer: str = ""
     """The stage or task that wrote a part."""
     rows: dict[Row, int] = field(default_factory=dict)
@@ -49,24 +79,25 @@ class StoredRows:
     @staticmethod
     def of_block(index: Rows, block: Block | None, columns: Sequence[str], size: int) -> "StoredRows":
         """Return rows that lie in one block, in its order; `columns` are not among the index columns."""
-        whole = {"columns": list(columns), "index": list(index), "rows": size, "positions": None, "places": None}
-        return StoredRows(index, [{**whole, "block": block}] if block is not None else [])
+        return StoredRows(
+            index, [Piece(block, list(columns), size, index_columns=list(index))] if block is not None else []
+        )
 
     @staticmethod
-    def received(message: Mapping[str, Any], frames: Sequence[Frame], writer: str = "") -> "StoredRows":
+    def received(message: StoredMessage, frames: Sequence[Frame], writer: str = "") -> "StoredRows":
         """Decode rows from a message with these frames; the caller adds names of rows."""
-        first, count = message["frames"]
+        first, count = message.first, message.frames
         index = decode(list(frames[first : first + count])) if count else Rows({})
-        return StoredRows(index, message["payload"], writer)
+        return StoredRows(index, message.payload, writer)
 
-    def message(self, frames: list[Frame]) -> dict[str, Any]:
+    def message(self, frames: list[Frame]) -> StoredMessage:
         """Encode the rows for a message, without names of rows; append the index columns to the message's frames."""
-        own, first = encode(self.index) if len(self.index) else [], len(frames)
-        frames += own
-        return {"payload": self.payload, "frames": [first, len(own)]}
+        encoded, first = encode(self.index) if len(self.index) else [], len(frames)
+        frames += encoded
+        return StoredMessage(self.payload, first, len(encoded))
 
     def __len__(self) -> int:
-        return len(self.index) or (self.payload[0]["rows"] if self.payload else 0)
+        return len(self.index) or (self.payload[0].rows if self.payload else 0)
 
     def uids(self) -> list[Row]:
         """Return the rows' names."""
@@ -75,7 +106,7 @@ class StoredRows:
     @property
     def stored(self) -> list[str]:
         """Return the names of the columns that are not here."""
-        return [name for piece in self.payload for name in piece["columns"]]
+        return [name for piece in self.payload for name in piece.columns]
 
     @property
     def columns(self) -> list[str]:
@@ -85,19 +116,24 @@ class StoredRows:
     @property
     def blocks(self) -> set[Block]:
         """Return the blocks that hold the payload."""
-        return {Block(*piece["block"]) for piece in self.payload}
+        return {piece.block for piece in self.payload if piece.block is not None}
 
     def without(self, names: Collection[str]) -> "StoredRows":
         """Return these rows without some columns."""
-        pieces = [{**p, "columns": [name for name in p["columns"] if name not in names]} for p in self.payload]
-        return StoredRows(self.index.without(list(names)), [piece for piece in pieces if piece["columns"]])
+        return StoredRows(self.index.without(list(names)), pieces_without(self.payload, names))
 
     def part(self, writer: str, names: Collection[str]) -> "StoredRows":
         """Return some columns as a part of `writer`. The rows must be in one block."""
         assert len(self.payload) <= 1, "rows that are put into the queue lie in one block"
-        pieces = [{**p, "columns": [name for name in p["columns"] if name in names]} for p in self.payload]
+        pieces = [p._replace(columns=[name for name in p.columns if name in names]) for p in self.payload]
         places = {uid: place for place, uid in enumerate(self.uids())}
         return StoredRows(self.index.only([name for name in self.index if name in names]), pieces, writer, places)
+
+
+def pieces_without(pieces: Iterable[Piece], names: Collection[str]) -> list[Piece]:
+    """Return the locations of all but some columns."""
+    left = (piece._replace(columns=[name for name in piece.columns if name not in names]) for piece in pieces)
+    return [piece for piece in left if piece.columns]
 
 
 class HeldBlocks:
@@ -131,11 +167,6 @@ class HeldBlocks:
         while self._dropped:
             found += self.release(self._dropped.popleft())
         return found
-
-
-def row_name(name: Any) -> Row:
-    """Convert a row's name from its wire form, in which tuples are lists."""
-    return tuple(name) if isinstance(name, list) else name
 
 
 class Table:
@@ -180,25 +211,25 @@ class Table:
 
     def payload(
         self, uids: Sequence[Row], writers: Sequence[str], names: Collection[str] | None, index: bool = False
-    ) -> list[dict[str, Any]]:
-        """Return the locations of the named payload columns (None: all): pieces of blocks, with `places` among `uids`.
+    ) -> list[Piece]:
+        """Return the locations of the named payload columns (None: all): pieces of blocks, with `targets` among `uids`.
 
         With `index` the locations of all index columns too. Of one name, the last writer's column is meant.
         """
         return located({writer: self._shares(uids, writer) for writer in writers}, names, index)
 
-    def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+    def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[Piece]:
         """Return the locations of columns stored under their own names, as `payload` does.
 
         Raises KeyError if one is missing.
         """
         shares, alike = dict[Any, PartRows](), defaultdict[Any, list[str]](list)
         for name in names if rows else ():
-            if not (own := self._shares(rows, name)):
+            if not (parts := self._shares(rows, name)):
                 raise KeyError(f"a row of {list(rows)[:4]} has no column {name}")
-            for share in own:
+            for share in parts:
                 # Columns that one part has for the same rows are one piece.
-                key = share.part, tuple(share.places)
+                key = share.part, tuple(share.targets)
                 shares[key] = share
                 alike[key].append(name)
         return [shares[key].piece(columns) for key, columns in alike.items()]
@@ -235,18 +266,18 @@ class Table:
             return []
         if not parts or parts.count(parts[0]) == len(parts):
             return [PartRows(part, range(len(parts)), list(map(part.rows.__getitem__, uids))) for part in parts[:1]]
-        places: defaultdict[StoredRows, list[int]] = defaultdict(list)
-        for place, part in enumerate(parts):
-            places[part].append(place)
-        return [PartRows(part, own, [part.rows[uids[place]] for place in own]) for part, own in places.items()]
+        targets: defaultdict[StoredRows, list[int]] = defaultdict(list)
+        for target, part in enumerate(parts):
+            targets[part].append(target)
+        return [PartRows(part, some, [part.rows[uids[target]] for target in some]) for part, some in targets.items()]
 
 
 class PartRows(NamedTuple):
     """Some of the wanted rows, which lie in one part."""
 
     part: StoredRows
-    places: Sequence[int]
-    """Their places among the wanted rows."""
+    targets: Sequence[int]
+    """Their positions among the wanted rows."""
     positions: list[int]
     """Their positions in the part."""
 
@@ -255,48 +286,41 @@ class PartRows(NamedTuple):
         """Return True if they are all rows of the part, in its order."""
         return len(self.positions) == len(self.part) and self.positions == list(range(len(self.part)))
 
-    def piece(self, columns: Sequence[str]) -> dict[str, Any]:
-        """Return the location of some columns: a block, and the rows in it.
-
-        `positions` in the block and `places` are None if the wanted rows are those of the block, in its order.
-        """
-        block = self.part.payload[0]["block"] if self.part.payload else None
-        rows: dict[str, Any] = {"positions": self.positions, "places": list(self.places)}
-        # With one part for all wanted rows, `places` is a range.
-        if isinstance(self.places, range) and self.is_all:
-            rows = {"positions": None, "places": None}
-        return {"columns": columns, "block": block, "rows": len(self.part), **rows}
+    def piece(self, columns: Sequence[str]) -> Piece:
+        """Return the location of some columns."""
+        block = self.part.payload[0].block if self.part.payload else None
+        index = [name for name in columns if name in self.part.index]
+        # With one part for all wanted rows, `targets` is a range.
+        if isinstance(self.targets, range) and self.is_all:
+            return Piece(block, columns, len(self.part), index_columns=index)
+        return Piece(block, columns, len(self.part), self.positions, list(self.targets), index)
 
 
 def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
     """Return the index columns of rows, from the parts of each writer."""
     columns = dict[str, Column]()
-    for own in filter(None, shares.values()):
-        found = [one.part.index if one.is_all else one.part.index.take(one.positions) for one in own]
-        columns.update(in_order(Rows.cat(found), [place for one in own for place in one.places]).items())
+    for parts in filter(None, shares.values()):
+        rows = [share.part.index if share.is_all else share.part.index.take(share.positions) for share in parts]
+        columns.update(in_order(Rows.cat(rows), [target for share in parts for target in share.targets]).items())
     return Rows(columns)
 
 
 def located(
     shares: Mapping[str, Sequence[PartRows]], names: Collection[str] | None, index: bool = False
-) -> list[dict[str, Any]]:
+) -> list[Piece]:
     """Return the locations of columns of rows from the parts of each writer; `names` and `index` are as for
     `Table.payload`.
     """
     source = dict[str, str]()
-    for writer, own in shares.items():
+    for writer, parts in shares.items():
         # All parts of a writer have the same columns.
-        for one in own[:1]:
-            source.update({name: writer for name in one.part.stored if names is None or name in names})
-            source.update(dict.fromkeys(one.part.index if index else (), writer))
+        for share in parts[:1]:
+            source.update({name: writer for name in share.part.stored if names is None or name in names})
+            source.update(dict.fromkeys(share.part.index if index else (), writer))
     chosen = defaultdict[str, list[str]](list)
     for name, writer in source.items():
         chosen[writer].append(name)
-    return [
-        {**one.piece(columns), "index": [name for name in columns if name in one.part.index]}
-        for writer, columns in chosen.items()
-        for one in shares[writer]
-    ]
+    return [share.piece(columns) for writer, columns in chosen.items() for share in shares[writer]]
 
 
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:

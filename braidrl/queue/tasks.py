@@ -17,10 +17,8 @@ from itertools import count
 from typing import Any
 
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
-from braidrl.queue.table import Lease, Leases, Row, StoredRows
+from braidrl.queue.table import Lease, Leases, Positions, Row, StoredRows
 
-Places = Sequence[tuple[int, Sequence[int] | None]]
-"""Rows by lease number and positions in the lease; None is all rows that are left."""
 PATIENCE = 8
 """Number of times that a sampler may skip the oldest row it sees; then that row is leased."""
 
@@ -355,9 +353,9 @@ class Tasks:
         self.tasks[name].lease.update(dict.fromkeys(rows, lease.number))
         return lease
 
-    def complete(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
+    def complete(self, lease: Lease, positions: Sequence[int] | None = None) -> list[Row]:
         """Complete rows of a lease, those at some positions or all; return the rows that it still held."""
-        rows = self.left(lease, places)
+        rows = self.left(lease, positions)
         self.finish(lease, rows)
         return rows
 
@@ -368,7 +366,7 @@ class Tasks:
             self.tasks[lease.task].finish(rows)
 
     def held(
-        self, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float
+        self, done: Positions, parts: Sequence[tuple[StoredRows, Positions]], now: float
     ) -> tuple[list[int], dict[Lease, list[Row]]]:
         """Return the lost leases among those of `done`, and the rows at its positions that the others hold.
 
@@ -376,26 +374,26 @@ class Tasks:
         """
         lost, held = list[int](), dict[Lease, list[Row]]()
         leases = {number: lease for number, _ in done if (lease := self.leases.held.get(number)) is not None}
-        for number, places in done:
+        for number, positions in done:
             if number not in leases or leases[number].deadline < now:
                 lost.append(number)
             else:
-                held.setdefault(leases[number], []).extend(self.left(leases[number], places))
+                held.setdefault(leases[number], []).extend(self.left(leases[number], positions))
         chosen = {row for rows in held.values() for row in rows}
         for part, written in parts:
             named: list[Row] = []
-            for number, places in written:
-                # The rows of lost leases have no name, but a place.
+            for number, positions in written:
+                # The rows of lost leases have no name, but a position in the part.
                 rows = leases[number].rows if number in leases else None
-                named += [rows and rows[place] for place in places or ()]
+                named += [rows and rows[position] for position in positions or ()]
             part.rows = dict(zip(named, range(len(named)), strict=True))
             if not chosen.issuperset(named):
-                part.rows = {row: place for row, place in part.rows.items() if row in chosen}
+                part.rows = {row: position for row, position in part.rows.items() if row in chosen}
         return lost, held
 
-    def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
+    def left(self, lease: Lease, positions: Sequence[int] | None = None) -> list[Row]:
         """Return the rows of a lease that are not completed, or those at some positions."""
-        rows = list(lease.rows) if places is None else [lease.rows[place] for place in places]
+        rows = list(lease.rows) if positions is None else [lease.rows[position] for position in positions]
         if lease.left == len(lease.rows):
             return rows
         held = self.tasks[lease.task].lease

@@ -37,12 +37,28 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
+from braidrl.queue.calls import (
+    AskDirectory,
+    Clear,
+    ColumnRequest,
+    Directory,
+    Finish,
+    GiveBack,
+    LeasedColumns,
+    Missing,
+    Put,
+    QueueUsage,
+    Reserve,
+    Stop,
+    TakeColumns,
+    Usage,
+    Waited,
+)
 from braidrl.queue.client import Client, DataPlane, Evicted, assembled
 from braidrl.queue.controller import ColumnController
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.samplers import FIRST_IN, sampler_named
-from braidrl.queue.storage import Place
-from braidrl.queue.table import StoredRows, row_name
+from braidrl.queue.table import Positions, StoredRows
 from braidrl.queue.transport import Connection, QueueServer, QueueTimeout
 
 ASK_AGAIN_S = 5.0
@@ -129,9 +145,7 @@ def as_column(value: Any) -> Column:
 class TransferQueue(AbstractContextManager["TransferQueue"]):
     """One process's view of a queue. Thread-safe."""
 
-    def __init__(
-        self, address: str, holder: str, directory: Mapping[str, Any], data: DataPlane, resources: ExitStack
-    ) -> None:
+    def __init__(self, address: str, holder: str, directory: Directory, data: DataPlane, resources: ExitStack) -> None:
         """Register at the queue; use `serve` or `connect`.
 
         Args:
@@ -142,7 +156,7 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
             resources: Closed with this object.
         """
         self.address, self.holder, self.data, self._resources = address, holder, data, resources
-        self.tasks, self._has_budget = directory["tasks"], directory["budget"]
+        self.tasks, self._has_budget = directory.tasks, directory.has_budget
         self._client = Client(address, holder, data)
 
     @classmethod
@@ -177,11 +191,11 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
             node = StorageNode(machine(), ip, secret, storage)
             resources.callback(node.close)
             controller = ColumnController(tasks, chosen, node.data, node.place(), lease_s, budget_bytes)
-            server = QueueServer(controller.handle, controller.tick, f"tcp://{ip}:*", secret)
+            server = QueueServer(controller.handle, ColumnRequest, controller.tick, f"tcp://{ip}:*", secret)
             resources.callback(server.close)
             data = DataPlane(node.place(), "owner", secret=secret)
             resources.callback(data.close)
-            queue = cls(server.address, "owner", controller.on_directory({}, ())[0], data, resources.pop_all())
+            queue = cls(server.address, "owner", controller.directory(), data, resources.pop_all())
             # A program that forgets to close the queue would leave its memory.
             atexit.register(queue.close)
             return queue
@@ -206,8 +220,8 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         with ExitStack() as resources:
             connection = Connection(address, limit_s, secret)
             resources.callback(connection.close)
-            directory = connection.ask({"request": "directory"})[0]
-            place = Place(*directory["place"])
+            directory: Directory = connection.ask(AskDirectory())[0]
+            place = directory.place
             if place.host != machine():
                 node = StorageNode(machine(), ip, secret)
                 resources.callback(node.close)
@@ -245,24 +259,23 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         lengths = next(ragged, None)
         frames = encode(content)
         size = sum(memoryview(frame).nbytes for frame in frames)
-        if self._has_budget and self._client.ask("reserve", wait_s=wait_s, bytes=size)[0].get("waited"):
-            usage, held = self.usage(), dict[str, list[str]]()
-            for task, holder, number in usage["held"]:
+        if self._has_budget and isinstance(self._client.ask(Reserve(size), wait_s=wait_s)[0], Waited):
+            usage, held = self._usage(), dict[str, list[str]]()
+            for task, holder, number in usage.held:
                 held.setdefault(task, []).append(f"{holder} holds {number}")
             tasks = [
                 f"task {task} has {left} rows to do ({', '.join(held.get(task, ['no holder']))})"
-                for task, left in usage["undone"].items()
+                for task, left in usage.undone.items()
                 if left
             ]
             raise QueueFull(
-                f"{size} bytes found no room within {wait_s:g} s: {usage['bytes']} bytes are in the queue; "
+                f"{size} bytes found no room within {wait_s:g} s: {usage.bytes} bytes are in the queue; "
                 f"{'; '.join(tasks)}"
             )
         part = StoredRows.of_block(Rows({}), self.data.write(frames), list(content), len(content))
-        told: list[Frame] = []
-        named = {"rows": list(rows), "table": table, "groups": groups and list(groups), "lengths": lengths}
-        message = part.message(told)
-        self._client.ask("put", told, part=message, **named)
+        described: list[Frame] = []
+        message = part.message(described)
+        self._client.ask(Put(message, list(rows), table, list(groups) if groups else None, lengths), described)
 
     def get(
         self,
@@ -292,19 +305,19 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         until = time.monotonic() + wait_s
         while True:
             left = max(0.0, until - time.monotonic())
-            work = self._client.take([task], rows, min(left, ASK_AGAIN_S), ranks, columns=columns, table=table)
-            if work.kind == "stop":
+            request = TakeColumns([task], rows, ranks, columns=None if columns is None else list(columns), table=table)
+            answer = self._client.take(request, min(left, ASK_AGAIN_S)).answer
+            if isinstance(answer, Stop):
                 return None
-            if work.kind == "rows":
-                names = [row_name(row) for row in work.message["rows"]]
+            if isinstance(answer, LeasedColumns):
                 try:
-                    read = assembled(self.data, Rows({}), work.message["payload"], len(names))
-                    return Batch(names, read, task, [work.lease])
+                    read = assembled(self.data, Rows({}), answer.payload, len(answer.rows))
+                    return Batch(answer.rows, read, task, [answer.lease])
                 except (Evicted, QueueTimeout):
                     # The payload is gone.
-                    self._client.ask("missing", blocks=[piece["block"] for piece in work.message["payload"]])
-                    self._client.ask("give_back", leases=[work.lease])
-                    self._client.held.discard(work.lease)
+                    self._client.ask(Missing([piece.block for piece in answer.payload if piece.block is not None]))
+                    self._client.ask(GiveBack([answer.lease]))
+                    self._client.held.discard(answer.lease)
             if not left:
                 raise TimeoutError(f"no row was ready for task {task} within {wait_s:g} s")
 
@@ -318,7 +331,7 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         Returns:
             The lost leases: another consumer has their rows, and the columns written for them are discarded.
         """
-        written: list[tuple[StoredRows, Any]] = []
+        written: list[tuple[StoredRows, Positions]] = []
         if columns is not None:
             content = as_rows(columns)
             part = StoredRows.of_block(Rows({}), self.data.write(encode(content)), list(content), len(content))
@@ -344,24 +357,28 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
             rows: Their names; None is all.
             table: Table to remove from; None is every table.
         """
-        self._client.ask("clear", rows=None if rows is None else list(rows), table=table)
+        self._client.ask(Clear(None if rows is None else list(rows), table))
 
     def finish(self) -> None:
         """Declare that no more rows will come: consumers end when the remaining rows are done."""
-        self._client.ask("finish")
+        self._client.ask(Finish())
 
     def renew(self) -> list[int]:
         """Send a heartbeat of this slow process; return the leases that were lost nevertheless."""
-        return self._client.renew()[0]
+        return list(self._client.renew().lost)
 
     def usage(self) -> dict[str, Any]:
         """Return bytes and rows in the queue, remaining rows by task, and rows by holder."""
-        usage = self._client.ask("usage")[0]
-        return {name: usage[name] for name in ("bytes", "rows", "undone", "held")}
+        usage = self._usage()
+        return {"bytes": usage.bytes, "rows": usage.rows, "undone": usage.undone, "held": usage.held}
 
     def lost(self) -> dict[Any, list[str]]:
         """Return the columns with lost payload by row; they may be put again."""
-        return {row_name(row): columns for row, columns in self._client.ask("usage")[0]["lost"]}
+        return dict(self._usage().lost)
+
+    def _usage(self) -> QueueUsage:
+        usage: QueueUsage = self._client.ask(Usage())[0]
+        return usage
 
     async def put_async(self, columns: Any, rows: Sequence[Any], **options: Any) -> None:
         """Do as `put` without blocking the event loop."""

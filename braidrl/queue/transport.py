@@ -1,9 +1,9 @@
-"""The queue's sockets and the base of its controllers: every request, a map and raw frames, gets one answer, and is
+"""The queue's sockets and the base of its controllers: every request, a struct and raw frames, gets one answer, and is
 repeated until then.
 
            ┌───────────── request ────────────▶ handle ──▶ answer at once
 client ────┤    again after REPEAT_S, same number   └── None ──▶ parked, and tried again after each change ──▶ answer
-           └◀──── {"waited": true} after its own time limit
+           └◀──── `Waited` after its own time limit
 
 The last answer to each sender is kept for repetitions. Nothing is unpickled. A sender of malformed requests is no
 longer read. `QueueController` has what each controller needs: holders, their leases and heartbeats.
@@ -24,12 +24,14 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from braidrl.data.messages import Frame, pack_message, unpack_message
+from braidrl.data.messages import Frame, Packed, pack_message, unpack_message
+from braidrl.queue.calls import NOTHING, Answer, GiveBack, Lost, Refused, Renew, Request, Take, Waited
 from braidrl.queue.tasks import Tasks
 
-Answer = tuple[dict[str, Any], Sequence[Frame]]
-Handler = Callable[[dict[str, Any], Sequence[Frame]], Answer | None]
-"""Answers a request, or returns None to park it."""
+Handler = Callable[[Any, Sequence[Frame], bool], Answer | None]
+"""Answers a request, or returns None to park it; the last argument is True for one that was parked."""
+Envelope = tuple[int, float, Packed]
+"""A request in its first frame: its number, the seconds that the server may park it, and the request."""
 Send = Callable[[bytes, int, Answer], None]
 """Sends the answer to a sender's request, by its number."""
 REPEAT_S = 1.0
@@ -104,11 +106,11 @@ class Connection:
         self._socket = asking_socket(self._context, address, secret)
         self._number = 0
 
-    def ask(self, request: Mapping[str, Any], frames: Sequence[Frame] = (), wait_s: float = 0.0) -> Answer:
-        """Send a request, repeat it if necessary, and return its answer.
+    def ask(self, request: Request, frames: Sequence[Frame] = (), wait_s: float = 0.0) -> tuple[Any, Sequence[Frame]]:
+        """Send a request, repeat it if necessary, and return its answer, of the type that the request names or `Waited`.
 
         Args:
-            request: A map of plain values.
+            request: The request.
             frames: Raw bytes of the request.
             wait_s: Seconds that the server may park it, beyond the connection's own limit.
 
@@ -117,29 +119,30 @@ class Connection:
             QueueTimeout: No answer arrived within the limits.
         """
         self._number += 1
-        message, limit = [pack_message({**request, "number": self._number}), *frames], self.limit_s + wait_s
+        message, limit = [pack_message((self._number, wait_s, request)), *frames], self.limit_s + wait_s
         until = time.monotonic() + limit
         while (now := time.monotonic()) < until:
             send(self._socket, message)
             repeat = min(until, now + REPEAT_S)
             while self._socket.poll(max(0, round((repeat - time.monotonic()) * 1000))):
                 first, *rest = self._socket.recv_multipart(copy=False)
-                answer: dict[str, Any] = unpack_message(first.buffer, dict[str, Any])
+                number, packed = unpack_message(first.buffer, tuple[int, Packed])
                 # The answer to an abandoned request, or the second one to a repeated request, belongs to an earlier
                 # call.
-                if answer.pop("number") != self._number:
+                if number != self._number:
                     continue
-                if "error" in answer:
-                    raise QueueError(answer["error"])
+                answer = unpack_message(packed, request.answer | Waited | Refused)
+                if isinstance(answer, Refused):
+                    raise QueueError(answer.error)
                 return answer, [frame.buffer for frame in rest]
-        raise QueueTimeout(f"{self.address} did not answer {request['request']!r} within {limit:g} s")
+        raise QueueTimeout(f"{self.address} did not answer {type(request).__name__} within {limit:g} s")
 
-    def tell(self, request: Mapping[str, Any]) -> None:
+    def tell(self, request: Request) -> None:
         """Send a request without waiting for its answer."""
         while self._socket.poll(0):
             self._socket.recv_multipart(copy=False)
         self._number += 1
-        send(self._socket, [pack_message({**request, "number": self._number})])
+        send(self._socket, [pack_message((self._number, 0.0, request))])
 
     def close(self) -> None:
         """Close the socket."""
@@ -155,13 +158,13 @@ class Connections:
         self._idle: defaultdict[str, deque[Connection]] = defaultdict(deque)
 
     def ask(
-        self, address: str, request: Mapping[str, Any], frames: Sequence[Frame] = (), wait_s: float = 0.0
-    ) -> Answer:
+        self, address: str, request: Request, frames: Sequence[Frame] = (), wait_s: float = 0.0
+    ) -> tuple[Any, Sequence[Frame]]:
         """Do as `Connection.ask`."""
         with self._taken(address) as connection:
             return connection.ask(request, frames, wait_s)
 
-    def tell(self, address: str, request: Mapping[str, Any]) -> None:
+    def tell(self, address: str, request: Request) -> None:
         """Do as `Connection.tell`."""
         with self._taken(address) as connection:
             connection.tell(request)
@@ -189,7 +192,7 @@ class Parked(NamedTuple):
     """A parked request, and its deadline."""
 
     number: int
-    request: dict[str, Any]
+    request: Any
     until: float
 
 
@@ -207,8 +210,10 @@ class Parking:
         self._parked: dict[bytes, Parked] = {}
         self._answered: OrderedDict[bytes, tuple[int, Answer]] = OrderedDict()
 
-    def receive(self, sender: bytes, number: int, request: dict[str, Any], frames: Sequence[Frame], now: float) -> None:
-        """Answer a request or park it. A repetition gets the same answer, or stays parked."""
+    def receive(
+        self, sender: bytes, number: int, request: Any, frames: Sequence[Frame], now: float, wait_s: float = 0.0
+    ) -> None:
+        """Answer a request, or park it for `wait_s` seconds. A repetition gets the same answer, or stays parked."""
         last = self._answered.get(sender)
         if last is not None and last[0] == number:
             self._send(sender, number, last[1])
@@ -217,24 +222,28 @@ class Parking:
         if known is not None and known.number == number:
             self._parked[sender] = known
         else:
-            self._attempt(sender, Parked(number, request, now + float(request.get("wait_s", 0.0))), frames)
+            self._attempt(sender, Parked(number, request, now + wait_s), frames)
 
     def retry(self, now: float) -> None:
         """Try all parked requests again, the oldest first; answer those whose time limit is over."""
         for sender, parked in list(self._parked.items()):
-            self._attempt(sender, parked, ())
+            self._attempt(sender, parked, (), again=True)
             if parked.until <= now and sender in self._parked:
-                self._answer(sender, parked.number, ({"waited": True}, ()))
+                self._answer(sender, parked.number, (Waited(), ()))
 
-    def _attempt(self, sender: bytes, parked: Parked, frames: Sequence[Frame]) -> None:
+    def refuse(self, sender: bytes, number: int, error: Exception) -> None:
+        """Answer a request that cannot be handled."""
+        self._answer(sender, number, (Refused(f"{type(error).__name__}: {error}"), ()))
+
+    def _attempt(self, sender: bytes, parked: Parked, frames: Sequence[Frame], again: bool = False) -> None:
         try:
-            answer = self._handle(parked.request, frames)
+            answer = self._handle(parked.request, frames, again)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}, ()
+            self.refuse(sender, parked.number, error)
+            return
         if answer is not None:
             self._answer(sender, parked.number, answer)
         else:
-            parked.request["parked"] = True
             self._parked[sender] = parked
 
     def _answer(self, sender: bytes, number: int, answer: Answer) -> None:
@@ -253,6 +262,7 @@ class QueueServer:
     def __init__(
         self,
         handle: Handler,
+        requests: Any,
         tick: Callable[[], None] | None = None,
         address: str = "tcp://127.0.0.1:*",
         secret: str | None = None,
@@ -262,6 +272,7 @@ class QueueServer:
 
         Args:
             handle: Answers a request, or parks it.
+            requests: The union of its types of requests; others are refused.
             tick: Called several times a second.
             address: Address to listen on.
             secret: Needed by every client; None for no secret.
@@ -270,7 +281,7 @@ class QueueServer:
         Raises:
             zmq.ZMQError: The address cannot be bound.
         """
-        self._tick = tick
+        self._requests, self._tick = requests, tick
         self._parking = Parking(handle, self._send, remembers)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -337,20 +348,24 @@ class QueueServer:
             return
         frames = [frame.buffer for frame in message[1:]]
         try:
-            request: dict[str, Any] = unpack_message(frames[0], dict[str, Any])
-            number, _ = int(request["number"]), float(request.get("wait_s", 0.0))
-            if len(frames) > FRAMES or not isinstance(request["request"], str):
-                raise ValueError("no request")
-        except (ValueError, TypeError, LookupError, RecursionError):
+            number, wait_s, packed = unpack_message(frames[0], Envelope)
+            if len(frames) > FRAMES:
+                raise ValueError("too many frames")
+        except (ValueError, LookupError, RecursionError):
             # Not one of our clients: it has no number to answer to, and its later messages are not read.
             self._refused[sender] = None
             if len(self._refused) > REFUSED:
                 self._refused.popitem(last=False)
             return
-        self._parking.receive(sender, number, request, frames[1:], time.monotonic())
+        try:
+            request = unpack_message(packed, self._requests)
+        except (ValueError, RecursionError) as error:
+            self._parking.refuse(sender, number, error)
+            return
+        self._parking.receive(sender, number, request, frames[1:], time.monotonic(), wait_s)
 
     def _send(self, sender: bytes, number: int, answer: Answer) -> None:
-        self._router.send_multipart([sender, pack_message({**answer[0], "number": number}), *answer[1]], copy=False)
+        self._router.send_multipart([sender, pack_message((number, answer[0])), *answer[1]], copy=False)
 
 
 @dataclass
@@ -384,7 +399,7 @@ class AwakeClock:
 class QueueController(ABC):
     """Answers requests. Thread-safe: one lock guards everything."""
 
-    holders: Mapping[str, Any]
+    holders: Mapping[str, Holder]
 
     def __init__(self, lease_s: float, clock: Callable[[], float] | None = None) -> None:
         """Start without holders; a lease lasts `lease_s` seconds of the clock without a heartbeat."""
@@ -404,34 +419,35 @@ class QueueController(ABC):
         self.changes += 1
         self.changed.notify_all()
 
-    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
-        """Answer one request by the method `on_<request>`, or park it. Raises ValueError for an unknown request."""
-        handler: Callable[..., Answer | None] | None = getattr(self, f"on_{request['request']}", None)
-        if handler is None:
-            raise ValueError(f"there is no request {request['request']!r}")
+    @abstractmethod
+    def respond(self, request: Any, frames: Sequence[Frame]) -> Answer | None:
+        """Answer one request, or park it; the caller holds the lock."""
+
+    def handle(self, request: Request, frames: Sequence[Frame], again: bool = False) -> Answer | None:
+        """Answer one request, or park it; `again` is True for one that was parked."""
         with self.changed:
-            if request.get("holder") in self.holders and not request.get("parked"):
-                self.holders[request["holder"]].heard = self.clock()
-            answer = handler(request, frames)
-            if request["request"] != "take":
+            if request.holder in self.holders and not again:
+                self.holders[request.holder].heard = self.clock()
+            answer = self.respond(request, frames)
+            if not isinstance(request, Take):
                 self.advance()
         return answer
 
-    def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def renew(self, request: Renew) -> Lost:
         """Extend the leases of a slow holder that sends heartbeats, except expired ones."""
         now = self.clock()
         self.tick()
         for tasks in self.queues:
-            for lease in tasks.leases.of(request["holder"]):
+            for lease in tasks.leases.of(request.holder):
                 lease.deadline = max(now + self.lease_s, lease.deadline)
-        return {"lost": self.lost(request["held"])}, ()
+        return Lost(lost=self.lost(request.held))
 
-    def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def give_back(self, request: GiveBack) -> Answer:
         """Release leases whose holder cannot use them."""
         for tasks in self.queues:
             held = tasks.leases.held
-            tasks.give_up([held[number] for number in request["leases"] if number in held])
-        return {}, ()
+            tasks.give_up([held[number] for number in request.leases if number in held])
+        return NOTHING
 
     def lost(self, held: Sequence[int]) -> list[int]:
         """Return those leases that are no longer held."""

@@ -5,10 +5,9 @@ training data, held-out sets, recordings, checkpoints ──make──▶ rows �
 If several processes hold a run's rows, each reads and writes its share.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +15,7 @@ from braidrl.agents.trajectory import response_columns
 from braidrl.data.chat import end_ids_of
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
+from braidrl.data.messages import Message
 from braidrl.data.packing import equal_share
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.data.token_columns import returned_columns
@@ -38,15 +38,13 @@ class RowText(NamedTuple):
     """Without special tokens; empty before generation."""
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(Message):
     """The prompts with these admission numbers."""
 
     numbers: Sequence[int]
 
 
-@dataclass(frozen=True)
-class HeldOut:
+class HeldOut(Message):
     """An evaluation set by name."""
 
     name: str
@@ -54,41 +52,19 @@ class HeldOut:
     """Limit of prompts; by default `evaluation.max_prompts`."""
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(Message):
     """Recorded rows in parquet as they were sampled, without the columns of later stages."""
 
     path: Path
 
 
-@dataclass(frozen=True)
-class Surplus:
+class Surplus(Message):
     """Rows that a checkpoint keeps for the next batch: a file, or a folder of files."""
 
     path: Path
 
 
 Origin = Admission | HeldOut | Recording | Surplus
-
-
-def as_order(origin: Origin) -> dict[str, Any]:
-    """Encode an origin of rows for a message."""
-    match origin:
-        case Admission(numbers):
-            return {"numbers": list(numbers)}
-        case HeldOut(name, prompts):
-            return {"set": name, "prompts": prompts}
-        case Surplus(path):
-            return {"file": str(path)}
-        case Recording():
-            raise ValueError("recorded rows are not streamed")
-
-
-def origin_of(order: Mapping[str, Any]) -> Origin:
-    """Decode an origin of rows from a message."""
-    if "numbers" in order:
-        return Admission(order["numbers"])
-    return HeldOut(order["set"], order["prompts"]) if "set" in order else Surplus(Path(order["file"]))
 
 
 class RowStore:

@@ -11,16 +11,18 @@ import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import decode, encode
-from braidrl.data.messages import Frame, pack_message
+from braidrl.data.messages import Frame, Message, pack_message
 from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
+from braidrl.queue.calls import NOTHING, Answer, Request
 from braidrl.queue.client import Client, DataPlane, WorkItem, write_columns
 from braidrl.queue.owner import StorageNode
-from braidrl.queue.table import StoredRows
-from braidrl.queue.transport import Answer, QueueServer
+from braidrl.queue.table import Piece, StoredRows
+from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
+from braidrl.runtimes.streaming.work import LeasedRows, Load, Loaded, Step, Stepped, TakeWork, WorkerRequest
 from braidrl.weights.versions import LoadingSchedule
 
 SAMPLES = 2
@@ -70,14 +72,22 @@ def made_from(name: str, rows: Rows, version: int = 0) -> dict[str, Any]:
     return {"advantage": rows["reward"] - rows["reward"].mean()}
 
 
-class AdmittingPlane(ControlPlane):
-    """Lets a process of its own admit prompts, which in a run the main program does."""
+class Admit(Request):
+    """Rows from a process of its own, which in a run the main program admits."""
 
-    def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    payload: list[Piece]
+
+
+class AdmittingPlane(ControlPlane):
+    """Admits rows on request."""
+
+    def respond(self, request: WorkerRequest | Admit, frames: Sequence[Frame]) -> Answer | None:
         """Admit rows, and open a batch if possible. Refuse known groups with ValueError."""
+        if not isinstance(request, Admit):
+            return super().respond(request, frames)
         self.training.schedule.groups_wanted(self.loading.target)
-        self.training.admit(StoredRows(decode([bytes(frame) for frame in frames]), request["payload"]))
-        return {}, ()
+        self.training.admit(StoredRows(decode([bytes(frame) for frame in frames]), request.payload))
+        return NOTHING
 
 
 @contextmanager
@@ -95,7 +105,7 @@ def queue(
     LOADED.clear()
     sizes = Sizes(iterations, prompts, SAMPLES, prompts * SAMPLES, max_staleness=staleness)
     control = AdmittingPlane(Stream(flow, sizes), node.data, lease_s, loading=loading)
-    server = QueueServer(control.handle, control.tick)
+    server = QueueServer(control.handle, WorkerRequest | Admit, control.tick)
     try:
         yield control, server, node
     finally:
@@ -122,28 +132,30 @@ class Worker:
         self.kept: list[WorkItem] = []
         self.trained: list[Uid] = []
 
-    def once(self, consumers: Sequence[str] = ("train.actor", "check", "generate"), wait_s: float = 0.0) -> str:
+    def once(
+        self, consumers: Sequence[str] = ("train.actor", "check", "generate"), wait_s: float = 0.0
+    ) -> type[Message]:
         """Does the next thing; its kind."""
         rows = sum(work.size for work in self.kept)
-        ready = ["update"] if self.kept and rows == self.kept[0].message["batch_rows"] else []
-        asks = {"role": "actor", "ready": ready} if "train.actor" in consumers else {}
-        work = self.client.take(consumers, 8, wait_s, **asks)
-        if work.kind == "rows" and work.consumer == "train.actor":
+        ready = ["update"] if self.kept and rows == self.kept[0].answer.batch.batch_rows else []
+        role = "actor" if "train.actor" in consumers else None
+        work = self.client.take(TakeWork(consumers, 8, role=role, ready=ready), wait_s)
+        if work.kind is LeasedRows and work.consumer == "train.actor":
             self.kept.append(work)
-        elif work.kind == "rows":
+        elif work.kind is LeasedRows:
             own = work.read()
             deliver(self.client, work, made_from(work.consumer, own, LOADED.get(self.client.holder, 0)))
-        elif work.kind == "step":
+        elif work.kind is Step:
             for kept in self.kept:
                 self.trained += kept.index.uids()
-            self.client.ask("stepped", stage=work.message["stage"], report={})
+            self.client.ask(Stepped(work.answer.stage, {}))
             for kept in self.kept:
                 own = kept.read()
                 deliver(self.client, kept, made_from("normalise", own) if "reward" in own else {})
             self.kept = []
-        elif work.kind == "load":
-            LOADED[self.client.holder] = work.message["version"]
-            self.client.ask("loaded", version=work.message["version"], bytes=0, sent=0)
+        elif work.kind is Load:
+            LOADED[self.client.holder] = work.answer.version
+            self.client.ask(Loaded(work.answer.version))
         return work.kind
 
     def close(self) -> None:
@@ -184,4 +196,4 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 def admit_over_the_wire(worker: Client, rows: Rows) -> None:
     put = write_columns(worker.data, dict(rows.items()))
-    worker.ask("admit", encode(put.index), payload=put.payload)
+    worker.ask(Admit(put.payload), encode(put.index))

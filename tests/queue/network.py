@@ -6,16 +6,29 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from braidrl.data.messages import Frame, pack_message, unpack_message
 from braidrl.data.rows import Rows
+from braidrl.queue.calls import (
+    Answer,
+    ColumnRequest,
+    Done,
+    Finish,
+    LeasedColumns,
+    Lost,
+    Put,
+    Refused,
+    Request,
+    TakeColumns,
+    Waited,
+)
 from braidrl.queue.controller import ColumnController
 from braidrl.queue.samplers import sampler_named
 from braidrl.queue.storage import Place
-from braidrl.queue.table import Block, StoredRows
-from braidrl.queue.transport import REPEAT_S, Answer, Parking
+from braidrl.queue.table import Block, StoredMessage, StoredRows
+from braidrl.queue.transport import REPEAT_S, Parking
 
 TASKS = {"score": ["x"], "train": ["x", "score"]}
 LEASE_S = 3.0
@@ -46,19 +59,21 @@ class Client:
 
     def __init__(self, network: Network, name: str, task: str | None) -> None:
         self.network, self.name, self.task = network, name, task
-        self.asked: dict[str, Any] | None = None
+        self.asked: tuple[int, Request] | None = None
         self.frames: list[Frame] = []
         self.batch: tuple[int, list[int]] | None = None
 
-    def ask(self, request: str, **fields: Any) -> None:
+    def ask(self, request: Request) -> None:
         Client.numbers += 1
-        self.asked = {"request": request, "holder": self.name, "number": Client.numbers, **fields}
+        request.holder = self.name
+        self.asked = Client.numbers, request
         self.send()
 
     def send(self) -> None:
         assert self.asked is not None
         self.sent = self.network.now
-        self.network.to_queue.append((self.name, carried(self.asked), self.frames))
+        number, request = self.asked
+        self.network.to_queue.append((self.name, number, carried(request, ColumnRequest), self.frames))
 
     def act(self) -> None:
         """Begin the next thing."""
@@ -66,29 +81,30 @@ class Client:
             self.network.put_next(self)
         elif self.batch is None:
             most = self.network.chance.randint(1, 4)
-            self.ask("take", wait_s=1.0, consumers=[self.task], most=most, ranks=2, held=[], columns=None, table=None)
+            self.ask(TakeColumns([self.task], most, 2))
         else:
             number, rows = self.batch
             parts = []
             if self.task == "score":
-                parts = [{**self.part("score", len(rows)), "rows": [(number, list(range(len(rows))))]}]
-            self.ask("done", consumer=self.task, done=[(number, None)], parts=parts)
+                parts = [(self.part("score", len(rows)), [(number, list(range(len(rows))))])]
+            self.ask(Done(self.task, [(number, None)], parts))
 
-    def part(self, column: str, rows: int) -> dict[str, Any]:
+    def part(self, column: str, rows: int) -> StoredMessage:
         self.frames = []
         return StoredRows.of_block(Rows({}), self.network.memory.write(rows), [column], rows).message(self.frames)
 
-    def hear(self, message: dict[str, Any]) -> None:
-        if self.asked is None or message["number"] != self.asked["number"]:
+    def hear(self, number: int, answer: Any) -> None:
+        if self.asked is None or number != self.asked[0]:
             return
-        assert "error" not in message, message
-        asked, self.asked = self.asked, None
-        if asked["request"] == "take" and message.get("kind") == "rows":
-            self.batch = message["lease"], list(message["rows"])
-        elif asked["request"] == "done":
-            assert self.batch is not None
+        answer = carried(answer, self.asked[1].answer | Waited | Refused)
+        assert not isinstance(answer, Refused), answer
+        (_, asked), self.asked = self.asked, None
+        if isinstance(answer, LeasedColumns):
+            self.batch = answer.lease, [int(str(row)) for row in answer.rows]
+        elif isinstance(asked, Done):
+            assert self.batch is not None and isinstance(answer, Lost)
             (number, rows), self.batch = self.batch, None
-            if number not in message["lost"]:
+            if number not in answer.lost:
                 self.network.done.update((str(self.task), row) for row in rows)
 
 
@@ -97,8 +113,8 @@ class Network:
 
     def __init__(self, seed: int, sampler: str, rows: int) -> None:
         self.chance, self.now, self.rows = random.Random(seed), 100.0, rows
-        self.to_queue: deque[tuple[str, dict[str, Any], list[Frame]]] = deque()
-        self.from_queue: deque[tuple[str, dict[str, Any]]] = deque()
+        self.to_queue: deque[tuple[str, int, Any, list[Frame]]] = deque()
+        self.from_queue: deque[tuple[str, int, Any]] = deque()
         self.memory, self.unborn = Memory(), list(range(rows))
         samplers = dict.fromkeys(TASKS, sampler_named(sampler))
         place, clock = Place("here", "0", ""), lambda: self.now
@@ -119,29 +135,29 @@ class Network:
         self.clients[f"client{self.joined}"] = Client(self, f"client{self.joined}", task)
 
     def answer(self, sender: bytes, number: int, answer: Answer) -> None:
-        self.from_queue.append((sender.decode(), {**carried(answer[0]), "number": number}))
+        self.from_queue.append((sender.decode(), number, answer[0]))
 
     def put_next(self, client: Client) -> None:
         """Put up to three rows; when there are no more, say so."""
         rows, self.unborn = self.unborn[:3], self.unborn[3:]
         if rows:
             lengths, groups = [row * 7 % 5 + 1 for row in rows], [row // 2 for row in rows]
-            client.ask("put", part=client.part("x", len(rows)), rows=rows, table=0, lengths=lengths, groups=groups)
+            client.ask(Put(client.part("x", len(rows)), rows, 0, groups, lengths))
         elif not self.controller.finished:
-            client.ask("finish")
+            client.ask(Finish())
 
     def step(self, is_harmful: bool) -> None:
         """Let one thing happen; if harmful, a message may be lost or a client die."""
         weights = [10, 10, 6, 2, is_harmful, 0.2 * is_harmful]
         kind = self.chance.choices(["request", "answer", "client", "time", "loss", "death"], weights)[0]
         if kind == "request" and self.to_queue:
-            sender, message, frames = self.to_queue.popleft()
-            self.parking.receive(sender.encode(), message["number"], message, frames, self.now)
+            sender, number, request, frames = self.to_queue.popleft()
+            self.parking.receive(sender.encode(), number, request, frames, self.now, wait_s=1.0)
             self.parking.retry(self.now)
         elif kind == "answer" and self.from_queue:
-            receiver, message = self.from_queue.popleft()
+            receiver, number, answer = self.from_queue.popleft()
             if receiver in self.clients:
-                self.clients[receiver].hear(message)
+                self.clients[receiver].hear(number, answer)
         elif kind == "client":
             idle = [client for client in self.clients.values() if client.asked is None]
             if idle:
@@ -163,7 +179,8 @@ class Network:
     def die(self, name: str) -> None:
         client = self.clients.pop(name)
         if client.asked is not None:
-            self.untold |= {piece["block"][2] for part in client.asked.get("parts", ()) for piece in part["payload"]}
+            parts = client.asked[1].parts if isinstance(client.asked[1], Done) else ()
+            self.untold |= {block.name for part, _ in parts for piece in part.payload if (block := piece.block)}
             if client.batch is not None:
                 self.uncertain.update((str(client.task), row) for row in client.batch[1])
         self.join(client.task)
@@ -173,7 +190,6 @@ class Network:
         return len(counted) == len(TASKS) * self.rows and not self.controller.tasks.rows
 
 
-def carried(message: Mapping[str, Any]) -> dict[str, Any]:
+def carried(message: Any, type: Any) -> Any:
     """A message as another process gets it."""
-    found: dict[str, Any] = unpack_message(pack_message(dict(message)))
-    return found
+    return unpack_message(pack_message(message), type)

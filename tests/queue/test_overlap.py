@@ -18,9 +18,11 @@ from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind
 from braidrl.flow.batches import Sizes
 from braidrl.plan.simulation import Streaming, Workload
+from braidrl.queue.calls import Stop
 from braidrl.queue.client import Client, WorkItem
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.work import LeasedRows, Load, Loaded, Step, Stepped, TakeWork
 from braidrl.weights.versions import LoadingSchedule
 from tests.plan.durations import long_tailed
 from tests.queue.made_up import GENERATE, SAMPLES, client, deliver, made_from, main_program, queue, stage
@@ -44,11 +46,11 @@ def workload(staleness: int, iterations: int, median_s: float) -> Workload:
 
 def generate(worker: Client, work: Workload) -> None:
     loaded = 0
-    while (given := worker.take(["generate"], 1, 5.0)).kind != "stop":
-        if given.kind == "load":
-            loaded = given.message["version"]
-            worker.ask("loaded", version=loaded, bytes=0, sent=0)
-        elif given.kind == "rows":
+    while (given := worker.take(TakeWork(["generate"], 1), 5.0)).kind is not Stop:
+        if given.kind is Load:
+            loaded = given.answer.version
+            worker.ask(Loaded(loaded))
+        elif given.kind is LeasedRows:
             rows = given.read()
             time.sleep(work.seconds("generate", rows.uids()[0]))
             deliver(worker, given, made_from("generate", rows, loaded))
@@ -60,14 +62,14 @@ def train(worker: Client, work: Workload) -> None:
     while True:
         rows = sum(item.size for item in kept)
         ready = ["update"] if rows == ROWS else []
-        given = worker.take(["train.actor"], work.dispatch_rows, 5.0, role="actor", ready=ready)
-        if given.kind == "stop":
+        given = worker.take(TakeWork(["train.actor"], work.dispatch_rows, role="actor", ready=ready), 5.0)
+        if given.kind is Stop:
             return
-        if given.kind == "step":
-            worker.ask("stepped", stage="update", report={})
+        if given.kind is Step:
+            worker.ask(Stepped("update", {}))
             worker.done("train.actor", [(item.lease, None) for item in kept])
             kept = []
-        elif given.kind == "rows":
+        elif given.kind is LeasedRows:
             costs = [work.seconds("update", uid) for uid in given.index.uids()]
             time.sleep(max(sum(costs[i] for i in part) for part in balanced_partition(costs, TRAINING)))
             kept.append(given)

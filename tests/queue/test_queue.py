@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +25,25 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
+from braidrl.queue.calls import Done, Free, Hello, Lost, ReadRows, Renew, Stop, Waited
 from braidrl.queue.client import Client, DataPlane, Evicted, assembled, write_columns
 from braidrl.queue.owner import StorageNode, remove_abandoned
 from braidrl.queue.storage import Place, Segments
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
+from braidrl.runtimes.streaming.work import (
+    Ended,
+    Give,
+    Given,
+    LeasedRows,
+    Load,
+    Loaded,
+    Step,
+    Stepped,
+    TakeWork,
+    WeightLocation,
+)
 from tests.queue.made_up import (
     CHECK,
     GENERATE,
@@ -85,28 +97,30 @@ def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
         worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        work = worker.take(["generate"], 8, 0.0)
+        work = worker.take(TakeWork(["generate"], 8), 0.0)
         assert list(work.read().payload) == ["prompt"]
         deliver(worker, work, made_from("generate", work.read()))
-        assert list(worker.take(["check"], 8, 0.0).read().payload) == ["tokens"]
+        assert list(worker.take(TakeWork(["check"], 8), 0.0).read().payload) == ["tokens"]
         worker.close()
 
 
 def test_waiting_reader_does_not_block_and_is_served_promptly() -> None:
     with queue() as (control, server, node):
         reader, writer = client(server, node, "reader"), client(server, node, "writer", generates=True)
-        got: list[tuple[str, float]] = []
-        thread = threading.Thread(target=lambda: got.append((reader.take(["check"], 8, 60.0).kind, time.monotonic())))
+        got: list[tuple[type, float]] = []
+        thread = threading.Thread(
+            target=lambda: got.append((reader.take(TakeWork(["check"], 8), 60.0).kind, time.monotonic()))
+        )
         thread.start()
         time.sleep(0.1)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
         start = time.monotonic()
-        assert Worker(writer).once(["generate"]) == "rows"
+        assert Worker(writer).once(["generate"]) is LeasedRows
         written = time.monotonic()
         thread.join()
         assert written - start < 30, "the writer was answered while the reader was waiting"
-        assert got[0][0] == "rows" and got[0][1] - written < 30
+        assert got[0][0] is LeasedRows and got[0][1] - written < 30
         reader.close()
         writer.close()
 
@@ -115,7 +129,7 @@ def test_reader_is_answered_after_its_time_limit() -> None:
     with queue() as (_, server, node):
         worker = client(server, node, "worker")
         start = time.monotonic()
-        assert worker.take(["check"], 8, 0.3).kind == "wait"
+        assert worker.take(TakeWork(["check"], 8), 0.3).kind is Waited
         assert time.monotonic() - start >= 0.3
         worker.close()
 
@@ -137,11 +151,11 @@ def test_expired_lease_moves_on_and_late_answer_is_refused() -> None:
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        work = slow.take(["generate"], 8, 0.0)
+        work = slow.take(TakeWork(["generate"], 8), 0.0)
         rows = work.read()
-        assert quick.take(["generate"], 8, 0.0).kind == "wait"
+        assert quick.take(TakeWork(["generate"], 8), 0.0).kind is Waited
         passed(31.0)
-        again = quick.take(["generate"], 8, 60.0)
+        again = quick.take(TakeWork(["generate"], 8), 60.0)
         assert again.read().uids() == rows.uids()
         assert deliver(slow, work, made_from("generate", rows)) == [work.lease]
         assert owner_names(node, "slow") == [], "what came too late takes no memory"
@@ -155,14 +169,14 @@ def test_slots_of_ended_rows_are_filled_before_these_rows_are_reported() -> None
         control.change(lambda: control.training.schedule.groups_wanted(0))
         admit(control, [1, 2])
         engine = client(server, node, "engine.0.0", generates=True)
-        first = engine.take(["generate"], 8, 0.0, slots=2)
-        assert first.size == 2 and engine.take(["generate"], 8, 0.0, slots=2).kind == "wait"
-        engine.tell("ended", ended=[(first.lease, 2)])
-        second = engine.take(["generate"], 8, 5.0, slots=2)
-        assert second.kind == "rows" and second.size == 2
+        first = engine.take(TakeWork(["generate"], 8, slots=2), 0.0)
+        assert first.size == 2 and engine.take(TakeWork(["generate"], 8, slots=2), 0.0).kind is Waited
+        engine.tell(Ended([(first.lease, 2)]))
+        second = engine.take(TakeWork(["generate"], 8, slots=2), 5.0)
+        assert second.kind is LeasedRows and second.size == 2
         # The report of ended rows frees no slot a second time.
         deliver(engine, first, made_from("generate", first.read()))
-        assert engine.take(["generate"], 8, 0.0, slots=2).kind == "wait"
+        assert engine.take(TakeWork(["generate"], 8, slots=2), 0.0).kind is Waited
         engine.close()
 
 
@@ -176,7 +190,7 @@ def test_leases_of_an_evaluation_have_numbers_of_their_own() -> None:
         control.change(lambda: evaluation.schedule.groups_wanted(0))
         control.admit(evaluation, control.held.hold_for(write_columns(control.data, dict(born([1, 2]).items()))))
         engine = client(server, node, "engine.0.0", generates=True)
-        leases = [engine.take([name], 8, 5.0).lease for name in ("generate", "generate.judged")]
+        leases = [engine.take(TakeWork([name], 8), 5.0).lease for name in ("generate", "generate.judged")]
         assert len(set(leases)) == 2 and engine.held == set(leases)
         engine.close()
 
@@ -187,11 +201,11 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        rows = (work := slow.take(["generate"], 8, 0.0)).read()
+        rows = (work := slow.take(TakeWork(["generate"], 8), 0.0)).read()
         for _ in range(5):
             passed(20.0)
-            assert slow.renew() == ([], [])
-        assert quick.take(["generate"], 8, 0.0).kind == "wait"
+            assert slow.renew() == Lost(lost=[], dropped=[])
+        assert quick.take(TakeWork(["generate"], 8), 0.0).kind is Waited
         assert deliver(slow, work, made_from("generate", rows)) == []
         slow.close()
         quick.close()
@@ -202,9 +216,9 @@ def test_late_renewal_returns_lost_leases() -> None:
         slow = client(server, node, "slow", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        lease = slow.take(["generate"], 8, 0.0).lease
+        lease = slow.take(TakeWork(["generate"], 8), 0.0).lease
         time.sleep(0.03)
-        assert slow.renew() == ([lease], []) and not slow.held
+        assert slow.renew() == Lost(lost=[lease], dropped=[]) and not slow.held
         slow.close()
 
 
@@ -213,13 +227,13 @@ def test_dead_worker_rows_are_leased_again_and_unreported_blocks_freed() -> None
         dead, other = client(server, node, "dead", generates=True), client(server, node, "other", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        rows = dead.take(["generate"], 8, 0.0).read()
+        rows = dead.take(TakeWork(["generate"], 8), 0.0).read()
         write_columns(dead.data, made_from("generate", rows))
         assert len(owner_names(node, "dead")) == 1
         control.fail("dead")
         assert owner_names(node, "dead") == []
-        assert other.take(["generate"], 8, 2.0).read().uids() == rows.uids()
-        assert dead.take(["generate"], 8, 0.0).kind == "stop", "a dead worker's last request is given no rows"
+        assert other.take(TakeWork(["generate"], 8), 2.0).read().uids() == rows.uids()
+        assert dead.take(TakeWork(["generate"], 8), 0.0).kind is Stop, "a dead worker's last request is given no rows"
         dead.close()
         other.close()
 
@@ -275,32 +289,34 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
 
 def test_two_nodes_exchange_only_requested_rows() -> None:
     with two_nodes() as (control, near, far, node):
-        work = far.take(["generate"], 2, 0.0)
+        work = far.take(TakeWork(["generate"], 2), 0.0)
         assert work.read()["prompt"].values.tolist() == born([0])["prompt"].values.tolist()
         assert 0 < control.data.served < 8 * born([0, 1])["prompt"].values.numel() + 400, (
             "prompts of the other group came too"
         )
         rows = work.read()
         deliver(far, work, made_from("generate", rows))
-        work = near.take(["check"], 8, 1.0)
-        assert {piece["block"][0] for piece in work.message["payload"] if "tokens" in piece["columns"]} == {"node-b"}
+        work = near.take(TakeWork(["check"], 8), 1.0)
+        assert {piece.block.host for piece in work.answer.payload if "tokens" in piece.columns} == {"node-b"}
         assert torch.equal(work.read()["tokens"].values, born([0])["prompt"].values * 2)
         assert control.data.served_by(node.place().address) == node.data.served > 0
 
 
 def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
     with two_nodes() as (_, near, far, node):
-        assert Worker(far).once(["generate"]) == "rows"
+        assert Worker(far).once(["generate"]) is LeasedRows
         before = node.data.served
         other = Client(near.address, "beside", DataPlane(node.place(), "beside"))
-        assert len(other.take(["check"], 8, 1.0).read()["tokens"].values) == len(born([0, 1])["prompt"].values)
+        assert len(other.take(TakeWork(["check"], 8), 1.0).read()["tokens"].values) == len(
+            born([0, 1])["prompt"].values
+        )
         assert node.data.served == before
         other.close()
 
 
 def test_remote_memory_is_freed_even_of_dead_worker() -> None:
     with two_nodes() as (control, _, far, node):
-        work = far.take(["generate"], 8, 0.0)
+        work = far.take(TakeWork(["generate"], 8), 0.0)
         known, names = far.data.write([b"x"]), Segments(node.run, "looker").names
         control.data.free([known])
         wait_until(lambda: names() == [])
@@ -323,16 +339,16 @@ def test_a_name_from_the_network_cannot_lead_out_of_shared_memory() -> None:
     with queue() as (_, _, node):
         connection = Connection(node.server.address, 5.0)
         with pytest.raises(QueueError, match="no segment's name"):
-            connection.ask({"request": "rows", "name": "../etc/passwd", "columns": ["x"]})
+            connection.ask(ReadRows("../etc/passwd", ["x"]))
         with pytest.raises(QueueError, match="no segment's name"):
-            connection.ask({"request": "free", "names": ["../tmp/precious"]})
+            connection.ask(Free(["../tmp/precious"]))
         connection.close()
 
 
 def test_bad_request_is_answered_and_harmless() -> None:
     with queue() as (_, server, node):
         connection = Connection(server.address, 5.0)
-        for request in ({"request": "nonsense"}, {"request": "done", "consumer": "generate"}, {"request": "stepped"}):
+        for request in (Free(["of a node"]), Done("generate", 3), Done("generate", [(0, None)], [(1, 2)]), Renew("x")):  # type: ignore[arg-type,list-item]
             with pytest.raises(QueueError):
                 connection.ask(request)
         connection._socket.send_multipart([b"\x93not msgpack of ours"])
@@ -342,8 +358,8 @@ def test_bad_request_is_answered_and_harmless() -> None:
 
 def test_missing_queue_is_named_after_time_limit() -> None:
     connection = Connection("tcp://127.0.0.1:9", 0.2)
-    with pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 did not answer 'hello' within 0.2 s"):
-        connection.ask({"request": "hello"})
+    with pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 did not answer Hello within 0.2 s"):
+        connection.ask(Hello("here"))
     connection.close()
 
 
@@ -354,10 +370,10 @@ def test_selected_group_continues_and_dropped_group_frees_memory() -> None:
         worker = Worker(client(server, node, "worker", generates=True))
         control.training.schedule.groups_wanted(0)
         admit(control, [1])
-        assert worker.once(["generate"]) == "rows"
+        assert worker.once(["generate"]) is LeasedRows
         assert control.training.schedule.groups_wanted(0) == 1
         admit(control, [2])
-        assert worker.once(["generate"]) == "rows"
+        assert worker.once(["generate"]) is LeasedRows
         outcome = control.training.records[1].outcome
         assert outcome is not None and outcome.dropped == {"odd": 1}
         assert {uid[1] for uid in control.training.table.parts["generate"]} == {2}
@@ -372,17 +388,17 @@ def test_worker_learns_which_rows_of_its_lease_were_dropped() -> None:
         worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [1])
-        assert Worker(worker).once(["generate"]) == "rows"
+        assert Worker(worker).once(["generate"]) is LeasedRows
         control.training.schedule.sampling.over_sampling = 2.0
         control.training.schedule.groups_wanted(0)
         admit(control, [2, 3])
-        work = worker.take(["generate"], 8, 0.0)
+        work = worker.take(TakeWork(["generate"], 8), 0.0)
         assert [uid[1] for uid in work.index.uids()] == [2, 2, 3, 3]
         rows = work.read([0, 1])
         written = write_columns(worker.data, made_from("generate", rows))
         assert worker.done("generate", [(work.lease, [0, 1])], [(written, [(work.lease, [0, 1])])], keeps=True) == []
-        again = worker.take(["generate"], 8, 0.0)
-        assert again.kind == "lost" and [list(one) for one in again.dropped] == [[work.lease, [2, 3]]]
+        again = worker.take(TakeWork(["generate"], 8), 0.0)
+        assert again.kind is Lost and [list(one) for one in again.dropped] == [[work.lease, [2, 3]]]
         worker.close()
 
 
@@ -424,13 +440,13 @@ def test_rows_train_once_despite_dead_or_late_workers(
     arguments = {"iterations": iterations, "prompts": prompts, "lease_s": 0.15}
     process = context.Process(target=serve, args=(theirs, arguments))
     process.start()
-    address, place = unpack_message(ours.recv_bytes())
-    trained = play(address, Place(*place), iterations, prompts, workers, random.Random(seed))
+    address, place = unpack_message(ours.recv_bytes(), tuple[str, Place])
+    trained = play(address, place, iterations, prompts, workers, random.Random(seed))
     ours.send_bytes(b"end")
     process.join(60)
     assert process.exitcode == 0
     assert trained == Counter({(0, g, s): 1 for g in range(iterations * prompts) for s in range(2)})
-    assert Segments(place[1], "looker").names() == []
+    assert Segments(place.run, "looker").names() == []
 
 
 def play(
@@ -453,15 +469,15 @@ def play(
         trainer.once(["train.actor"], 0.02)
         place, fate = chance.randrange(len(engines)), chance.random()
         worker = engines[place]
-        work = worker.take(["check", "generate"], 3, 0.02)
-        if work.kind == "load":
-            LOADED[worker.holder] = work.message["version"]
-            worker.ask("loaded", version=work.message["version"], bytes=0, sent=0)
-        elif work.kind == "rows" and fate < 0.2:
+        work = worker.take(TakeWork(["check", "generate"], 3), 0.02)
+        if work.kind is Load:
+            LOADED[worker.holder] = work.answer.version
+            worker.ask(Loaded(work.answer.version))
+        elif work.kind is LeasedRows and fate < 0.2:
             engines[place] = join(joined)  # The old one forgets what it holds; its lease runs out.
             joined += 1
             worker.close()
-        elif work.kind == "rows":
+        elif work.kind is LeasedRows:
             rows = work.read()
             if fate < 0.3:
                 time.sleep(0.3)  # Too late: the lease has run out.
@@ -478,11 +494,11 @@ def test_consumer_reads_requested_version_of_column() -> None:
         worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        assert Worker(worker).once(["generate"]) == "rows" and Worker(worker).once(["check"]) == "rows"
-        work = worker.take(["shape"], 8, 0.0)
+        assert Worker(worker).once(["generate"]) is LeasedRows and Worker(worker).once(["check"]) is LeasedRows
+        work = worker.take(TakeWork(["shape"], 8), 0.0)
         before = work.read()["reward"]
         deliver(worker, work, {"reward": before + 100})
-        assert torch.equal(worker.take(["train.actor"], 8, 0.0).read()["reward"], before + 100)
+        assert torch.equal(worker.take(TakeWork(["train.actor"], 8), 0.0).read()["reward"], before + 100)
         worker.close()
 
 
@@ -498,21 +514,19 @@ def test_weight_copy_is_asked_of_another_worker_when_the_first_dies(tmp_path: Pa
         control.allow(1)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        assert [trainer.once() for _ in range(4)] == ["rows"] * 3 + ["step"]
-        own, others = {"role": "actor", "ready": []}, {"role": "reference", "ready": []}
-        assert follower.take([], 8, 0.0, **others).kind == "wait"
-        asked = first.take([], 8, 0.0, **own)
-        assert (asked.kind, asked.message["stage"]) == ("give", "follow")
-        assert second.take([], 8, 0.0, **own).kind == "wait", "one of them is enough"
+        assert [trainer.once() for _ in range(4)] == [LeasedRows] * 3 + [Step]
+        assert follower.take(TakeWork([], 8, role="reference"), 0.0).kind is Waited
+        assert first.take(TakeWork([], 8, role="actor"), 0.0).answer == Give(stage="follow")
+        assert second.take(TakeWork([], 8, role="actor"), 0.0).kind is Waited, "one of them is enough"
         control.fail("first")
-        assert second.take([], 8, 0.0, **own).kind == "give"
+        assert second.take(TakeWork([], 8, role="actor"), 0.0).kind is Give
         file = tmp_path / "weights"
         file.write_bytes(b"weights")
-        place: dict[str, Any] = {"path": str(file), "machines": [], "offer": None, "number": 1, "bytes": 7}
-        second.ask("given", stage="follow", place=place)
-        step = follower.take([], 8, 0.0, **others)
-        assert step.kind == "step" and step.message["weights"] == place
-        follower.ask("stepped", stage="follow", report={})
+        location = WeightLocation(1, 7, str(file))
+        second.ask(Given("follow", location))
+        step = follower.take(TakeWork([], 8, role="reference"), 0.0)
+        assert step.kind is Step and step.answer.weights == location
+        follower.ask(Stepped("follow", {}))
         assert not file.exists(), "weights that were taken over are still kept"
         assert control.finished[0].iteration == 1
         for worker in (first, second, follower):

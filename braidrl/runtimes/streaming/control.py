@@ -12,23 +12,42 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import assert_never
 
 from braidrl.data.codec import decode
 from braidrl.data.messages import Frame
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.queue.calls import NOTHING, Answer, Done, GiveBack, Hello, Lost, Renew, Request, Stop
 from braidrl.queue.client import DataPlane
 from braidrl.queue.table import StoredRows
 from braidrl.queue.tasks import Tasks
-from braidrl.queue.transport import Answer, Holder, QueueController
+from braidrl.queue.transport import Holder, QueueController
 from braidrl.runtimes.streaming.groups import ROWS, Activity
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
-from braidrl.runtimes.streaming.weights import Copy, Versions, WeightLocation, free
+from braidrl.runtimes.streaming.weights import Copy, Versions, free
+from braidrl.runtimes.streaming.work import (
+    Ended,
+    Give,
+    Given,
+    LeasedRows,
+    Load,
+    Loaded,
+    NewWeights,
+    Order,
+    Ordered,
+    Receive,
+    Step,
+    Stepped,
+    TakeWork,
+    Task,
+    WeightLocation,
+    WorkerRequest,
+)
 from braidrl.weights.versions import UNKNOWN, LoadingSchedule
 
-OF_LEADERS = {"stepped", "given", "weights", "ordered"}
+OF_LEADERS = Stepped | Given | NewWeights | Ordered
 
 
 @dataclass
@@ -36,9 +55,19 @@ class WorkerHolder(Holder):
     """A worker, or the leader of a group of workers."""
 
     group: str = ""
-    orders: deque[Answer] = field(default_factory=deque)
+    orders: deque[tuple[Order, Sequence[Frame]]] = field(default_factory=deque)
     dropped: list[tuple[int, list[int]]] = field(default_factory=list)
     """Rows, by lease and positions, that selection has dropped and that the worker does not know to be."""
+
+
+@dataclass
+class OrderResult:
+    """The result of an order."""
+
+    rows: StoredRows | None = None
+    """Made rows."""
+    trouble: str = ""
+    """Why a file could not be written."""
 
 
 class ControlPlane(QueueController):
@@ -86,9 +115,9 @@ class ControlPlane(QueueController):
         self.refused: UserError | WorkerError | None = None
         """The user's error that ends the run: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
-        self.results: dict[int, tuple[dict[str, Any], StoredRows | None]] = {}
+        self.results: dict[int, OrderResult] = {}
         self.orders_given = 0
-        self.noticed: list[Any] = []
+        self.noticed: list[object] = []
         """The values that threads of this process wait for, at their last wake-up."""
         self.notify: Callable[[], object] = lambda: None
         """Makes the server retry waiting workers."""
@@ -100,146 +129,167 @@ class ControlPlane(QueueController):
 
     # Requests
 
-    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
+    def handle(self, request: Request, frames: Sequence[Frame], again: bool = False) -> Answer | None:
         """Answer one request, or keep its sender waiting.
 
         An error of the user, rather than of a worker, ends the run.
         """
-        if request["request"] in OF_LEADERS and request["holder"] not in self.holders:
-            return {}, ()  # the last messages of a replaced trainer
+        if isinstance(request, OF_LEADERS) and request.holder not in self.holders:
+            return NOTHING  # the last messages of a replaced trainer
         try:
-            return super().handle(request, frames)
+            return super().handle(request, frames, again)
         except UserError as error:
             with self.changed:
                 self.refused, self.stopping = error, True
                 super().advance()
             raise
 
-    def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def respond(self, request: WorkerRequest, frames: Sequence[Frame]) -> Answer | None:
+        """Answer one request, or keep its sender waiting."""
+        match request:
+            case TakeWork():
+                return self._take(request)
+            case Done():
+                return self._done(request, frames), ()
+            case Renew():
+                return self.renew(request), ()
+            case GiveBack():
+                return self.give_back(request)
+            case Hello():
+                self._register(request)
+            case Ended():
+                self._note_ended(request.holder, request.ended)
+            case Stepped():
+                self._stepped(request)
+            case Given():
+                self._given(request)
+            case NewWeights():
+                self.weights.known[request.role][request.version] = request.location
+                self.activity.updates.add(f"weights/{request.role}/write_seconds", request.seconds)
+            case Loaded():
+                self._loaded(request)
+            case Ordered():
+                self._ordered(request, frames)
+            case _:
+                assert_never(request)
+        return NOTHING
+
+    def _register(self, request: Hello) -> None:
         """Register a worker; an engine begins with the model's own weights."""
-        name = request["holder"]
+        name = request.holder
         # After the group's name come its number and its start count.
-        self.holders[name] = WorkerHolder(name, request["address"], self.clock(), name.rsplit(".", 2)[0])
-        if request["generates"]:
+        self.holders[name] = WorkerHolder(name, request.address, self.clock(), name.rsplit(".", 2)[0])
+        if request.generates:
             self.loading.join(name)
-        return {}, ()
 
-    def on_ended(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record the number of rows of an engine's leases that need no slot any more; they are reported later."""
-        for number, rows in request["ended"]:
+    def _note_ended(self, holder: str, ended: Sequence[tuple[int, int]]) -> None:
+        for number, rows in ended:
             for tasks in self.queues:
-                if (lease := tasks.leases.held.get(number)) is not None and lease.holder == request["holder"]:
+                if (lease := tasks.leases.held.get(number)) is not None and lease.holder == holder:
                     lease.ended = max(lease.ended, rows)
-        return {}, ()
 
-    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
+    def _take(self, request: TakeWork) -> Answer | None:
         """Return a worker's next piece of work, or keep it waiting for a change."""
-        holder = self.holders.get(request["holder"])
+        holder = self.holders.get(request.holder)
         if holder is None or self.stopping:
-            return {"kind": "stop"}, ()
-        self.on_ended({"ended": (), **request}, frames)
-        lost = {"lost": self.lost(request["held"]), "dropped": holder.dropped}
+            return Stop(), ()
+        self._note_ended(request.holder, request.ended)
+        lost = Lost(lost=self.lost(request.held), dropped=holder.dropped)
         holder.dropped = []
+        work, frames = self._next_work(holder, request) or (lost, ())
+        work.lost, work.dropped = lost.lost, lost.dropped
+        return None if work is lost and not lost.lost and not lost.dropped else (work, frames)
+
+    def _next_work(self, holder: WorkerHolder, request: TakeWork) -> tuple[Lost, Sequence[Frame]] | None:
+        """Return an order, weights to receive or load, a step, or rows; None if a worker can do nothing now."""
         if holder.orders:
-            order, content = holder.orders.popleft()
-            return {**order, "kind": "order", **lost}, content
+            return holder.orders.popleft()
         version = self.loading.version_of(holder.name)
         # No batch starts on the last version, which an evaluation at the end loads at once.
         useful = min(self._loadable, self.training.schedule.sizes.iterations - 1)
         if (following := self.loading.receive_ahead(holder.name, useful)) is not None:
-            weights = self.weights.between(version or 0, following)
-            return {"kind": "receive", "version": following, "weights": weights, **lost}, ()
+            return Receive(version=following, weights=self.weights.between(version or 0, following)), ()
         if (load := self.loading.load(holder.name, self.rows_held(holder.name))) is not None:
             weights = self.weights.between(version or 0, load.version)
-            return {"kind": "load", **load._asdict(), "weights": weights, **lost}, ()
+            return Load(version=load.version, keeps_rows=load.keeps_rows, weights=weights), ()
         if (step := self._step(request)) is not None:
-            return {**step, **lost}, ()
+            return step, ()
         lags = version not in (None, self.loading.target)
         takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.unloaded
-        for name in request["consumers"] if takes_rows else ():
+        for name in request.consumers if takes_rows else ():
             for stream in self.streams:
                 # An evaluation uses a single version.
                 if name in stream.before and not (lags and stream.during is not None):
-                    answer = self._work(stream, name, request, version)
-                    if answer is not None:
+                    leased = self._lease(stream, name, request, version)
+                    if leased is not None:
                         self._note_activity()
-                        return {**answer[0], **lost}, answer[1]
-        return ({"kind": "lost", **lost}, ()) if any(lost.values()) else None
+                        return leased
+        return None
 
-    def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _done(self, request: Done, frames: Sequence[Frame]) -> Lost:
         """Record completed rows; the message has index columns, and the locations of the payload."""
-        name, done = request["consumer"], request["done"]
-        parts = [(StoredRows.received(part, frames, name), part["rows"]) for part in request["parts"]]
+        name, done = request.consumer, request.done
+        parts = [(StoredRows.received(part, frames, name), rows) for part, rows in request.parts]
         stream = next((stream for stream in self.streams if name in stream.before), None)
         if stream is None:
             self.data.free(block for part, _ in parts for block in part.blocks)
-            return {"lost": [number for number, _ in done]}, ()
+            return Lost(lost=[number for number, _ in done])
         known = next((lease for number, _ in done if (lease := stream.tasks.leases.held.get(number)) is not None), None)
         if known is not None:
             iteration = stream.schedule.iteration_of[next(iter(stream.tasks.left(known)))[1]]
-            stream.report(name, iteration, request["reports"], request["totals"])
-        lost, freed = stream.done(name, done, parts, self.clock(), request["unfinished"])
+            stream.report(name, iteration, request.reports, request.totals or {})
+        lost, freed = stream.done(name, done, parts, self.clock(), request.unfinished)
         self.data.free(freed)
-        return {"lost": lost}, ()
+        return Lost(lost=lost)
 
-    def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def renew(self, request: Renew) -> Lost:
         """Extend the leases of a slow worker that sends heartbeats, and name rows that selection has dropped."""
-        answer, holder = super().on_renew(request, frames)[0], self.holders.get(request["holder"])
-        if holder is None:
-            return {**answer, "dropped": []}, ()
-        dropped, holder.dropped = holder.dropped, []
-        return {**answer, "dropped": dropped}, ()
+        answer, holder = super().renew(request), self.holders.get(request.holder)
+        if holder is not None:
+            answer.dropped, holder.dropped = holder.dropped, []
+        return answer
 
-    def on_stepped(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _stepped(self, request: Stepped) -> None:
         """Record an optimizer step."""
-        schedule, name = self.training.schedule, request["stage"]
+        schedule, name = self.training.schedule, request.stage
         iteration = schedule.published + 1
         schedule.stepped(name)
         self.stepping.discard(name)
         copy = self.copies.pop(name, None)
-        self._free([copy.place] if copy and copy.place else [])
-        self.training.record_of(iteration).training.append(request["report"])
-        return {}, ()
+        self._free([copy.location] if copy and copy.location else [])
+        self.training.record_of(iteration).training.append(request.report)
 
-    def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _given(self, request: Given) -> None:
         """Record the location of weights for the update of another role."""
-        copy = self.copies.get(request["stage"])
-        if copy is not None and copy.giver == request["holder"]:
-            copy.place = request["place"]
+        copy = self.copies.get(request.stage)
+        if copy is not None and copy.giver == request.holder:
+            copy.location = request.location
         else:
             # Another worker was asked meanwhile.
-            self._free([request["place"]])
-        return {}, ()
+            self._free([request.location])
 
-    def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record the location of a version of a role's weights."""
-        role = request["role"]
-        self.weights.known[role][request["version"]] = request["place"]
-        self.activity.updates.add(f"weights/{role}/write_seconds", request["seconds"])
-        return {}, ()
-
-    def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _loaded(self, request: Loaded) -> None:
         """Record the version that an engine holds."""
-        self.loading.loaded(request["holder"], request["version"])
-        self.activity.weight_bytes += request["bytes"]
-        self.weights_sent += request["sent"]
-        if update := request.get("update"):
-            self.activity.updates.add(f"weights/{update['role']}/update_seconds", update["seconds"])
+        self.loading.loaded(request.holder, request.version)
+        self.activity.weight_bytes += request.bytes
+        self.weights_sent += request.sent
+        if request.update is not None:
+            role, seconds = request.update
+            self.activity.updates.add(f"weights/{role}/update_seconds", seconds)
         # A restarted engine may need the target version; older ones are needed only by engines that are loading them.
         self._free(self.weights.outdated(self.loading.wanted))
         if self.forgotten and all(held.version != UNKNOWN for held in self.loading.engines.values()):
             self._free(self.forgotten)
             self.forgotten = []
-        return {}, ()
 
-    def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+    def _ordered(self, request: Ordered, frames: Sequence[Frame]) -> None:
         """Record the result of an order."""
-        result, rows = request["result"], None
-        if "payload" in result:
+        rows = None
+        if request.payload is not None:
             # Referenced at once: a dead worker's blocks are freed unless they are referenced here.
-            rows = self.held.hold_for(StoredRows(decode([bytes(frame) for frame in frames]), result["payload"]))
-        self.results[request["order"]] = result, rows
-        return {}, ()
+            made = StoredRows(decode([bytes(frame) for frame in frames]), list(request.payload))
+            rows = self.held.hold_for(made)
+        self.results[request.number] = OrderResult(rows, request.trouble)
 
     # The main program
 
@@ -266,14 +316,14 @@ class ControlPlane(QueueController):
                 stream.admit(rows)
                 self.advance()
 
-    def give_order(self, holder: str, order: dict[str, Any], content: Sequence[Frame] = ()) -> int:
+    def give_order(self, holder: str, task: Task, content: Sequence[Frame] = ()) -> int:
         """Give a worker an order to execute between two pieces of work; return the number of its result.
 
         Raises KeyError for an unknown worker.
         """
         with self.changed:
             self.orders_given += 1
-            self.holders[holder].orders.append(({**order, "order": self.orders_given}, content))
+            self.holders[holder].orders.append((Order(number=self.orders_given, task=task), content))
             return self.orders_given
 
     def fail(self, holder: str) -> None:
@@ -282,7 +332,7 @@ class ControlPlane(QueueController):
             gone = self.holders.pop(holder, None)
             self.loading.leave(holder)
             # Another worker is asked for weights that it has not given.
-            self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.place is not None}
+            self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.location is not None}
             for stream in self.streams:
                 stream.tasks.give_up(stream.tasks.leases.of(holder))
             # A worker that never registered has written nothing.
@@ -301,7 +351,7 @@ class ControlPlane(QueueController):
             if not last or not self.weights.outlive_trainers:
                 return False
             self.training.train_again()
-            self._free([copy.place for copy in self.copies.values() if copy.place])
+            self._free([copy.location for copy in self.copies.values() if copy.location])
             self.copies, self.allowed, self.is_due = {}, version, False
             self.stepping.clear()
             return True
@@ -313,7 +363,8 @@ class ControlPlane(QueueController):
             stream.tasks.leases.numbers = self.training.tasks.leases.numbers
             for known in self.streams:
                 self.data.free(known.table.evict(list(known.tasks.rows)))
-            self.forgotten += [*self.weights.places(), *(copy.place for copy in self.copies.values() if copy.place)]
+            self.forgotten += self.weights.locations()
+            self.forgotten += (copy.location for copy in self.copies.values() if copy.location)
             self.training, self.streams = stream, [stream]
             self.weights, self.copies = Versions(self.exported), {}
             self.loading.forget()
@@ -352,7 +403,7 @@ class ControlPlane(QueueController):
         self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
         self._note_activity()
         # Threads of this process wake for what they wait for, not for each report of rows.
-        seen = [
+        seen: list[object] = [
             len(self.finished),
             self.is_due,
             self.stopping,
@@ -368,15 +419,17 @@ class ControlPlane(QueueController):
 
     # Inside
 
-    def _work(self, stream: Stream, name: str, request: dict[str, Any], version: int | None) -> Answer | None:
+    def _lease(
+        self, stream: Stream, name: str, request: TakeWork, version: int | None
+    ) -> tuple[LeasedRows, Sequence[Frame]] | None:
         """Return rows for a consumer, for an engine that holds `version` of the weights; None if there are none."""
-        consumer, most = stream.consumers.by_name[name], int(request["most"])
+        consumer, most = stream.consumers.by_name[name], request.most
         # Accumulated gradients cannot be undone: a trainer keeps its rows until it is known to be dead.
         seconds = math.inf if consumer.kind is Kind.TRAIN else self.lease_s
-        if "slots" in request:
+        if request.slots is not None:
             # An engine's free slots now, not at the time of the request.
-            running = sum(tasks.leases.running(request["holder"]) for tasks in self.queues)
-            most = min(most, request["slots"] - running)
+            running = sum(tasks.leases.running(request.holder) for tasks in self.queues)
+            most = min(most, request.slots - running)
         if self.episodes is not None and "environment" in consumer.stages[0].params:
             leases = (
                 (one.consumers.by_name[lease.task], lease)
@@ -385,29 +438,28 @@ class ControlPlane(QueueController):
             )
             playing = sum(lease.left for other, lease in leases if "environment" in other.stages[0].params)
             most = min(most, self.episodes - playing)
-        request = {**request, "most": most}
-        return stream.take(name, request, self.clock(), seconds, version if stream is self.training else None)
+        return stream.take(name, request, most, self.clock(), seconds, version if stream is self.training else None)
 
-    def _step(self, request: dict[str, Any]) -> dict[str, Any] | None:
+    def _step(self, request: TakeWork) -> Step | Give | None:
         """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither
         is due.
         """
-        schedule, flow, role = self.training.schedule, self.training.flow, request.get("role")
+        schedule, flow, role = self.training.schedule, self.training.flow, request.role
         iteration = schedule.published + 1
         if role is None:
             return None
         copies = [(s, c.takes_rows) for c in schedule.trainers for s in c.updates if not is_optimized(s)]
         for stage in [s for s, _ in copies if s.params["source"] == role and s.name not in self.copies]:
             if schedule.may_step(stage) and self._is_allowed(iteration):
-                self.copies[stage.name] = Copy(request["holder"])
-                return {"kind": "give", "stage": stage.name}
+                self.copies[stage.name] = Copy(request.holder)
+                return Give(stage=stage.name)
         # A worker that only copies weights is always ready.
         alone = [stage for stage, takes_rows in copies if not takes_rows and stage.role == role]
-        for stage in [*alone, *map(flow.__getitem__, request["ready"])]:
+        for stage in [*alone, *map(flow.__getitem__, request.ready)]:
             if stage.name in self.stepping or not schedule.may_step(stage) or not self._is_allowed(iteration):
                 continue
             copy = self.copies.get(stage.name)
-            weights = copy.place if copy else None
+            weights = copy.location if copy else None
             if weights is None and not is_optimized(stage):
                 continue
             # After the role's last step of the iteration its weights are published.
@@ -418,14 +470,7 @@ class ControlPlane(QueueController):
             exported = iteration if is_last and stage.role in self.exported else None
             outdated, self.outdated = self.outdated, []
             self.stepping.add(stage.name)
-            return {
-                "kind": "step",
-                "stage": stage.name,
-                "iteration": iteration,
-                "export": exported,
-                "outdated": outdated,
-                "weights": weights,
-            }
+            return Step(stage=stage.name, iteration=iteration, export=exported, outdated=outdated, weights=weights)
         return None
 
     def _is_allowed(self, iteration: int) -> bool:
@@ -451,10 +496,10 @@ class ControlPlane(QueueController):
         workers = ((name, holder.group) for name, holder in self.holders.items() if holder.group != ROWS)
         self.activity.note(self.clock(), [(group, self.rows_held(name) > 0) for name, group in workers])
 
-    def _free(self, places: Collection[WeightLocation]) -> None:
+    def _free(self, locations: Collection[WeightLocation]) -> None:
         """Free weights: local files now, and copies on trainers with their next step."""
-        free(places)
-        self.outdated += [place["number"] for place in places]
+        free(locations)
+        self.outdated += [location.number for location in locations]
 
     def _updates_of(self, role: str, iteration: int) -> list[Stage]:
         stages = self.training.flow.stages

@@ -11,7 +11,7 @@ shares the engine's event loop: an engine of this process steps in it, others an
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,9 +26,11 @@ from braidrl.flow.signatures import columns_of
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
+from braidrl.queue.calls import Lost, Stop
 from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.runtimes.generating.generation import PartialResponses, limits_of, requests_of
 from braidrl.runtimes.streaming.weights import source_of
+from braidrl.runtimes.streaming.work import Ended, LeasedRows, Load, Loaded, Receive, TakeWork, Weights
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
 from braidrl.training.parallel.layouts import DataParallel
@@ -38,7 +40,7 @@ from braidrl.weights.file import WeightFile, stored_weights
 LOAD, RECEIVE = "load weights", "receive weights"
 Key = tuple[int, int]
 """A row: the number of its lease, and its position in it."""
-Ended = Response | Trajectory | tuple[Response, Drawn]
+RowResult = Response | Trajectory | tuple[Response, Drawn]
 """The result of a row when its engine has finished with it; of a resumed row, also the tokens drawn under this lease.
 """
 
@@ -56,7 +58,7 @@ class GenerateLoop:
         self.version = 0
         self.leases: dict[int, WorkItem] = {}
         """The leases with rows that are running or being reported."""
-        self.flight: dict[Key, Ended | BaseException | None] = {}
+        self.flight: dict[Key, RowResult | BaseException | None] = {}
         """The rows that are running or being reported: None until the row has ended."""
         self.keys: dict[Uid, Key] = {}
         """The running rows that are one request to the engine."""
@@ -84,14 +86,16 @@ class GenerateLoop:
         """Generate until the run ends, in the engine's event loop."""
         self.own, self.running, self.news = own, ResumingEngine(own), asyncio.Event()
         try:
-            while (work := await self._next()).kind != "stop":
-                await self._end(self._gone(work.lost, work.dropped))
-                if work.kind == "rows":
-                    self._begin(work)
-                elif work.kind == "receive":
-                    await self._receive(work)
-                elif work.kind == "load":
-                    await self._load(work)
+            while not isinstance((work := await self._next()).answer, Stop):
+                if isinstance(work.answer, Lost):
+                    await self._end(self._gone(work.answer))
+                match work.answer:
+                    case LeasedRows():
+                        self._begin(work, work.answer)
+                    case Receive():
+                        await self._receive(work.answer)
+                    case Load():
+                        await self._load(work.answer)
         finally:
             await self._received(None)
             await asyncio.gather(*self.reporting, return_exceptions=True)
@@ -100,16 +104,15 @@ class GenerateLoop:
     async def _next(self) -> WorkItem:
         """Return the worker's next work from the queue; rows that end meanwhile are checked, written and reported."""
         settings, consumers = self.context.settings, self.context.group.consumers
-        counts: dict[str, Any] = {"slots": self.own.load().slots, "ended": self._ended_by_lease()}
-        take = partial(self.client.take, consumers, settings.dispatch_rows, settings.wait_s, **counts)
-        asked = asyncio.ensure_future(asyncio.to_thread(take))
+        request = TakeWork(consumers, settings.dispatch_rows, slots=self.own.load().slots, ended=self._ended_by_lease())
+        asked = asyncio.ensure_future(asyncio.to_thread(self.client.take, request, settings.wait_s))
         asked.add_done_callback(lambda _: self.news.set())
         while not asked.done():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.news.wait(), settings.lease_s / 3)
             self.news.clear()
             self._deliver()
-            await self._end(self._gone(*self.client.renew(settings.lease_s / 3)))
+            await self._end(self._gone(self.client.renew(settings.lease_s / 3)))
         return await asked
 
     def _ended_by_lease(self) -> list[tuple[int, int]]:
@@ -118,26 +121,27 @@ class GenerateLoop:
         """
         return [(number, lease.ended) for number, lease in self.leases.items() if lease.ended]
 
-    def _gone(self, lost: Collection[int], dropped: Iterable[tuple[int, Sequence[int]]]) -> list[Key]:
-        """Return the running rows that this worker has lost, by lease, or by lease and position.
+    def _gone(self, answer: Lost) -> list[Key]:
+        """Return the running rows that this worker has lost.
 
         A row that is being reported is left alone: the queue refuses its report.
         """
         reported = {key for keys in self.reporting.values() for key in keys}
-        gone = [key for key in self.flight if key[0] in lost] if lost else []
-        gone += [(lease, place) for lease, places in dropped for place in places if (lease, place) in self.flight]
+        gone = [key for key in self.flight if key[0] in answer.lost] if answer.lost else []
+        dropped = ((lease, position) for lease, positions in answer.dropped for position in positions)
+        gone += [key for key in dropped if key in self.flight]
         return [key for key in gone if key not in reported]
 
     # Rows
 
-    def _begin(self, work: WorkItem) -> None:
+    def _begin(self, work: WorkItem, leased: LeasedRows) -> None:
         """Give the rows of a lease to the engine."""
         rows = work.read_existing()
-        if not work.own:
+        if not work.positions:
             self.client.held.discard(work.lease)
             return
         stage, config = self.context.consumers[work.consumer].stages[0], self.context.executor.config
-        requests, keys = requests_of(stage, rows, config), [(work.lease, place) for place in work.own]
+        requests, keys = requests_of(stage, rows, config), [(work.lease, position) for position in work.positions]
         self.leases[work.lease] = work
         work.left, work.ended = len(keys), work.size - len(keys)
         self.flight.update(dict.fromkeys(keys))
@@ -147,19 +151,19 @@ class GenerateLoop:
                 self.episodes[key] = asyncio.create_task(played)
                 self.episodes[key].add_done_callback(partial(self._episode_ended, key))
         else:
-            own = dict(zip((request.uid for request in requests), keys, strict=True))
+            key_of = dict(zip((request.uid for request in requests), keys, strict=True))
             # Rows that may be suspended resume within their budgets; an evaluation's rows are drawn whole.
             if (earlier := self.generation.partial(stage, rows, self.version)) is not None:
                 self.earlier[work.lease] = earlier
-                to_the_end = {(work.lease, place) for place in work.message["to_the_end"]}
-                earlier.budgets |= {uid: None for uid, key in own.items() if key in to_the_end}
+                to_the_end = {(work.lease, position) for position in leased.to_the_end}
+                earlier.budgets |= {uid: None for uid, key in key_of.items() if key in to_the_end}
                 requests = earlier.rest(requests)
                 for uid, complete in earlier.complete.items():
-                    self._note_end(own.pop(uid), (complete, Drawn.after([], [])))
-            self.keys.update(own)
+                    self._note_end(key_of.pop(uid), (complete, Drawn.after([], [])))
+            self.keys.update(key_of)
             self.running.start_rows(requests, self._row_ended)
         if stage.name not in self.spans:
-            span = self.context.trace.begin(stage.name, work.iteration, self.version)
+            span = self.context.trace.begin(stage.name, leased.iteration, self.version)
             self.spans[stage.name] = span, WORK.begin(stage.name)
         self.peak_rows = max(self.peak_rows, len(self.flight))
 
@@ -177,7 +181,7 @@ class GenerateLoop:
         if not task.cancelled():
             self._note_end(key, task.exception() or task.result()[0])
 
-    def _note_end(self, key: Key, result: Ended | BaseException) -> None:
+    def _note_end(self, key: Key, result: RowResult | BaseException) -> None:
         self.flight[key] = result
         self.ended.append(key)
         self.news.set()
@@ -205,7 +209,7 @@ class GenerateLoop:
         if len(self.flight) >= self.own.load().slots:
             # The pending request may be for slots that only now are free: it is answered before these rows are
             # reported.
-            self.client.tell("ended", ended=self._ended_by_lease())
+            self.client.tell(Ended(self._ended_by_lease()))
         for (_, unfinished), keys in alike.items():
             WORK.advanced()
             task = asyncio.create_task(self._report(keys, unfinished))
@@ -243,9 +247,9 @@ class GenerateLoop:
         usage.note_memory(stage.name, sums)
         reports = [{**report, "sums": sums.pairs()}]
         whole = rows.with_columns(columns)
-        for other in consumer.due(work.iteration) if not unfinished else ():
+        for other in consumer.due(work.answer.iteration) if not unfinished else ():
             if other is not stage:
-                with trace.busy(other.name, work.iteration, whole.uids()) as span:
+                with trace.busy(other.name, work.answer.iteration, whole.uids()) as span:
                     computed = self.context.executor.run(other, whole, span.sums)
                 whole, columns = whole.with_columns(computed), {**columns, **computed}
                 reports.append(span.report())
@@ -291,23 +295,23 @@ class GenerateLoop:
 
     # Weights
 
-    def _source(self, work: WorkItem) -> tuple[WeightFile | OfferedWeights | None, int]:
+    def _source(self, weights: Sequence[Weights]) -> tuple[WeightFile | OfferedWeights | None, int]:
         """Return the source of this role's weights among those of an order, None if they have not changed, and their
         bytes.
         """
-        place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
-        return (source_of(place), place["bytes"]) if place else (None, 0)
+        location = next((location for role, _, location in weights if role == self.role), None)
+        return (source_of(location), location.bytes) if location else (None, 0)
 
-    async def _receive(self, work: WorkItem) -> None:
+    async def _receive(self, work: Receive) -> None:
         """Begin to receive a version into host memory while the engine generates; a file of this machine is there
         already.
         """
         await self._received(None)
-        (source, _), rollout = self._source(work), self.context.executor.config.rollout
+        (source, _), rollout = self._source(work.weights), self.context.executor.config.rollout
         # Servers, and engines that span nodes, cannot read this machine's memory: they receive when they load.
         if not isinstance(source, OfferedWeights) or rollout.engine == "http" or (rollout.nodes or 1) > 1:
             return
-        version = int(work.message["version"])
+        version = work.version
 
         def receive() -> WeightFile | None:
             with self.context.trace.busy(RECEIVE, version, version=version), suppress(RuntimeError):
@@ -331,11 +335,11 @@ class GenerateLoop:
             file.close()
         return None
 
-    async def _load(self, work: WorkItem) -> None:
+    async def _load(self, work: Load) -> None:
         """Load a whole version. If rows do not continue with it, running ones were dropped before."""
-        if not work.message["keeps_rows"]:
+        if not work.keeps_rows:
             await self._end([key for key, result in self.flight.items() if result is None])
-        version, (source, size) = int(work.message["version"]), self._source(work)
+        version, (source, size) = work.version, self._source(work.weights)
         file = await self._received(source)
         await self.running.preempt()
         start = time.perf_counter()
@@ -347,6 +351,6 @@ class GenerateLoop:
                 self.loaded.close()
             self.loaded = file
         sent = source.received if isinstance(source, OfferedWeights) else 0
-        update = {"role": self.role, "seconds": time.perf_counter() - start} if source is not None else None
+        update = (self.role, time.perf_counter() - start) if source is not None else None
         read = size if isinstance(source, WeightFile) else sent
-        self.client.ask("loaded", version=version, bytes=read, sent=sent, update=update)
+        self.client.ask(Loaded(version, read, sent, update))

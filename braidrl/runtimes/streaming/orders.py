@@ -17,14 +17,15 @@ from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.observe.metrics import Sums
-from braidrl.queue.table import StoredRows
+from braidrl.queue.table import StoredRows, pieces_without
 from braidrl.runtimes.interfaces import StartedBatch
-from braidrl.runtimes.row_store import Origin, Recording, Surplus, as_order
+from braidrl.runtimes.row_store import Origin, Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import check_written
-from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.control import ControlPlane, OrderResult
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.stream import Stream
+from braidrl.runtimes.streaming.work import LoadCheckpoint, MakeRows, ReportWrite, Save, Task, WriteRows
 from braidrl.training.roles.checkpoint import Write
 
 LOOK_EVERY_S = 0.05
@@ -109,13 +110,13 @@ class StreamingBackend:
 
     def make_rows(self, origin: Origin) -> StoredRows:
         """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
-        _, made = self._ask_for_rows({"do": "make", **as_order(origin)})
+        if isinstance(origin, Recording):
+            raise ValueError("recorded rows are not streamed")
+        made = self._ask_for_rows(MakeRows(origin)).rows
         assert made is not None
         return made
 
-    def _ask_for_rows(
-        self, order: dict[str, Any], rows: StoredRows | None = None
-    ) -> tuple[dict[str, Any], StoredRows | None]:
+    def _ask_for_rows(self, task: Task, rows: StoredRows | None = None) -> OrderResult:
         """Return the rows process's result of an order, which is repeated after a restart: then it has a new name at
         the queue.
         """
@@ -124,7 +125,7 @@ class StreamingBackend:
         while True:
             with self.control.changed:
                 holder = maker.holder
-                given = self.control.give_order(holder, order, content) if holder in self.control.holders else None
+                given = self.control.give_order(holder, task, content) if holder in self.control.holders else None
             self.control.notify()
             # Rows are written also after a trainer's failure.
             while given is not None and given not in self.control.results and holder in self.control.holders:
@@ -136,25 +137,23 @@ class StreamingBackend:
     def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
         """Write the rows to a parquet file, with the columns that later stages added."""
         known = set(table.columns)
-        pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in final.payload)
         later = {name: column for name, column in final.index.items() if name not in known}
-        payload = [*table.payload, *(piece for piece in pieces if piece["columns"])]
-        self.save_rows(path, StoredRows(table.index.with_columns(later), payload), do="record")
+        payload = [*table.payload, *pieces_without(final.payload, known)]
+        self.save_rows(path, StoredRows(table.index.with_columns(later), payload), recorded=True)
 
-    def save_rows(self, path: Path, table: StoredRows, do: str = "keep") -> None:
-        """Write rows into a checkpoint, or `record` them for people and replays.
+    def save_rows(self, path: Path, table: StoredRows, recorded: bool = False) -> None:
+        """Write rows into a checkpoint, or as `recorded` for people and replays.
 
         Raises OSError if the disk is full or gone.
         """
-        result, _ = self._ask_for_rows({"do": do, "path": str(path.resolve()), "payload": table.payload}, table)
-        check_written(result["trouble"])
+        check_written(self._ask_for_rows(WriteRows(path.resolve(), table.payload, recorded), table).trouble)
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Let the leader of every role that changes write it; with `copy` it continues as soon as it has copies."""
-        self._carry_out({"do": "copy" if copy else "save", "folder": str(folder.resolve())})
+        self._carry_out(lambda role: Save(folder.resolve(), copy))
         if not copy:
             return []
-        return [partial(self._written, *given) for given in self._give({"do": "tell"}).items()]
+        return [partial(self._written, *given) for given in self._give(lambda role: ReportWrite()).items()]
 
     def load(self, folder: Path, version: int) -> None:
         """Load every role that changes; generation continues with these weights, and the queue after iteration
@@ -162,8 +161,9 @@ class StreamingBackend:
 
         If all rows still exist, engines already have, or load, that version.
         """
-        known = self.restored is None
-        self._carry_out({"do": "load", "folder": str(folder.resolve()), "version": None if known else version})
+        published = version if self.restored is not None else None
+        exported = self.control.exported
+        self._carry_out(lambda role: LoadCheckpoint(folder.resolve(), published if role in exported else None))
         with self.control.changed:
             if self.restored is not None:
                 # The rows of the checkpoint return to the queue; those that are drawn again are counted.
@@ -178,15 +178,15 @@ class StreamingBackend:
             self.control.unloaded = frozenset()
         self.control.notify()
 
-    def _carry_out(self, order: dict[str, Any]) -> None:
-        """Wait until every leader has executed the order. Raises WorkerError after the time limit."""
+    def _carry_out(self, task_of: Callable[[str], Task]) -> None:
+        """Wait until every leader has done the task of its role. Raises WorkerError after the time limit."""
         limit = time.monotonic() + ORDER_LIMIT_S
-        for number, holder in self._give(order).items():
+        for number, holder in self._give(task_of).items():
             while number not in self.control.results:
                 self._wait_until(limit, holder)
 
-    def _give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Give every leader an order; return the leaders by order number.
+    def _give(self, task_of: Callable[[str], Task]) -> dict[int, str]:
+        """Order every leader to do the task of its role; return the leaders by order number.
 
         Raises WorkerError if a leader does not register in time.
         """
@@ -194,8 +194,7 @@ class StreamingBackend:
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:
                 self._wait_until(limit, holder)
-            version = order.get("version") if role in self.control.exported else None
-            given[self.control.give_order(holder, {**order, "version": version})] = holder
+            given[self.control.give_order(holder, task_of(role))] = holder
         self.control.notify()
         return given
 
@@ -211,7 +210,7 @@ class StreamingBackend:
             if self.control.stopping or not process.alive:
                 raise OSError(f"{holder} has ended")
             time.sleep(LOOK_EVERY_S)
-        check_written(self.control.results[number][0]["trouble"])
+        check_written(self.control.results[number].trouble)
 
     def close(self) -> None:
         """Notify all workers of the end of the run; no process, segment or port is left."""

@@ -44,6 +44,7 @@ from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
 from braidrl.runtimes.streaming.weights import remove_weights
+from braidrl.runtimes.streaming.work import WorkerRequest
 from braidrl.weights.versions import LoadingSchedule
 
 
@@ -100,7 +101,9 @@ class StreamingController:
         loading = LoadingSchedule(streaming.weights, max_draining(config, self.groups))
         episodes = config.rollout.environment.at_once
         self.control = ControlPlane(self.stream, node.data, streaming.lease_s, exported, loading, episodes)
-        self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*", secret)
+        self.server = QueueServer(
+            self.control.handle, WorkerRequest, self.control.tick, f"tcp://{launcher.ip}:*", secret
+        )
         resources.callback(self.server.close)
         self.control.notify = self.server.changed
         # From here on it is an error if this process reads or writes payload.

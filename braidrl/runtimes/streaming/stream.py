@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from braidrl.data.codec import encode
+from braidrl.data.messages import Frame
 from braidrl.data.rows import Rows, Uid
 from braidrl.flow import Flow, Kind
 from braidrl.flow.batches import Sizes
@@ -17,11 +18,10 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, computed, dropped, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
 from braidrl.queue.samplers import Sampler
-from braidrl.queue.table import Block, HeldBlocks, StoredRows, Table
-from braidrl.queue.tasks import Places
-from braidrl.queue.transport import Answer
+from braidrl.queue.table import Block, HeldBlocks, Positions, StoredRows, Table
 from braidrl.runtimes.interfaces import StartedBatch
 from braidrl.runtimes.streaming.schedule import StreamSchedule
+from braidrl.runtimes.streaming.work import BatchPlan, LeasedRows, TakeWork
 
 Report = dict[str, Any]
 """A worker's report on a stage: metric sums, seconds. The queue passes it on."""
@@ -178,15 +178,14 @@ class Stream:
     # Work
 
     def take(
-        self, name: str, request: Mapping[str, Any], now: float, seconds: float, version: int | None
-    ) -> Answer | None:
-        """Lease rows of a consumer as a worker requested (`holder`, `most` rows, `ranks` that share them), or return
-        None.
+        self, name: str, request: TakeWork, most: int, now: float, seconds: float, version: int | None
+    ) -> tuple[LeasedRows, Sequence[Frame]] | None:
+        """Lease up to `most` rows of a consumer to the worker that requests them, or return None.
 
         `version` is the one that the worker's engine holds; other arguments are as for `Tasks.take`.
         """
         schedule = self.schedule
-        lease = schedule.take(name, request["holder"], now, seconds, request["most"], version, request["ranks"])
+        lease = schedule.take(name, request.holder, now, seconds, most, version, request.ranks)
         if lease is None:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
@@ -197,30 +196,29 @@ class Stream:
         payload = self.table.payload(uids, writers, self.inputs[name], index=True)
         if self.partial_rollout and consumer.kind is Kind.GENERATE:
             payload += self.table.payload(uids, [DRAWN], None, index=True)
-        answer = {
-            "kind": "rows",
-            "consumer": name,
-            "lease": lease.number,
-            "size": len(uids),
-            "iteration": schedule.iteration_of[uids[0][1]] if self.during is None else self.during,
-            "payload": payload,
-            "states": {s.name: self.states[s.name] for s in consumer.stages if s.state},
-        }
+        answer = LeasedRows(
+            consumer=name,
+            lease=lease.number,
+            size=len(uids),
+            iteration=schedule.iteration_of[uids[0][1]] if self.during is None else self.during,
+            payload=payload,
+            states={s.name: self.states[s.name] for s in consumer.stages if s.state},
+        )
         if self.partial_rollout and consumer.kind is Kind.GENERATE:
-            answer["to_the_end"] = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
+            answer.to_the_end = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
         if consumer.kind is Kind.TRAIN:
             batch = schedule.batches[schedule.published + 1]
-            answer |= {
-                "updates": batch.updates_of(uids),
-                "update_rows": batch.size,
-                "steps": batch.steps,
-                "batch_rows": len(batch.plan),
-            }
+            answer.batch = BatchPlan(batch.updates_of(uids), batch.size, batch.steps, len(batch.plan))
         computed_here = self.table.index(uids, inline)
         return answer, encode(computed_here) if list(computed_here) else ()
 
     def done(
-        self, name: str, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float, unfinished: bool = False
+        self,
+        name: str,
+        done: Positions,
+        parts: Sequence[tuple[StoredRows, Positions]],
+        now: float,
+        unfinished: bool = False,
     ) -> tuple[list[int], list[Block]]:
         """Record rows of a consumer as completed, or as suspended with their tokens; return lost leases, and blocks
         that are now free.

@@ -28,6 +28,7 @@ from braidrl.queue.client import DataPlane, WorkItem, write_columns
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
+from braidrl.runtimes.streaming.work import LeasedRows
 from braidrl.training.objective import COUNTED, Accumulated, UpdateCounts
 
 
@@ -62,27 +63,29 @@ class Trainer:
 
     def take_in(self, work: WorkItem) -> None:
         """Run the stages before the first update on new rows, and accumulate those of the current update."""
-        message = work.message
+        leased: LeasedRows = work.answer
+        batch = leased.batch
+        assert batch is not None, "rows of a trainer belong to a batch"
         if not self.iteration:
-            self.iteration, self.states = work.iteration, message["states"]
-            self.stages, self.rows_left = self.consumer.due(work.iteration), int(message["batch_rows"])
-            self.at, self.steps = self._next_update(0), (int(message["steps"]), int(message["update_rows"]))
+            self.iteration, self.states = leased.iteration, leased.states
+            self.stages, self.rows_left = self.consumer.due(leased.iteration), batch.batch_rows
+            self.at, self.steps = self._next_update(0), (batch.steps, batch.update_rows)
             self.updates = UpdatesInProgress(*self.steps)
         assert self.updates is not None
         if self.world.size == 1:
             work.index = work.read().index
         else:
             # An equal share of the tokens of each dispatch.
-            lengths, own = work.index["length"].tolist(), list[int]()
-            for places in self._dispatches(range(work.size)):
-                parts = balanced_partition([lengths[place] for place in places], self.world.size)
-                own += [places[position] for position in sorted(parts[self.world.rank])]
-            work.read(own)
+            lengths, share = work.index["length"].tolist(), list[int]()
+            for positions in self._dispatches(range(work.size)):
+                parts = balanced_partition([lengths[position] for position in positions], self.world.size)
+                share += [positions[number] for number in sorted(parts[self.world.rank])]
+            work.read(share)
         self.rows_left -= work.size
         self.pieces.append(work)
         for stage in self.stages[: self.at]:
             self._run(stage, work)
-        self.updates.add(work, message["updates"])
+        self.updates.add(work, batch.updates)
         self._accumulate()
 
     def ready(self) -> list[str]:
@@ -126,7 +129,7 @@ class Trainer:
             return
         self.updates = UpdatesInProgress(*self.steps)
         for piece in self.pieces:
-            self.updates.add(piece, piece.message["updates"])
+            self.updates.add(piece, piece.answer.batch.updates)
         self._accumulate()
 
     @property
@@ -139,17 +142,21 @@ class Trainer:
         `Client.done`.
         """
         names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
-        own = [piece for piece in self.pieces if piece.own]
+        read = [piece for piece in self.pieces if piece.positions]
         part = None
-        if names and own:
-            rows = Rows.cat([piece.rows.only(names) for piece in own])
+        if names and read:
+            rows = Rows.cat([piece.rows.only(names) for piece in read])
             part = write_columns(self.data, dict(rows.items()))
         reports = [
             {"stage": name, "seconds": seconds, "sums": sums.pairs()} for name, (seconds, sums) in self.reports.items()
         ]
         done, totals = [(piece.lease, None) for piece in self.pieces], self.totals
         self._forget()
-        return part, [(piece.lease, piece.own) for piece in own], {"done": done, "reports": reports, "totals": totals}
+        return (
+            part,
+            [(piece.lease, piece.positions) for piece in read],
+            {"done": done, "reports": reports, "totals": totals},
+        )
 
     def _next_update(self, start: int) -> int:
         """Return the position of the first train stage from a position on; without one the end."""
@@ -165,15 +172,15 @@ class Trainer:
         """Run an infer or compute stage on a piece."""
         stage = replace(stage, params={**stage.params, **self.states.get(stage.name, {})})
         rows, found = piece.rows, list[Rows]()
-        with self._busy(stage, rows.uids() if piece.own else ()) as span:
+        with self._busy(stage, rows.uids() if piece.positions else ()) as span:
             columns: dict[str, Any] = {}
             if stage.scope is Scope.GROUP and self.world.size > 1:
                 # Groups lie on several ranks: each rank computes the index columns of all.
-                parts = self.world.gather("index columns", pack_rows(rows.index) if piece.own else None)
+                parts = self.world.gather("index columns", pack_rows(rows.index) if piece.positions else None)
                 index = Rows.cat([unpack_rows(part) for part in parts if part]).ordered()
                 standing = {uid: place for place, uid in enumerate(index.uids())}
                 whole = Rows(self.executor.run(stage, index, span.sums))
-                if piece.own:
+                if piece.positions:
                     columns = dict(whole.take([standing[uid] for uid in rows.uids()]).items())
             elif stage.kind is Kind.INFER:
                 for places in self._dispatches(range(piece.size)):
@@ -184,13 +191,13 @@ class Trainer:
             else:
                 columns = dict(self.executor.run(stage, rows, span.sums, reduce=self._reduced).items())
             if stage.state:
-                own = summed(stage, rows) if piece.own else {}
+                own = summed(stage, rows) if piece.positions else {}
                 self.totals[stage.name] = {name: float(total) for name, total in self._reduced(own).items()}
-            span.tokens = tokens_of(rows) if piece.own else 0
+            span.tokens = tokens_of(rows) if piece.positions else 0
         piece.rows = rows.with_columns(columns) if columns else rows
         if counted := [name for name in stage.writes if name in COUNTED]:
             # The counts of an update are over the rows of all ranks.
-            packed = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.own else None
+            packed = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.positions else None
             gathered = self.world.gather("counted columns", packed)
             everywhere = Rows.cat([unpack_rows(part) for part in gathered if part])
             position = {uid: number for number, uid in enumerate(everywhere.uids())}

@@ -11,9 +11,8 @@ hold them.
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,32 +22,27 @@ from braidrl.cluster.shared_memory import PREFIX, machine, shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.engines.deployment import Deployment
 from braidrl.engines.factory import file_writer
+from braidrl.runtimes.streaming.work import WeightLocation, Weights
 from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter, remove_version
 from braidrl.weights.shards import Parts, snapshot
 
-WeightLocation = dict[str, Any]
-"""The location of a version as plain data: `path`, `machines` that see it (empty: all do), `offer`, its `number` at the
-ranks, and `bytes`.
-"""
-Weights = tuple[str, int, WeightLocation]
-"""A role, its version, and the location."""
 
-
-def source_of(place: WeightLocation) -> WeightFile | OfferedWeights:
+def source_of(location: WeightLocation) -> WeightFile | OfferedWeights:
     """Return the weight source for an engine of this process."""
-    if place["path"] and (not place["machines"] or machine() in place["machines"]):
-        return WeightFile(place["path"])
-    return OfferedWeights(**place["offer"])
+    if location.path and (not location.machines or machine() in location.machines):
+        return WeightFile(location.path)
+    assert location.offer is not None, "what this machine does not see is offered"
+    return location.offer
 
 
-def free(places: Collection[WeightLocation]) -> None:
+def free(locations: Collection[WeightLocation]) -> None:
     """Remove files of versions that no engine loads any more; on other machines the ranks that wrote them remove
     them.
     """
-    for place in places:
-        if place["path"]:
-            remove_version(Path(place["path"]))
+    for location in locations:
+        if location.path:
+            remove_version(Path(location.path))
 
 
 def remove_weights(run: str, folder: Path | None = None) -> None:
@@ -96,20 +90,21 @@ class VersionWriter:
         beside = beside_computing(next((part.tensor.device for part in parts.values()), torch.device("cpu")))
 
         def publish() -> WeightLocation:
-            place: WeightLocation = {"path": "", "machines": [], "offer": None, "number": number, "bytes": self.bytes}
+            location = WeightLocation(number, self.bytes)
             with beside:
                 if self.writer is None:
                     kept = snapshot(parts)
                     if torch.cuda.is_initialized():
                         torch.cuda.current_stream().synchronize()
                     assert self.offer is not None
-                    place["offer"] = asdict(self.offer.keep(number, kept))
-                    return place
+                    location.offer = self.offer.keep(number, kept)
+                    return location
                 file = self._files[number] = self.writer.write(parts, self._path(self.writer, number))
-            place |= {"path": str(file.path), "machines": [] if self.writer.in_folder else self.writer.machines}
+            location.path = str(file.path)
+            location.machines = () if self.writer.in_folder else list(self.writer.machines)
             if self.offer is not None:
-                place["offer"] = asdict(self.offer.keep(number, file.parts()))
-            return place
+                location.offer = self.offer.keep(number, file.parts())
+            return location
 
         return publish
 
@@ -152,7 +147,7 @@ class Versions:
     @property
     def outlive_trainers(self) -> bool:
         """Return True if every version is in a file that survives the ranks that wrote it."""
-        return all(place["path"] for place in self.places())
+        return all(location.path for location in self.locations())
 
     def between(self, held: int, wanted: int) -> list[Weights]:
         """Return the updates from one version to another: for each changed role its newest version up to `wanted`."""
@@ -172,9 +167,9 @@ class Versions:
                 freed.append(known.pop(version))
         return freed
 
-    def places(self) -> Iterator[WeightLocation]:
+    def locations(self) -> Iterator[WeightLocation]:
         """Return the locations of all kept versions."""
-        return (place for versions in self.known.values() for place in versions.values())
+        return (location for versions in self.known.values() for location in versions.values())
 
 
 @dataclass
@@ -184,7 +179,7 @@ class Copy:
     """
 
     giver: str
-    place: WeightLocation | None = None
+    location: WeightLocation | None = None
 
 
 def newest_of(known: Collection[int] | Mapping[int, WeightLocation], limit: int) -> int:

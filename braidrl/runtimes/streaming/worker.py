@@ -14,7 +14,6 @@ Rows of a frozen role pass through; rows of a trained role stay with its `Traine
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.world import Ranks, World
@@ -27,16 +26,35 @@ from braidrl.errors import UserError, first_line
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import WorkerTrace
+from braidrl.queue.calls import GiveBack, Stop
 from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled, write_columns
-from braidrl.queue.table import StoredRows
+from braidrl.queue.table import Positions, StoredMessage, StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.setup import with_data, without_data
-from braidrl.runtimes.row_store import RowStore, origin_of
+from braidrl.runtimes.row_store import RowStore
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer
 from braidrl.runtimes.streaming.weights import VersionWriter, source_of
+from braidrl.runtimes.streaming.work import (
+    Broadcast,
+    Give,
+    Given,
+    LeasedRows,
+    LoadCheckpoint,
+    MakeRows,
+    NewWeights,
+    Order,
+    Ordered,
+    ReportWrite,
+    Save,
+    Step,
+    Stepped,
+    TakeWork,
+    WriteRows,
+    Written,
+)
 from braidrl.training.backends import ShardedBackend
 from braidrl.training.roles.copies import copied_parts
 from braidrl.training.roles.worker import torch_worker
@@ -75,8 +93,8 @@ class StageLoop:
         """The role whose model is here."""
         self.most = context.settings.dispatch_rows * world.size
         """Limit of the rows of a lease."""
-        own = [context.consumers[name] for name in context.group.consumers]
-        trained = next((consumer for consumer in own if consumer.updates), None)
+        consumers = [context.consumers[name] for name in context.group.consumers]
+        trained = next((consumer for consumer in consumers if consumer.updates), None)
         self.trainer: Trainer | None = None
         if trained is not None:
             parts = context.executor, context.trace, context.data
@@ -98,69 +116,74 @@ class StageLoop:
         WORK.on_advance = lambda: client.renew(settings.lease_s / 3)
         with self.exports:
             while True:
-                asks = {"role": self.role, "ready": self.trainer.ready()} if self.trainer else {}
-                work = client.take(self.context.group.consumers, self.most, wait_s, self.world.size, **asks)
-                if work.kind == "stop":
+                request = TakeWork(self.context.group.consumers, self.most, self.world.size)
+                if self.trainer is not None:
+                    request.role, request.ready = self.role, self.trainer.ready()
+                work = client.take(request, wait_s)
+                if isinstance(work.answer, Stop):
                     break
                 # Also without work, as a heartbeat of the leader for the others.
                 self._together(work)
                 if self.pending_order is not None and not self.writing.is_running:
-                    self._together(WorkItem("written", self.context.data, {}, Rows({})))
+                    self._together(WorkItem(self.context.data, Written(), Rows({})))
                 is_heard_soon = self.pending_order is not None or self.exports.is_running
                 wait_s = min(SOON_S, settings.wait_s) if is_heard_soon else settings.wait_s
-        self._broadcast(pack_message([{"kind": "stop"}, []]))
+        self._broadcast(pack_message((Stop(), [])))
 
     def _together(self, work: WorkItem) -> None:
         """Do a piece of work with all ranks, which get the queue's answer and the columns that came with it."""
         if self.world.size > 1:
             frames = [bytes(frame) for frame in encode(work.inline)] if len(work.inline) else []
-            self._broadcast(pack_message([dict(work.message) | {"kind": work.kind}, frames]))
+            self._broadcast(pack_message((work.answer, frames)))
         self._do(work)
 
     def follow(self) -> None:
         """Execute the leader's work until the run ends."""
         with self.exports:
             while True:
-                answer, frames = unpack_message(self._broadcast())
-                if answer["kind"] == "stop":
+                answer, frames = unpack_message(self._broadcast(), tuple[Broadcast, list[bytes]])
+                if isinstance(answer, Stop):
                     return
-                inline = decode(frames) if frames else Rows({})
-                self._do(WorkItem(answer["kind"], self.context.data, answer, inline))
+                self._do(WorkItem(self.context.data, answer, decode(frames) if frames else Rows({})))
 
     def _broadcast(self, message: bytes = b"") -> bytes:
         """Broadcast the leader's message."""
-        return bytes(self.world.gather("the leader's word", message)[0])
+        return bytes(self.world.gather("the leader's work", message, bytes)[0])
 
     def _do(self, work: WorkItem) -> None:
-        place = str(work.message.get("consumer") or work.message.get("stage") or work.kind)
-        self.world.at(place)
+        answer = work.answer
+        kind = type(answer).__name__
+        stage = getattr(answer, "consumer", None) or getattr(answer, "stage", None) or kind
+        self.world.at(stage)
         self.exports.check()
-        with WORK.on(f"{place} ({work.kind})"):
-            if work.kind == "rows":
-                consumer = self.context.consumers[work.consumer]
-                if self.trainer is not None and consumer.updates:
-                    self.trainer.take_in(work)
-                    self._report_batch(self.trainer)
-                else:
-                    self._forward(consumer, work)
-            elif work.kind == "step":
-                self._optim_step(work)
-            elif work.kind == "give":
-                # Another role's update asks for the weights.
-                location = self._versions().begin()()
-                self.world.gather("weights are there", None)
-                if self.client is not None:
-                    self.client.ask("given", stage=work.message["stage"], place=location)
-            elif work.kind == "order":
-                self._obey(work.message)
-            elif work.kind == "written":
-                # All ranks: the result of the write.
-                trouble = next(filter(None, self.world.gather("what is written", self.writing.trouble())), "")
-                if self.client is not None:
-                    self.client.ask("ordered", order=self.pending_order, result={"trouble": trouble})
-                self.pending_order = None
+        with WORK.on(f"{stage} ({kind})"):
+            match answer:
+                case LeasedRows():
+                    consumer = self.context.consumers[answer.consumer]
+                    if self.trainer is not None and consumer.updates:
+                        self.trainer.take_in(work)
+                        self._report_batch(self.trainer)
+                    else:
+                        self._forward(consumer, work, answer.iteration)
+                case Step():
+                    self._optim_step(answer)
+                case Give():
+                    # Another role's update asks for the weights.
+                    location = self._versions().begin()()
+                    self.world.gather("weights are there", None)
+                    if self.client is not None:
+                        self.client.ask(Given(answer.stage, location))
+                case Order():
+                    self._obey(answer)
+                case Written():
+                    # All ranks: the result of the write.
+                    trouble = next(filter(None, self.world.gather("what is written", self.writing.trouble())), "")
+                    if self.client is not None:
+                        assert self.pending_order is not None
+                        self.client.ask(Ordered(self.pending_order, trouble=trouble))
+                    self.pending_order = None
 
-    def _forward(self, consumer: Consumer, work: WorkItem) -> None:
+    def _forward(self, consumer: Consumer, work: WorkItem, iteration: int) -> None:
         """Run the stages of a consumer on the rows of a lease, and write their columns."""
         is_whole = True
         try:
@@ -174,19 +197,19 @@ class StageLoop:
         if not all(self.world.gather("the ranks that have their rows", is_whole)):
             # Selection has dropped some of the rows meanwhile: the others are leased again.
             if self.client is not None:
-                self.client.ask("give_back", leases=[work.lease])
+                self.client.ask(GiveBack([work.lease]))
                 self.client.held.discard(work.lease)
             return
         rows, columns, reports = work.rows, dict[str, Any](), list[dict[str, Any]]()
-        version = work.iteration - 1 if self.context.group.trained else None
-        for stage in consumer.due(work.iteration):
-            with self.context.trace.busy(stage.name, work.iteration, rows.uids() if work.own else (), version) as span:
-                found = self.context.executor.run(stage, rows, span.sums)
+        version, uids = iteration - 1 if self.context.group.trained else None, rows.uids() if work.positions else ()
+        for stage in consumer.due(iteration):
+            with self.context.trace.busy(stage.name, iteration, uids, version) as span:
+                written = self.context.executor.run(stage, rows, span.sums)
                 span.tokens = tokens_of(rows)
-            rows, columns = rows.with_columns(found) if work.own else rows, {**columns, **found}
+            rows, columns = rows.with_columns(written) if work.positions else rows, {**columns, **written}
             reports.append(span.report())
         part = write_columns(self.context.data, columns) if columns else None
-        parts = self._gathered(part, [(work.lease, work.own)])
+        parts = self._gathered(part, [(work.lease, work.positions)])
         if self.client is not None:
             self.client.done(consumer.name, [(work.lease, None)], parts, reports)
 
@@ -194,71 +217,75 @@ class StageLoop:
         """Report the batch's rows as done if its last stage has run."""
         if not trainer.is_finished:
             return
-        part, places, fields = trainer.finish()
-        written = self._gathered(part, places)
+        part, positions, fields = trainer.finish()
+        written = self._gathered(part, positions)
         if self.client is not None:
             self.client.done(trainer.consumer.name, written=written, **fields)
 
-    def _gathered(self, part: StoredRows | None, rows: Any) -> list[tuple[StoredRows, Any]]:
+    def _gathered(self, part: StoredRows | None, rows: Positions) -> list[tuple[StoredRows, Positions]]:
         """Return the locations of all ranks' columns, with their rows as for `Client.done`, for the leader to
         report.
         """
         frames = list[Frame]()
-        own = None if part is None else (part.message(frames), [bytes(frame) for frame in frames], rows)
-        found = filter(None, self.world.gather("columns", own))
-        return [(StoredRows.received(message, frames), rows) for message, frames, rows in found]
+        described = None if part is None else (part.message(frames), [bytes(frame) for frame in frames], rows)
+        parts = self.world.gather("columns", described, tuple[StoredMessage, list[bytes], Positions] | None)
+        return [(StoredRows.received(message, frames), rows) for message, frames, rows in filter(None, parts)]
 
-    def _optim_step(self, work: WorkItem) -> None:
+    def _optim_step(self, work: Step) -> None:
         """Make an optimizer step, or move the role's weights towards those of another role, which its ranks have
         published.
         """
         assert self.trainer is not None
         self.exports.wait()
-        stage = next(stage for stage in self.trainer.consumer.updates if stage.name == work.message["stage"])
+        stage = next(stage for stage in self.trainer.consumer.updates if stage.name == work.stage)
         if is_optimized(stage):
             report = self.trainer.step(stage, work.iteration)
         else:
             worker, name = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
             with self.context.trace.busy(stage.name, work.iteration, (), work.iteration - 1) as span:
                 parts = copied_parts(worker, name, stage.params.get("decay", 0.0))
+                assert work.weights is not None, "an update without a loss takes another role's weights"
                 try:
-                    source_of(work.message["weights"]).put_into(parts, Ranks(self.world.group, self.world))
+                    source_of(work.weights).put_into(parts, Ranks(self.world.group, self.world))
                 except ValueError as error:
                     raise UserError(f"{self.role} cannot take weights from {name}: {error}") from error
                 # They are freed after the leader reports the step: by then every rank has them.
                 self.world.gather("weights of another role", b"")
             report = span.report()
         if self.client is not None:
-            self.client.ask("stepped", stage=stage.name, report=report)
+            self.client.ask(Stepped(stage.name, report))
         if self.versions is not None:
-            self.versions.forget(work.message["outdated"])
-        if work.message["export"] is not None:
-            self._begin_export(work.message["export"])
+            self.versions.forget(work.outdated)
+        if work.export is not None:
+            self._begin_export(work.export)
         if self.trainer.consumer.takes_rows:
             self.trainer.continue_after(stage)
             self._report_batch(self.trainer)
 
-    def _obey(self, order: Mapping[str, Any]) -> None:
+    def _obey(self, order: Order) -> None:
         """Save or load a checkpoint, or start to write one, with all ranks; the leader reports the result."""
         executor, writes = self.context.executor, self.world.first
-        if order["do"] == "load":
-            self.exports.wait()
-            executor.load(Path(order["folder"]))
-            if order["version"] is not None:
-                # Engines may be ordered to load it at once.
-                self._begin_export(order["version"])
+        match order.task:
+            case LoadCheckpoint(folder, version):
                 self.exports.wait()
-                self.world.gather("weights are there", b"")
-        elif order["do"] == "save":
-            executor.save(Path(order["folder"]), writes)
-        elif order["do"] == "copy":
-            self.writing.begin(executor.save(Path(order["folder"]), writes, copy=True))
-        else:
-            # Not before it is written.
-            self.pending_order = order["order"]
-            return
+                executor.load(folder)
+                if version is not None:
+                    # Engines may be ordered to load it at once.
+                    self._begin_export(version)
+                    self.exports.wait()
+                    self.world.gather("weights are there", b"")
+            case Save(folder, copy=True):
+                self.writing.begin(executor.save(folder, writes, copy=True))
+            case Save(folder):
+                executor.save(folder, writes)
+            case ReportWrite():
+                # Not before it is written.
+                self.pending_order = order.number
+                return
+            case MakeRows() | WriteRows():
+                raise ValueError("rows are made and written by the rows process")
         if self.client is not None:
-            self.client.ask("ordered", order=order["order"], result={})
+            self.client.ask(Ordered(order.number))
 
     def _begin_export(self, version: int) -> None:
         """Start to publish this version with the other ranks, while the next rows are trained on."""
@@ -266,19 +293,12 @@ class StageLoop:
         publish = self._versions().begin()
 
         def publish_and_report() -> None:
-            place = publish()
+            location = publish()
             if not self.world.first:
                 return
             # From a thread of the first rank, in the leader's name.
-            told = {
-                "request": "weights",
-                "holder": self.context.leader,
-                "role": self.role,
-                "version": version,
-                "place": place,
-                "seconds": time.monotonic() - start,
-            }
-            self.context.data.connections.ask(self.context.queue, told)
+            notice = NewWeights(self.role, version, location, time.monotonic() - start, holder=self.context.leader)
+            self.context.data.connections.ask(self.context.queue, notice)
 
         self.exports.begin([publish_and_report])
 
@@ -296,15 +316,19 @@ def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: 
     process.
     """
     store = RowStore(with_data(without_data(config), kept))
-    while (work := client.take([], 0, wait_s)).kind != "stop":
-        order = work.message
-        if work.kind == "order" and order["do"] == "make":
-            made = write_columns(client.data, dict(store.make(origin_of(order)).items()))
-            client.ask("ordered", encode(made.index), order=order["order"], result={"payload": made.payload})
-        elif work.kind == "order":
-            write, trouble = {"record": store.record, "keep": store.save}[order["do"]], ""
-            try:
-                write(Path(order["path"]), assembled(client.data, work.inline, order["payload"], len(work.inline)))
-            except OSError as error:
-                trouble = first_line(error)
-            client.ask("ordered", order=order["order"], result={"trouble": trouble})
+    while not isinstance((work := client.take(TakeWork([], 0), wait_s)).answer, Stop):
+        if not isinstance(work.answer, Order):
+            continue
+        match work.answer.task:
+            case MakeRows(origin):
+                made = write_columns(client.data, dict(store.make(origin).items()))
+                client.ask(Ordered(work.answer.number, made.payload), encode(made.index))
+            case WriteRows(path, payload, recorded):
+                trouble, write = "", store.record if recorded else store.save
+                try:
+                    write(path, assembled(client.data, work.inline, payload, len(work.inline)))
+                except OSError as error:
+                    trouble = first_line(error)
+                client.ask(Ordered(work.answer.number, trouble=trouble))
+            case task:
+                raise ValueError(f"the rows process cannot {type(task).__name__}")

@@ -1,0 +1,250 @@
+"""Requests to the queue and their answers: structs in tagged unions, dispatched by type.
+
+client ──Request: `Take`, `Put`, `Done` ...──▶ the controller's union of requests ──▶ `match`
+       ◀──Answer: the request's `answer`, `Waited` or `Refused`──┘
+
+A class of requests names the type of its answer. A controller may derive further requests and answers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from braidrl.data.messages import Frame, Message
+from braidrl.queue.storage import Place
+from braidrl.queue.table import Block, Piece, Positions, RowName, StoredMessage
+
+
+class Received(Message):
+    """The answer to a request that asks for nothing."""
+
+
+class Waited(Message):
+    """The answer to a parked request after its time limit."""
+
+
+class Refused(Message):
+    """The answer to a request that failed."""
+
+    error: str
+
+
+class Request(Message, kw_only=True):
+    """A request of a process, called `holder` at the queue."""
+
+    answer: ClassVar[Any] = Received
+    holder: str = ""
+
+
+Answer = tuple[Message, Sequence[Frame]]
+"""An answer, and the raw bytes that come with it."""
+NOTHING: Answer = (Received(), ())
+
+
+# Clients and holders
+
+
+class Hello(Request):
+    """Register a process; engines also say that they generate."""
+
+    address: str
+    """Address of its node's server."""
+    generates: bool = False
+
+
+class Lost(Message, kw_only=True):
+    """What a holder has lost since its last request."""
+
+    lost: Sequence[int] = ()
+    """Leases whose rows now belong to other holders."""
+    dropped: Sequence[tuple[int, list[int]]] = ()
+    """Rows that selection has dropped, by lease and positions in it."""
+
+
+class Stop(Lost):
+    """There is no more work: the run or the queue ends."""
+
+
+class Leased(Lost, kw_only=True):
+    """Rows of a consumer under a lease; index columns of all of them may be in the answer's frames."""
+
+    consumer: str
+    lease: int
+    size: int
+    """Number of rows of the lease."""
+    payload: list[Piece]
+    """The locations of the columns that the consumer reads."""
+
+
+class Take(Request):
+    """Lease ready rows of one of the consumers, the most urgent first."""
+
+    consumers: Sequence[str]
+    most: int
+    """Limit of rows."""
+    ranks: int = 1
+    """Processes that share the rows."""
+    held: Sequence[int] = ()
+    """Numbers of the holder's leases."""
+
+
+class Done(Request):
+    """Record rows as completed, with the columns written for them."""
+
+    answer = Lost
+    consumer: str
+    done: Positions
+    parts: Sequence[tuple[StoredMessage, Positions]] = ()
+    reports: Sequence[dict[str, Any]] = ()
+    """Content for an iteration's metrics, which the queue passes on."""
+    totals: dict[str, dict[str, float]] | None = None
+    """By stage with a state, sums over its batch."""
+    unfinished: bool = False
+    """True if the rows are suspended: they have tokens, and are not done."""
+
+
+class Renew(Request):
+    """Extend the leases of a slow holder."""
+
+    answer = Lost
+    held: list[int]
+
+
+class GiveBack(Request):
+    """Release leases whose holder cannot use them."""
+
+    leases: list[int]
+
+
+HolderRequest = Hello | Take | Done | Renew | GiveBack
+
+
+# A node's storage
+
+
+class ReadRows(Request):
+    """Send columns of a block, of all rows or of some positions."""
+
+    name: str
+    columns: list[str]
+    positions: list[int] | None = None
+
+
+class Free(Request):
+    """Free segments."""
+
+    names: list[str]
+
+
+class Abandon(Request):
+    """Free the segments of a dead process, except the known ones."""
+
+    writer: str
+    known: list[str]
+
+
+class ServedBytes(Message):
+    """The bytes that a node has sent to other nodes."""
+
+    bytes: int
+
+
+class Served(Request):
+    """Ask for these bytes."""
+
+    answer = ServedBytes
+
+
+class MissingBlock(Message):
+    """The answer to `ReadRows` if the block is gone; its rows were dropped."""
+
+
+ReadRows.answer = Received | MissingBlock
+NodeRequest = ReadRows | Free | Abandon | Served
+
+
+# The transfer queue as a library
+
+
+class Directory(Message):
+    """What a new client must know."""
+
+    place: Place
+    tasks: list[str]
+    has_budget: bool
+
+
+class AskDirectory(Request):
+    """Ask what a new client must know."""
+
+    answer = Directory
+
+
+class Reserve(Request):
+    """Reserve bytes for a put that follows."""
+
+    bytes: int
+
+
+class Put(Request):
+    """Record columns of rows; the first column of a row admits it."""
+
+    part: StoredMessage
+    rows: list[RowName]
+    table: RowName = 0
+    groups: list[RowName] | None = None
+    lengths: list[int] | None = None
+
+
+class LeasedColumns(Leased, kw_only=True):
+    """Leased rows with their names."""
+
+    rows: list[RowName]
+
+
+class TakeColumns(Take):
+    """Lease rows of a task, with some columns or those that the task waits for, from one table or the first."""
+
+    answer = LeasedColumns | Stop | Lost
+    columns: list[str] | None = None
+    table: RowName | None = None
+
+
+class Finish(Request):
+    """Declare that no more rows will come."""
+
+
+class Clear(Request):
+    """Remove rows, completed or not: the named ones, those of a table, or all."""
+
+    rows: list[RowName] | None = None
+    table: RowName | None = None
+
+
+class Missing(Request):
+    """Report blocks that a reader did not find."""
+
+    blocks: list[Block]
+
+
+class QueueUsage(Message):
+    """Bytes and rows in the queue, and its tasks."""
+
+    bytes: int
+    rows: int
+    lost: list[tuple[RowName, list[str]]]
+    """The columns with lost payload, by row."""
+    undone: dict[str, int]
+    """Rows to do, by task."""
+    held: list[tuple[str, str, int]]
+    """Task, holder, and the number of rows that it holds."""
+
+
+class Usage(Request):
+    """Ask for the usage of the queue."""
+
+    answer = QueueUsage
+
+
+ColumnRequest = (
+    AskDirectory | Hello | Reserve | Put | TakeColumns | Done | Renew | GiveBack | Finish | Clear | Missing | Usage
+)

@@ -1,0 +1,214 @@
+"""What the workers of a streaming run ask of the control plane, and the work that they get: structs, dispatched by type.
+
+worker ──Take──▶ control plane ──▶ LeasedRows │ Step │ Give │ Receive │ Load │ Order │ Stop │ Lost
+       ──Done, Ended, Stepped, Given, NewWeights, Loaded, Ordered, Renew──▶ recorded
+
+A leader broadcasts the same work to the other ranks of its group.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from braidrl.data.messages import Message
+from braidrl.flow.compute import State
+from braidrl.queue.calls import Done, GiveBack, Hello, Leased, Lost, Renew, Request, Stop, Take, Waited
+from braidrl.queue.table import Piece
+from braidrl.runtimes.row_store import Admission, HeldOut, Surplus
+from braidrl.weights.collective import OfferedWeights
+
+
+class WeightLocation(Message):
+    """The location of a version of a role's weights."""
+
+    number: int
+    """Its number at the ranks that hold it."""
+    bytes: int
+    path: str = ""
+    machines: Sequence[str] = ()
+    """The machines that see the path; empty: all do."""
+    offer: OfferedWeights | None = None
+
+
+Weights = tuple[str, int, WeightLocation]
+"""A role, its version, and the location."""
+
+
+# Work
+
+
+class BatchPlan(Message):
+    """The part of leased rows in their batch, for a trainer."""
+
+    updates: Sequence[Sequence[int]]
+    """The updates of each row."""
+    update_rows: int
+    steps: int
+    batch_rows: int
+
+
+class LeasedRows(Leased, kw_only=True):
+    """Rows of a consumer, in an iteration."""
+
+    iteration: int
+    states: dict[str, State]
+    """The values of the consumer's stages with a state."""
+    to_the_end: Sequence[int] = ()
+    """Positions of the rows that may not be suspended."""
+    batch: BatchPlan | None = None
+
+
+class Step(Lost, kw_only=True):
+    """Make the step of a train stage."""
+
+    stage: str
+    iteration: int
+    export: int | None = None
+    """The version to publish after it."""
+    outdated: Sequence[int] = ()
+    """Numbers of versions that are not needed any more."""
+    weights: WeightLocation | None = None
+    """The weights of another role, for an update without a loss."""
+
+
+class Give(Lost, kw_only=True):
+    """Give the role's weights for another role's update."""
+
+    stage: str
+
+
+class Receive(Lost, kw_only=True):
+    """Receive a version into host memory ahead of its load."""
+
+    version: int
+    weights: Sequence[Weights]
+
+
+class Load(Lost, kw_only=True):
+    """Load a version; with `keeps_rows` running rows are preempted and resumed."""
+
+    version: int
+    keeps_rows: bool
+    weights: Sequence[Weights]
+
+
+class MakeRows(Message):
+    """Make rows of their origin, and put them into storage."""
+
+    origin: Admission | HeldOut | Surplus
+
+
+class WriteRows(Message):
+    """Write rows to a file: into a checkpoint, or as `recorded` for people and replays."""
+
+    path: Path
+    payload: Sequence[Piece]
+    recorded: bool
+
+
+class Save(Message):
+    """Write the role into a checkpoint; with `copy` only copy it now, and write it beside the next rows."""
+
+    folder: Path
+    copy: bool = False
+
+
+class LoadCheckpoint(Message):
+    """Load the role from a checkpoint, and publish its weights as a version if engines use them."""
+
+    folder: Path
+    version: int | None = None
+
+
+class ReportWrite(Message):
+    """Report when the copy is written."""
+
+
+Task = MakeRows | WriteRows | Save | LoadCheckpoint | ReportWrite
+
+
+class Order(Lost, kw_only=True):
+    """A task between two pieces of work; `Ordered` reports the result by its number."""
+
+    number: int
+    task: Task
+
+
+class Written(Message):
+    """All ranks meet to report what they wrote; a leader sends it to the other ranks."""
+
+
+Work = LeasedRows | Step | Give | Receive | Load | Order | Stop | Lost
+
+
+# Requests
+
+
+class TakeWork(Take):
+    """Ask for the next piece of work."""
+
+    answer = Work
+    role: str | None = None
+    """The role that a trainer trains."""
+    ready: Sequence[str] = ()
+    """Its train stages whose next step can be made."""
+    slots: int | None = None
+    """Rows that an engine generates at once."""
+    ended: Sequence[tuple[int, int]] = ()
+    """As in `Ended`."""
+
+
+class Ended(Request):
+    """Report, by lease, the number of an engine's rows that need no slot any more; they are reported later."""
+
+    ended: Sequence[tuple[int, int]]
+
+
+class Stepped(Request):
+    """Report a step of a train stage."""
+
+    stage: str
+    report: dict[str, Any]
+
+
+class Given(Request):
+    """Report the location of weights for another role's update."""
+
+    stage: str
+    location: WeightLocation
+
+
+class NewWeights(Request):
+    """Report the location of a version of a role's weights, and the seconds of writing it."""
+
+    role: str
+    version: int
+    location: WeightLocation
+    seconds: float
+
+
+class Loaded(Request):
+    """Report the version that an engine holds now."""
+
+    version: int
+    bytes: int = 0
+    """Bytes read."""
+    sent: int = 0
+    """Those among them that came from other machines or devices."""
+    update: tuple[str, float] | None = None
+    """The role whose weights changed, and the seconds that the engine stood still."""
+
+
+class Ordered(Request):
+    """Report the result of an order; index columns of made rows are in the frames."""
+
+    number: int
+    payload: Sequence[Piece] | None = None
+    """The locations of made rows."""
+    trouble: str = ""
+    """Why a file could not be written."""
+
+
+WorkerRequest = Hello | TakeWork | Done | Renew | GiveBack | Ended | Stepped | Given | NewWeights | Loaded | Ordered
+Broadcast = Work | Waited | Written
+"""What a leader sends to the other ranks of its group."""
