@@ -32,7 +32,7 @@ from benchmarks.streaming.at_once import SAMPLES, AtOnce, passed
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Objects, Rows
 from braidrl.flow.batches import Sizes
-from braidrl.queue.calls import Done
+from braidrl.queue.calls import Done, Hello
 from braidrl.queue.client import write_columns
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import Block, StoredRows

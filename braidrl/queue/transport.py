@@ -107,7 +107,7 @@ class Connection:
         self._number = 0
 
     def ask(self, request: Request, frames: Sequence[Frame] = (), wait_s: float = 0.0) -> tuple[Any, Sequence[Frame]]:
-        """Send a request, repeat it if necessary, and return its answer, of the type that the request names or `Waited`.
+        """Send a request, repeat it if necessary, and return its answer: of the type that it names, or `Waited`.
 
         Args:
             request: The request.
