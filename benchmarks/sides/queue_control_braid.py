@@ -75,7 +75,7 @@ def of_one_row(rows: int) -> Callable[[], float]:
             done = schedule.tasks.complete(lease)
             schedule.done("put", done, dict.fromkeys(done, 0))
             schedule.close()
-            schedule.due_publication()
+            schedule.progress.due_publication()
         taken += pairs
         return (time.thread_time() - start) / pairs
 

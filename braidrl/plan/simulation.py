@@ -184,11 +184,11 @@ class Streaming:
                     if not self._begin(worker):
                         idle.add(kind)
                         break
-            if self.schedule.published >= self.work.sizes.iterations:
+            if self.schedule.progress.published >= self.work.sizes.iterations:
                 break
             if not self.clock.step():
                 waiting = len(self.schedule.tasks.rows)
-                raise Deadlock(f"{waiting} rows wait forever behind version {self.schedule.published}")
+                raise Deadlock(f"{waiting} rows wait forever behind version {self.schedule.progress.published}")
         return self.result
 
     def _admit(self) -> bool:
@@ -203,14 +203,14 @@ class Streaming:
         judged = False
         for name in self.schedule.consumers.verdicts:
             if rows := self.schedule.groups_to_judge(name):
-                decides = name == self.schedule.selects[-1]
+                decides = name == self.schedule.consumers.selects[-1]
                 verdicts = {group: self.work.verdict(group) if decides else None for group in {uid[1] for uid in rows}}
                 self.schedule.judged(name, rows, {group: why for group, why in verdicts.items() if why is not None})
                 judged = True
         return judged
 
     def _publish(self) -> bool:
-        if self.schedule.due_publication() is None:
+        if self.schedule.progress.due_publication() is None:
             return False
         self.schedule.publish()
         self.result.ends.append(self.clock.now)
@@ -255,7 +255,7 @@ class Streaming:
 
     def _take_in(self, worker: SimulatedWorker, lease: Lease) -> None:
         """Run a trainer's stages before its updates on new rows, which it keeps."""
-        batch = self.schedule.coming
+        batch = self.schedule.progress.coming
         assert batch is not None
         if worker.training is None:
             due = [stage for stage in worker.consumer.updates if stage.when.includes(batch.iteration)]
@@ -269,13 +269,13 @@ class Streaming:
 
     def _train(self) -> bool:
         """Let trainers accumulate, make due steps, and end their batches."""
-        changed, coming = False, self.schedule.coming
+        changed, coming = False, self.schedule.progress.coming
         for worker in self.workers if coming is not None else ():
             training = worker.training
             if not worker.consumer.takes_rows:
-                due = [stage for stage in worker.consumer.updates if self.schedule.may_step(stage)]
+                due = [stage for stage in worker.consumer.updates if self.schedule.progress.may_step(stage)]
                 for stage in due:
-                    self.schedule.stepped(stage.name)
+                    self.schedule.progress.stepped(stage.name)
                 changed |= bool(due)
             elif training is not None and not training.busy and training.stages:
                 changed |= self._update(worker, training)
@@ -301,9 +301,9 @@ class Streaming:
         due = not training.rows_left
         if is_optimized(stage):
             due = training.updates.is_complete and not (infers and training.rows_left)
-        if not due or not self.schedule.may_step(stage):
+        if not due or not self.schedule.progress.may_step(stage):
             return False
-        self.schedule.stepped(stage.name)
+        self.schedule.progress.stepped(stage.name)
         training.updates.made += is_optimized(stage)
         if not is_optimized(stage) or training.updates.made == batch.steps:
             training.stages.pop(0)
@@ -318,7 +318,7 @@ class Streaming:
 
     def _load(self) -> bool:
         """Let engines receive and load weights if the policy allows it now."""
-        published, started = self.schedule.published, False
+        published, started = self.schedule.progress.published, False
         self.loading.advance(published, self.schedule.is_generation_over(self.loading.target))
         for engine in self.engines:
             if engine.loads:

@@ -35,7 +35,7 @@ class AccountedSchedule(StreamSchedule):
         return outcome
 
     def publish(self) -> TrainingBatch:
-        batch = self.batches[self.published + 1]
+        batch = self.progress.batches[self.progress.published + 1]
         self.account.versions.append([self.versions[uid] for uid in batch.uids])
         return super().publish()
 

@@ -398,7 +398,7 @@ def test_worker_learns_which_rows_of_its_lease_were_dropped() -> None:
         written = write_columns(worker.data, made_from("generate", rows))
         assert worker.done("generate", [(work.lease, [0, 1])], [(written, [(work.lease, [0, 1])])], keeps=True) == []
         again = worker.take(TakeWork(["generate"], 8), 0.0)
-        assert again.kind is Lost and [list(one) for one in again.dropped] == [[work.lease, [2, 3]]]
+        assert again.kind is Lost and again.answer.dropped == [(work.lease, [2, 3])]
         worker.close()
 
 

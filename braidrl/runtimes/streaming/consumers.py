@@ -12,11 +12,18 @@ actor.generate ─▶ verdicts ─▶ reference.log_probs
 * Selection, and computations on whole groups before it, need only index columns: the main process runs them
   (`verdicts`).
 
-`TrainersProgress` says which step a trainer may make next, and when a batch's version is published.
+`TrainingProgress` says which step a trainer may make next, and when a batch's version is published.
+
+A row's bucket in a task says for which batch it is, and its state there:
+
+    open, needs own version ──its group joins the batch──▶ in batch, in batch needs own version ──▶ done
+    open ──suspended──▶ resumed, in the next batch
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
@@ -26,8 +33,47 @@ from braidrl.flow.flow import is_optimized, waits_for, weights_wait_for
 from braidrl.queue.tasks import Tasks
 
 VERDICTS = "verdicts"
-OWN_VERSION = 2
-"""Added to the table number of rows that need an engine with the batch's own version."""
+
+
+class RowState(IntEnum):
+    """The state of a row in a batch. Tasks take the lowest first."""
+
+    OPEN = 0
+    """Its group may join the batch."""
+    IN_BATCH = 1
+    """Its group is in the batch; a trainer takes it once its updates are certain."""
+    NEEDS_OWN_VERSION = 2
+    """As OPEN; an engine needs the version on which the batch is trained."""
+    IN_BATCH_NEEDS_OWN_VERSION = 3
+    RESUMED = 4
+    """It was suspended in an earlier batch, and continues once this one is open (partial rollout)."""
+
+    # Buckets are keys of rows; Enum's own hash is a call of Python code.
+    __hash__ = int.__hash__
+
+    @staticmethod
+    def of(in_batch: bool, needs_own_version: bool) -> "RowState":
+        """Return the state of a row that was not suspended."""
+        if needs_own_version:
+            return RowState.IN_BATCH_NEEDS_OWN_VERSION if in_batch else RowState.NEEDS_OWN_VERSION
+        return RowState.IN_BATCH if in_batch else RowState.OPEN
+
+
+class Bucket(NamedTuple):
+    """The table of a task that has a row: rows of one batch in one state."""
+
+    iteration: int
+    state: RowState
+
+    @property
+    def in_batch(self) -> bool:
+        """Return True if the rows' groups are in the batch."""
+        return self.state in (RowState.IN_BATCH, RowState.IN_BATCH_NEEDS_OWN_VERSION)
+
+    @property
+    def needs_own_version(self) -> bool:
+        """Return True if an engine needs the version on which the batch is trained."""
+        return self.state in (RowState.NEEDS_OWN_VERSION, RowState.IN_BATCH_NEEDS_OWN_VERSION)
 
 
 @dataclass(frozen=True)
@@ -92,6 +138,13 @@ class Consumers:
         first |= {name: self._place[name] for name in verdicts}
         self.writers = [ADMISSION, *sorted(first, key=first.__getitem__), *trains]
         """All writers of columns, in the flow's order."""
+        self.trainers = [c for c in self if c.kind is Kind.TRAIN]
+        self.generating = [c.name for c in self if c.kind is Kind.GENERATE]
+        self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
+        self.whole_batches = {c.name for c in self if any(s.scope is Scope.BATCH or s.state for s in c.stages)}
+        """Consumers of whole batches, as one of their stages needs them or has a state."""
+        self.recorded = [c.name for c in self if c.stages[0] in flow.stages[: flow.recorded_stages]]
+        """Consumers of rows before they are recorded."""
 
     def __iter__(self) -> Iterator[Consumer]:
         return iter(self.by_name.values())
@@ -180,26 +233,20 @@ class Consumers:
                 found.add(writer if home == VERDICTS else home)
         return frozenset(found)
 
+    def tasks(self) -> Tasks:
+        """Return empty tasks of the consumers and verdict stages."""
+        waits = {c.name: c.waits for c in self if c.takes_rows} | self.verdicts
+        in_groups = (c.name for c in self if any(stage.scope is Scope.GROUP for stage in c.stages))
+        return Tasks(waits, [*self.verdicts, *in_groups])
 
-class TrainersProgress:
-    """The tasks of a flow's consumers, and the batches in training: which steps may be made, and what is due to be
-    published.
-    """
 
-    def __init__(self, flow: Flow, consumers: Consumers) -> None:
-        """Begin without batches."""
-        self.flow, self.consumers = flow, consumers
-        self.weights_wait = weights_wait_for(flow)
-        self.trainers = [c for c in consumers if c.kind is Kind.TRAIN]
-        self.generating = [c.name for c in consumers if c.kind is Kind.GENERATE]
-        self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
-        self.whole_batches = {c.name for c in consumers if any(s.scope is Scope.BATCH or s.state for s in c.stages)}
-        """Consumers of whole batches, as one of their stages needs them or has a state."""
-        self.recorded = [c.name for c in consumers if c.stages[0] in flow.stages[: flow.recorded_stages]]
-        """Consumers of rows before they are recorded."""
-        waits = {c.name: c.waits for c in consumers if c.takes_rows} | consumers.verdicts
-        in_groups = (c.name for c in consumers if any(stage.scope is Scope.GROUP for stage in c.stages))
-        self.tasks = Tasks(waits, [*consumers.verdicts, *in_groups])
+class TrainingProgress:
+    """The batches in training: which steps may be made, and what is due to be published."""
+
+    def __init__(self, consumers: Consumers, tasks: Tasks) -> None:
+        """Begin without batches; `tasks` say which rows the consumers have done."""
+        self.flow, self.consumers, self.tasks = consumers.flow, consumers, tasks
+        self.weights_wait = weights_wait_for(self.flow)
         self.batches: dict[int, TrainingBatch] = {}
         """The batches that are open or known. One trains at a time, and is complete when its version is published."""
         self.published = 0
@@ -208,6 +255,11 @@ class TrainersProgress:
     def coming(self) -> TrainingBatch | None:
         """Return the batch that trains next, as far as it is known."""
         return self.batches.get(self.published + 1)
+
+    def publish(self) -> TrainingBatch:
+        """Return the batch whose version is published now."""
+        self.published += 1
+        return self.batches.pop(self.published)
 
     def may_step(self, stage: Stage) -> bool:
         """Return True if a trainer may make its next step: other workers are done with the weights that it uses or
@@ -218,8 +270,8 @@ class TrainersProgress:
         batch = self.coming
         if batch is None or not stage.when.includes(batch.iteration) or self._is_made(stage, batch):
             return False
-        own = self.consumers.of_stage[stage.name]
-        others = [name for name in self.weights_wait[stage.name] if self.consumers.of_stage[name] != own]
+        consumer_of = self.consumers.of_stage
+        others = [name for name in self.weights_wait[stage.name] if consumer_of[name] != consumer_of[stage.name]]
         return (is_optimized(stage) or batch.is_known) and all(self.is_through(name, batch) for name in others)
 
     def stepped(self, stage: str) -> None:
@@ -230,7 +282,7 @@ class TrainersProgress:
         """Forget the training towards the next version; its trainers' leases have been released."""
         if (batch := self.coming) is not None:
             batch.made.clear()
-            for consumer in self.trainers:
+            for consumer in self.consumers.trainers:
                 if consumer.takes_rows:
                     done = [uid for uid in batch.uids if uid in self.tasks.written[consumer.name]]
                     self.tasks.unwrite(consumer.name, done)
@@ -242,7 +294,10 @@ class TrainersProgress:
         if batch is None or not batch.is_known:
             return None
         stages = (
-            stage for consumer in self.trainers for stage in consumer.updates if stage.when.includes(batch.iteration)
+            stage
+            for consumer in self.consumers.trainers
+            for stage in consumer.updates
+            if stage.when.includes(batch.iteration)
         )
         if not all(self._is_made(stage, batch) for stage in stages):
             return None
@@ -251,7 +306,7 @@ class TrainersProgress:
     def is_drawn(self, iteration: int) -> bool:
         """Return True if all rows of a batch have passed the recorded stages."""
         batch = self.batches[iteration]
-        return batch.is_known and all(self._is_done(name, batch) for name in self.recorded)
+        return batch.is_known and all(self._is_done(name, batch) for name in self.consumers.recorded)
 
     def is_through(self, stage: str, batch: TrainingBatch) -> bool:
         """Return True if a stage has done, or skips, all rows of a batch."""
@@ -267,7 +322,10 @@ class TrainersProgress:
         if (batch := self.coming) is None:
             return 0, 0
         stages = [
-            s.name for c in self.trainers for s in c.updates if is_optimized(s) and s.when.includes(batch.iteration)
+            s.name
+            for c in self.consumers.trainers
+            for s in c.updates
+            if is_optimized(s) and s.when.includes(batch.iteration)
         ]
         return sum(batch.made[name] for name in stages) * batch.size, len(stages) * batch.steps * batch.size
 
@@ -277,4 +335,5 @@ class TrainersProgress:
     def _is_done(self, name: str, batch: TrainingBatch) -> bool:
         """Return True if a consumer is done with all rows of a batch."""
         undone = self.tasks[name].undone
-        return not any(undone[batch.iteration, number] for number in (1, 1 + OWN_VERSION))
+        joined = RowState.IN_BATCH, RowState.IN_BATCH_NEEDS_OWN_VERSION
+        return not any(undone[Bucket(batch.iteration, state)] for state in joined)

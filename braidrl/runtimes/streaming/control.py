@@ -252,8 +252,8 @@ class ControlPlane(QueueController):
     def _stepped(self, request: Stepped) -> None:
         """Record an optimizer step."""
         schedule, name = self.training.schedule, request.stage
-        iteration = schedule.published + 1
-        schedule.stepped(name)
+        iteration = schedule.progress.published + 1
+        schedule.progress.stepped(name)
         self.stepping.discard(name)
         copy = self.copies.pop(name, None)
         self._free([copy.location] if copy and copy.location else [])
@@ -347,7 +347,7 @@ class ControlPlane(QueueController):
         missing.
         """
         with self.changed:
-            last = self.training.schedule.published == version == self._loadable >= self.weights.newest
+            last = self.training.schedule.progress.published == version == self._loadable >= self.weights.newest
             if not last or not self.weights.outlive_trainers:
                 return False
             self.training.train_again()
@@ -395,7 +395,7 @@ class ControlPlane(QueueController):
                         places = {row: place for place, row in enumerate(lease.rows)}
                         self.holders[lease.holder].dropped.append((lease.number, [places[row] for row in rows]))
         schedule = self.training.schedule
-        while schedule.due_publication() is not None:
+        while schedule.progress.due_publication() is not None:
             record, freed = self.training.publish()
             self.finished.append(record)
             self.data.free(freed)
@@ -412,7 +412,7 @@ class ControlPlane(QueueController):
             len(self.holders),
         ]
         for schedule in (stream.schedule for stream in self.streams):
-            seen += [schedule.opened, schedule.is_open, schedule.published, len(schedule.sampling.pending)]
+            seen += [schedule.opened, schedule.is_open, schedule.progress.published, len(schedule.sampling.pending)]
         if seen != self.noticed:
             self.noticed = seen
             super().advance()
@@ -445,28 +445,28 @@ class ControlPlane(QueueController):
         is due.
         """
         schedule, flow, role = self.training.schedule, self.training.flow, request.role
-        iteration = schedule.published + 1
+        iteration = schedule.progress.published + 1
         if role is None:
             return None
-        copies = [(s, c.takes_rows) for c in schedule.trainers for s in c.updates if not is_optimized(s)]
+        copies = [(s, c.takes_rows) for c in schedule.consumers.trainers for s in c.updates if not is_optimized(s)]
         for stage in [s for s, _ in copies if s.params["source"] == role and s.name not in self.copies]:
-            if schedule.may_step(stage) and self._is_allowed(iteration):
+            if schedule.progress.may_step(stage) and self._is_allowed(iteration):
                 self.copies[stage.name] = Copy(request.holder)
                 return Give(stage=stage.name)
         # A worker that only copies weights is always ready.
         alone = [stage for stage, takes_rows in copies if not takes_rows and stage.role == role]
         for stage in [*alone, *map(flow.__getitem__, request.ready)]:
-            if stage.name in self.stepping or not schedule.may_step(stage) or not self._is_allowed(iteration):
+            if stage.name in self.stepping or not schedule.progress.may_step(stage) or not self._is_allowed(iteration):
                 continue
             copy = self.copies.get(stage.name)
             weights = copy.location if copy else None
             if weights is None and not is_optimized(stage):
                 continue
             # After the role's last step of the iteration its weights are published.
-            batch = schedule.batches[iteration]
+            batch = schedule.progress.batches[iteration]
             others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
             is_last = not is_optimized(stage) or batch.steps - batch.made[stage.name] <= 1
-            is_last = is_last and all(schedule.is_through(name, batch) for name in others)
+            is_last = is_last and all(schedule.progress.is_through(name, batch) for name in others)
             exported = iteration if is_last and stage.role in self.exported else None
             outdated, self.outdated = self.outdated, []
             self.stepping.add(stage.name)
@@ -511,7 +511,7 @@ class ControlPlane(QueueController):
         step.
         """
         newest = self.loading.target
-        for version in range(max(newest, 0) + 1, self.training.schedule.published + 1):
+        for version in range(max(newest, 0) + 1, self.training.schedule.progress.published + 1):
             if not all(
                 version in self.weights.known[role] or not self._updates_of(role, version) for role in self.exported
             ):

@@ -69,12 +69,14 @@ class StreamingBackend:
         if isinstance(origin, Surplus):
             return rows
         # An evaluation is pinned to the newest version.
-        while self.control.loading.target < schedule.published:
+        while self.control.loading.target < schedule.progress.published:
             self.admit()
             self._wait(None)
         groups = len(set(rows.index["group"].tolist()))
         sizes = Sizes(1, groups, len(rows) // groups, len(rows))
-        stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published, held=self.control.held)
+        stream = self.evaluating = Stream(
+            self.evaluation, sizes, during=schedule.progress.published, held=self.control.held
+        )
 
         def begin() -> None:
             self.control.loading.pinned = True

@@ -140,7 +140,7 @@ class StreamingController:
                 except BadUpdate as error:
                     # The training batch as recorded, and with the columns that exist so far.
                     with self.control.changed:
-                        uids = sorted(self.stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
+                        uids = sorted(self.stream.schedule.progress.batches[iteration].uids, key=lambda uid: uid[1:])
                         error.batch = self.stream.stored(uids, recorded=True), self.stream.stored(uids)
                     raise
         finished = self.control.finished.popleft()
@@ -154,7 +154,7 @@ class StreamingController:
         """Return the resume position after the last finished iteration; started work of the next one is repeated
         then.
         """
-        following = self.stream.schedule.published + 1
+        following = self.stream.schedule.progress.published + 1
         with self.control.changed:
             started = self.opening.get(following) or self._current()
         # The states at the start of the next iteration, which may have moved them already.
@@ -168,7 +168,9 @@ class StreamingController:
             while True:
                 with self.control.changed:
                     numbers = stream.started()
-                    if loading.target >= stream.schedule.published and all(map(stream.schedule.is_drawn, numbers)):
+                    if loading.target >= stream.schedule.progress.published and all(
+                        map(stream.schedule.progress.is_drawn, numbers)
+                    ):
                         return [self._started(number) for number in numbers]
                     self._show(bar)
                 self._admit()
@@ -177,11 +179,11 @@ class StreamingController:
     def _started(self, number: int) -> StartedBatch:
         """Return a batch after its recorded stages, in the form of a checkpoint."""
         stream = self.stream
-        uids, record = stream.schedule.batches[number].uids, stream.record_of(number)
+        uids, record = stream.schedule.progress.batches[number].uids, stream.record_of(number)
         table = stream.stored(uids)
         names = [name for name in table.index if all(name in rows for rows in record.generated)]
         left_out = StoredRows(Rows.cat([rows.only(names) for rows in record.generated]))
-        drawn = {s.name for name in stream.schedule.recorded for s in stream.consumers.by_name[name].stages}
+        drawn = {s.name for name in stream.schedule.consumers.recorded for s in stream.consumers.by_name[name].stages}
         reports = [report for report in record.reports if report["stage"] in drawn]
         assert record.outcome is not None, "its groups are known"
         after = self.opening.get(number + 1) or self._current()
@@ -288,7 +290,7 @@ class StreamingController:
         generation.name = f"generation, from version {seen['streaming/oldest_version']:.0f} on"
         generation.update(in_flight=int(seen["streaming/in_flight"]), total_rows=rows)
         if training is not None:
-            training.rows, planned = schedule.rows_trained()
+            training.rows, planned = schedule.progress.rows_trained()
             training.update(total_rows=planned)
 
     def _result(self, finished: IterationRecord) -> IterationResult[StoredRows]:

@@ -18,27 +18,24 @@ from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict
 from braidrl.flow.stage import Kind
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.table import Lease
-from braidrl.runtimes.streaming.consumers import OWN_VERSION, Consumer, Consumers, TrainersProgress
-
-SET_ASIDE = 4
-"""Table number of rows that continue once the batch of their iteration is open."""
+from braidrl.runtimes.streaming.consumers import Bucket, Consumer, Consumers, RowState, TrainingProgress
 
 
-class StreamSchedule(TrainersProgress):
-    """The schedule of all rows in work.
+class StreamSchedule:
+    """The schedule of all rows in work: their admission, leases and batches; `progress` is that of the training.
 
-    Each consumer is a task. Its rows are in the table (iteration, 0) while their batch is open, then in (iteration, 1);
-    a trainer takes them from there once their updates are certain. Rows that need an engine with the batch's own
-    version are in (iteration, 2), then in (iteration, 3).
+    Each consumer is a task, and the table of a row in it is a `Bucket`.
 
-    A group with a suspended row continues with the next batch, in (iteration, 4), as long as it is fresh enough for
-    that batch; other groups are drawn to their ends. Another group takes its place in the open batch.
+    A group with a suspended row continues with the next batch as long as it is fresh enough for that batch; other
+    groups are drawn to their ends. Another group takes its slot in the open batch.
     """
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
         """Begin a run; `samplers` are those of stages whose consumers do not take the oldest rows first."""
-        super().__init__(flow, Consumers(flow))
-        self.sizes, self.tasks.facts = sizes, self._facts
+        self.flow, self.sizes, self.consumers = flow, sizes, Consumers(flow)
+        self.tasks = self.consumers.tasks()
+        self.tasks.facts = self._facts
+        self.progress = TrainingProgress(self.consumers, self.tasks)
         every = list(self.consumers)
         self.samplers = {c.name: s for c in every for stage in c.stages if (s := (samplers or {}).get(stage.name))}
         self.sampling = GroupSelector(
@@ -88,7 +85,7 @@ class StreamSchedule(TrainersProgress):
         `surplus` are the rows that wait for the next batch, with the oldest version among their tokens; `unfinished`
         the rows of pending groups, generated or suspended, likewise, with None for rows without tokens.
         """
-        self.published = self.opened = done
+        self.progress.published = self.opened = done
         self.sampling = sampling
         self._admit(list(surplus), done)
         for name in self.early:
@@ -108,13 +105,13 @@ class StreamSchedule(TrainersProgress):
     def restore_batch(self, versions: Mapping[Uid, int]) -> None:
         """Restore the next batch of a checkpoint, whose rows, of these versions, have passed the recorded stages."""
         self.opened += 1
-        batch = self.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
+        batch = self.progress.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
         uids = sorted(versions, key=lambda uid: uid[1:])
         self._admit(uids, self.opened)
         self.versions.update(versions)
         groups = dict.fromkeys(uid[1] for uid in uids)
-        self._join_groups(batch, [(group, place, place) for place, group in enumerate(groups)])
-        for name in [*self.recorded, *self.consumers.verdicts]:
+        self._join_groups(batch, [(group, rank, rank) for rank, group in enumerate(groups)])
+        for name in [*self.consumers.recorded, *self.consumers.verdicts]:
             self._leave_out(name, uids)
         batch.is_known = True
 
@@ -124,9 +121,9 @@ class StreamSchedule(TrainersProgress):
         older = [
             iteration
             for iteration, version in zip(self.iteration_of.values(), started, strict=True)
-            if iteration <= self.opened and version is not None and version < self.published
+            if iteration <= self.opened and version is not None and version < self.progress.published
         ]
-        return list(range(self.published + 1, max(older, default=0) + 1))
+        return list(range(self.progress.published + 1, max(older, default=0) + 1))
 
     # Admission
 
@@ -148,7 +145,7 @@ class StreamSchedule(TrainersProgress):
             self.opened, self.is_open, self.decided = self.opened + 1, True, True
             self.sampling.begin(trained_on(self.opened))
             self._assign()
-            self.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
+            self.progress.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
         before = self.lookahead
         last = min(engine_version + 1 + self.sizes.ahead, self.sizes.iterations)
         if self.sizes.older_groups is not None:
@@ -166,11 +163,11 @@ class StreamSchedule(TrainersProgress):
         # A group is expected in the first iteration that needs it: its rows must be fresh enough for that.
         numbers, start = list(groups), 0
         ends = [min(self.sampling.groups_wanted(batches), len(numbers)) for batches in range(1, self.lookahead)]
-        for ahead, end in enumerate([*ends, len(numbers)]):
+        for iteration, end in enumerate([*ends, len(numbers)], self.opened):
             if end > start:
-                among, start = numbers[start:end], end
-                self._admit([uid for group in among for uid in groups[group]], self.opened + ahead)
-                self.iteration_of.update(dict.fromkeys(among, self.opened + ahead))
+                expected, start = numbers[start:end], end
+                self._admit([uid for group in expected for uid in groups[group]], iteration)
+                self.iteration_of.update(dict.fromkeys(expected, iteration))
         self._skip(self.segment, uids)
         for name in self.consumers.verdicts:
             if not self.flow[name].when.includes(self.opened):
@@ -189,7 +186,7 @@ class StreamSchedule(TrainersProgress):
         if not self.is_open or not self.decided:
             return None
         self.decided = False
-        batch = self.batches[self.opened]
+        batch = self.progress.batches[self.opened]
         self._join_groups(batch, self.sampling.members())
         self._hold_back(batch.iteration)
         if not self.sampling.is_complete():
@@ -198,8 +195,8 @@ class StreamSchedule(TrainersProgress):
                 self.ending.add(group)
                 self._continue_in(group, self.opened)
             return None
-        places = self.sizes.older_groups
-        too_many = set[int]() if places is None else started_too_many(self._started(self.rows_of), places)
+        older = self.sizes.older_groups
+        too_many = set[int]() if older is None else started_too_many(self._started(self.rows_of), older)
         outcome = self.sampling.finish(lambda group: group not in too_many and self._is_young(group))
         self.is_open, batch.is_known = False, True
         self.released = {group: self.rows_of[group] for group in (*outcome.released, *outcome.returned)}
@@ -207,7 +204,7 @@ class StreamSchedule(TrainersProgress):
         batch.uids.sort(key=lambda uid: uid[1:])
         carried = [uid for group in outcome.carried for uid in self.rows_of[group]]
         for name in self.early if carried else ():
-            self.tasks[name].move(carried, (self.opened + 1, 0))
+            self.tasks[name].move(carried, Bucket(self.opened + 1, RowState.OPEN))
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         self._hold_back(self.opened + 1)
         for group in self.resumed_groups.intersection(self.sampling.pending):
@@ -224,16 +221,18 @@ class StreamSchedule(TrainersProgress):
         """
         if self.is_open:
             lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
-            known = self.tasks[self.generating[0]].table if self.generating else {}
-            lacked = [known[uid] for group in lacking for uid in self.rows_of[group]]
-            if not lacked or any(self._may_begin(table, engine_version) for table in lacked):
+            bucket_of = self.tasks[self.consumers.generating[0]].table if self.consumers.generating else {}
+            lacked = [bucket_of[uid] for group in lacking for uid in self.rows_of[group]]
+            if not lacked or any(self._may_start(bucket, engine_version) for bucket in lacked):
                 return False
         elif self.may_open(engine_version, early=False):
             return False
         # Rows carried over to the next batch and not yet started may wait for weights that engines have not loaded.
-        tables = [table for name in self.generating for table in self.tasks[name].undone.items()]
-        waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))
-        return not waits and not any(lease.task in self.generating for lease in self.tasks.leases.held.values())
+        undone = [pair for name in self.consumers.generating for pair in self.tasks[name].undone.items()]
+        waits = any(n for key, n in undone if key.iteration <= self.opened and self._may_start(key, engine_version))
+        return not waits and not any(
+            lease.task in self.consumers.generating for lease in self.tasks.leases.held.values()
+        )
 
     # Work
 
@@ -256,28 +255,30 @@ class StreamSchedule(TrainersProgress):
         consumer = self.consumers.by_name[name]
         if most <= 0 or not consumer.takes_rows:
             return None
-        tables, coming = list(self.tasks[name].ready), self.published + 1
+        buckets, coming = list[Bucket](self.tasks[name].ready), self.progress.published + 1
         if consumer.kind is Kind.TRAIN:
-            tables = [table for table in tables if table == (coming, 1)]
+            buckets = [bucket for bucket in buckets if bucket == Bucket(coming, RowState.IN_BATCH)]
         elif self.segment and consumer in self.after:
             # Stages after the selection run only for rows of a batch.
-            tables = [table for table in tables if table[1] % 2]
+            buckets = [bucket for bucket in buckets if bucket.in_batch]
         if consumer.kind is Kind.INFER and consumer.stages[0].role in self.flow.changed_roles:
             # Inference with changing weights uses the version that the batch trains on, at its position in the list.
-            before, batch = self.weights_wait[name], self.coming
-            has_weights = not before or (batch is not None and all(self.is_through(other, batch) for other in before))
-            tables = [table for table in tables if has_weights and table[0] == coming]
+            before, batch = self.progress.weights_wait[name], self.progress.coming
+            has_weights = not before or (
+                batch is not None and all(self.progress.is_through(other, batch) for other in before)
+            )
+            buckets = [bucket for bucket in buckets if has_weights and bucket.iteration == coming]
         if consumer.kind is not Kind.TRAIN:
-            tables = [table for table in tables if self._may_begin(table, engine_version)]
-        if not tables:
+            buckets = [bucket for bucket in buckets if self._may_start(bucket, engine_version)]
+        if not buckets:
             return None
-        table = min(tables)
-        if name in self.whole_batches:
-            batch = self.batches[table[0]]
+        bucket = min(buckets)
+        if name in self.consumers.whole_batches:
+            batch = self.progress.batches[bucket.iteration]
             rows = batch.uids if batch.is_known and self.tasks[name].are_free(batch.uids) else ()
             lease = self.tasks.lease(name, rows, holder, now, seconds)
         else:
-            lease = self.tasks.take(name, holder, now, seconds, most, self.samplers.get(name, FIRST_IN), ranks, table)
+            lease = self.tasks.take(name, holder, now, seconds, most, self.samplers.get(name, FIRST_IN), ranks, bucket)
         if lease is None:
             return None
         if consumer.kind is Kind.GENERATE and engine_version is not None and self.sizes.max_staleness:
@@ -287,7 +288,7 @@ class StreamSchedule(TrainersProgress):
                 )
         if consumer.kind is Kind.TRAIN:
             versions = [self.versions[row] for row in lease.rows]
-            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
+            stale = check_staleness(self.progress.published + 1, versions, self.sizes.max_staleness, lease.rows)
             self.max_staleness_seen = max(self.max_staleness_seen, stale)
         return lease
 
@@ -296,19 +297,19 @@ class StreamSchedule(TrainersProgress):
         each.
         """
         self.tasks.write(name, rows)
-        if versions and name in self.generating:
+        if versions and name in self.consumers.generating:
             known = self.versions
-            if len(self.generating) == 1:
+            if len(self.consumers.generating) == 1:
                 known.update(versions)
             else:
                 known.update({row: min(version, known.get(row, version)) for row, version in versions.items()})
-        if self.sizes.partial_rollout and name in self.generating and not self.selects:
+        if self.sizes.partial_rollout and name in self.consumers.generating and not self.consumers.selects:
             # Without selection a group is kept once its rows are all generated.
-            written = [self.tasks.written[stage] for stage in self.generating]
+            written = [self.tasks.written[stage] for stage in self.consumers.generating]
             for group in {row[1] for row in rows}.intersection(self.sampling.pending):
-                own = self.rows_of[group]
-                if all(known.issuperset(own) for known in written):
-                    self.sampling.decide({group: Verdict(version=min(self.versions[row] for row in own))})
+                uids = self.rows_of[group]
+                if all(known.issuperset(uids) for known in written):
+                    self.sampling.decide({group: Verdict(version=min(self.versions[uid] for uid in uids))})
                     self.decided = True
 
     def suspend(self, lease: Lease, rows: Mapping[Uid, int]) -> None:
@@ -330,8 +331,8 @@ class StreamSchedule(TrainersProgress):
     def groups_to_judge(self, name: str) -> list[Uid]:
         """Return, and complete, the rows of all groups that are ready for a verdict stage."""
         task, rows = self.tasks[name], list[Uid]()
-        for table in list(task.ready):
-            rows += task.take(table, len(task.numbers) + 1, 1, FIRST_IN, self._facts)
+        for bucket in list(task.ready):
+            rows += task.take(bucket, len(task.numbers) + 1, 1, FIRST_IN, self._facts)
         task.finish(rows)
         return rows
 
@@ -348,10 +349,10 @@ class StreamSchedule(TrainersProgress):
         """
         dropped = reasons or {}
         self.tasks.write(name, [row for row in rows if row[1] not in dropped] if dropped else rows)
-        if name not in self.selects:
+        if name not in self.consumers.selects:
             return
         for group in dict.fromkeys(row[1] for row in rows):
-            if group in dropped or name == self.selects[-1]:
+            if group in dropped or name == self.consumers.selects[-1]:
                 version = min(self.versions[row] for row in self.rows_of[group])
                 self.sampling.decide({group: Verdict(dropped.get(group), version, (scores or {}).get(group))})
         self._assign()
@@ -359,8 +360,7 @@ class StreamSchedule(TrainersProgress):
 
     def publish(self) -> TrainingBatch:
         """Publish the due version; its batch is complete and its rows are forgotten."""
-        self.published += 1
-        batch = self.batches.pop(self.published)
+        batch = self.progress.publish()
         self._forget(batch.joined)
         return batch
 
@@ -380,17 +380,17 @@ class StreamSchedule(TrainersProgress):
                 self.iteration_of[group] = batch.iteration
             if batch.joined[group] is None:
                 size = batch.samples
-                found = [batch.plan[at * size : (at + 1) * size] for at in range(least, largest + 1)]
-                if all(numbers == found[0] for numbers in found):
-                    batch.joined[group] = found[0]
+                plans = [batch.plan[rank * size : (rank + 1) * size] for rank in range(least, largest + 1)]
+                if all(plan == plans[0] for plan in plans):
+                    batch.joined[group] = plans[0]
                     sure += self.rows_of[group]
         batch.uids += joined
-        table = batch.iteration, 1
+        bucket = Bucket(batch.iteration, RowState.IN_BATCH)
         for name in self.early if joined else ():
-            self.tasks[name].move(joined, table)
+            self.tasks[name].move(joined, bucket)
         for consumer in self.after:
             if rows := sure if consumer.kind is Kind.TRAIN else joined:
-                self.tasks[consumer.name].admit(rows, table)
+                self.tasks[consumer.name].admit(rows, bucket)
                 self._skip([consumer], rows)
 
     def _started_with(self, group: int) -> int | None:
@@ -417,34 +417,35 @@ class StreamSchedule(TrainersProgress):
         """Move a group to an iteration; its unfinished rows continue there."""
         self.iteration_of[group] = iteration
         for name in self.early:
-            self.tasks[name].move(self.rows_of[group], (iteration, SET_ASIDE if name in self.generating else 0))
+            state = RowState.RESUMED if name in self.consumers.generating else RowState.OPEN
+            self.tasks[name].move(self.rows_of[group], Bucket(iteration, state))
 
     # A share of rows of the batch's own version
 
-    def _may_begin(self, table: tuple[int, int], engine_version: int | None) -> bool:
-        """Return True if an engine's version is fresh enough for the rows of a table; None stands for a worker that is
+    def _may_start(self, bucket: Bucket, engine_version: int | None) -> bool:
+        """Return True if an engine's version is fresh enough for the rows of a bucket; None stands for a worker that is
         no engine.
         """
-        if table[1] == SET_ASIDE:
-            is_open = table[0] <= self.opened
-            return is_open and (
-                engine_version is None or admissible(table[0], engine_version, self.sizes.max_staleness)
+        iteration = bucket.iteration
+        if bucket.state is RowState.RESUMED:
+            return iteration <= self.opened and (
+                engine_version is None or admissible(iteration, engine_version, self.sizes.max_staleness)
             )
-        bound = 0 if table[1] >= OWN_VERSION else self.sizes.ahead
-        if self.sizes.older_groups is not None and self.selects and table[0] > self.opened:
+        bound = 0 if bucket.needs_own_version else self.sizes.ahead
+        if self.sizes.older_groups is not None and self.consumers.selects and iteration > self.opened:
             # A group admitted ahead may come into the open batch, and must not be staler than it.
             bound = min(bound, 1)
-        return engine_version is None or admissible(table[0], engine_version, bound)
+        return engine_version is None or admissible(iteration, engine_version, bound)
 
     def _assign(self) -> None:
         """Assign undecided groups to the open batch as far as needed, and the others to later ones; hold back groups
-        without a place.
+        without a slot.
         """
         if self.sizes.older_groups is None or not self.is_open:
             return
         needed = self.sampling.under_way() if self.lookahead > 1 else len(self.sampling.pending)
-        for place, group in enumerate(sorted(self.sampling.pending)):
-            self.iteration_of[group] = self.opened + (place >= needed)
+        for rank, group in enumerate(sorted(self.sampling.pending)):
+            self.iteration_of[group] = self.opened + (rank >= needed)
         self._hold_back(self.opened)
         self._hold_back(self.opened + 1)
 
@@ -452,7 +453,7 @@ class StreamSchedule(TrainersProgress):
         """Let groups of a batch wait for its own version, except those that may be stale."""
         if self.sizes.older_groups is None:
             return
-        batch = self.batches.get(iteration)
+        batch = self.progress.batches.get(iteration)
         started = self._started(group for group, expected in self.iteration_of.items() if expected >= iteration)
         groups = {group for group in started if self.iteration_of[group] == iteration}
         version = trained_on(iteration)
@@ -461,9 +462,10 @@ class StreamSchedule(TrainersProgress):
         }
         waiting = set(sorted(groups - older)[max(0, self.sizes.older_groups - len(older)) :])
         for group in groups:
-            table = iteration, (batch is not None and group in batch.joined) + OWN_VERSION * (group in waiting)
-            for name in self.generating:
-                self.tasks[name].move(self.rows_of[group], table)
+            in_batch = batch is not None and group in batch.joined
+            bucket = Bucket(iteration, RowState.of(in_batch, group in waiting))
+            for name in self.consumers.generating:
+                self.tasks[name].move(self.rows_of[group], bucket)
 
     def _started(self, groups: Iterable[int]) -> dict[int, int | None]:
         """Return, for each of these groups that is not dropped, the oldest version on which its rows were started."""
@@ -474,7 +476,7 @@ class StreamSchedule(TrainersProgress):
     def _admit(self, uids: Sequence[Uid], iteration: int) -> None:
         for uid in uids:
             self.rows_of.setdefault(uid[1], []).append(uid)
-        self.tasks.admit(uids, lambda uid: uid[1], (iteration, 0), self.early)
+        self.tasks.admit(uids, lambda uid: uid[1], Bucket(iteration, RowState.OPEN), self.early)
         self.tasks.write(ADMISSION, uids)
 
     def _skip(self, consumers: Iterable[Consumer], uids: Sequence[Uid]) -> None:

@@ -72,7 +72,7 @@ class Stream:
             for consumer in self.consumers.by_name.values()
         }
         self.partial_rollout = sizes.partial_rollout
-        generates = [flow[name] for name in self.schedule.generating]
+        generates = [flow[name] for name in self.schedule.consumers.generating]
         self.drawn = [name for stage in generates for name in stage.writes] if sizes.partial_rollout else []
         """Columns of suspended rows."""
         self.written_before_recording = {name for s in flow.stages[: flow.recorded_stages] for name in s.writes}
@@ -123,7 +123,7 @@ class Stream:
         """Return the rows of continuing groups, as the generate stage has left them: first the completed rows, then the
         others.
         """
-        (stage,) = self.schedule.generating
+        (stage,) = self.schedule.consumers.generating
         ended: dict[bool, list[Uid]] = {True: [], False: []}
         for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
             ended[uid in self.table.parts.get(stage, {})].append(uid)
@@ -138,8 +138,8 @@ class Stream:
         wrote = self.written_before_recording | self.written_later
         self.table.add(rows.part(ADMISSION, [name for name in rows.columns if name not in wrote]))
         written = [name for name in rows.columns if name in wrote]
-        if self.schedule.recorded:
-            self.table.add(rows.part(self.schedule.recorded[0], written))
+        if self.schedule.consumers.recorded:
+            self.table.add(rows.part(self.schedule.consumers.recorded[0], written))
         if self.schedule.samplers:
             self._note_lengths(rows.uids(), rows.index)
 
@@ -169,7 +169,7 @@ class Stream:
         """Return rows with every column that they have; with `recorded` without those of stages after the recorded
         ones.
         """
-        early = {ADMISSION, *self.schedule.recorded, *self.consumers.verdicts}
+        early = {ADMISSION, *self.schedule.consumers.recorded, *self.consumers.verdicts}
         writers = [name for name in self.consumers.writers if name in early or not recorded]
         rows = self.table.stored(uids, writers)
         later = self.written_later - self.written_before_recording
@@ -207,7 +207,7 @@ class Stream:
         if self.partial_rollout and consumer.kind is Kind.GENERATE:
             answer.to_the_end = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
         if consumer.kind is Kind.TRAIN:
-            batch = schedule.batches[schedule.published + 1]
+            batch = schedule.progress.batches[schedule.progress.published + 1]
             answer.batch = BatchPlan(batch.updates_of(uids), batch.size, batch.steps, len(batch.plan))
         computed_here = self.table.index(uids, inline)
         return answer, encode(computed_here) if list(computed_here) else ()
@@ -272,7 +272,7 @@ class Stream:
         released = [uid for rows in groups.values() for uid in rows]
         record.outcome = outcome
         # Of groups outside the batch only those count that came through the whole segment.
-        due = [self.consumers.by_name[name] for name in self.schedule.recorded]
+        due = [self.consumers.by_name[name] for name in self.schedule.consumers.recorded]
         known = [self.table.parts.get(consumer.name, {}) for consumer in due if consumer.due(record.iteration)]
         whole = [g for g in outcome.released if all(uid in parts for uid in groups[g] for parts in known)]
         generated = [uid for g in whole for uid in groups[g]]
@@ -283,7 +283,7 @@ class Stream:
 
     def publish(self) -> tuple[IterationRecord, list[Block]]:
         """Publish the due version; return the batch's record, and the blocks freed with its rows."""
-        batch = self.schedule.batches[self.schedule.published + 1]
+        batch = self.schedule.progress.batches[self.schedule.progress.published + 1]
         record = self.records.pop(batch.iteration)
         assert record.outcome is not None
         uids = batch.uids
@@ -298,8 +298,8 @@ class Stream:
 
     def train_again(self) -> None:
         """Forget the training towards the next version, and its trainers' reports."""
-        self.schedule.train_again()
-        record = self.record_of(self.schedule.published + 1)
+        self.schedule.progress.train_again()
+        record = self.record_of(self.schedule.progress.published + 1)
         # A lost trainer's batch begins with the states that it began with.
         self.states |= record.states
         record.training, record.states = [], {}

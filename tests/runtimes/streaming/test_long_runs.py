@@ -89,7 +89,7 @@ class Watched:
 
     def _watch(self) -> None:
         while not self.ended.wait(0.005):
-            iteration, sizes = self.backend.stream.schedule.published, list[int]()
+            iteration, sizes = self.backend.stream.schedule.progress.published, list[int]()
             for path in shared_folder().glob(self.pattern):
                 with suppress(FileNotFoundError):
                     sizes.append(path.stat().st_size)
@@ -134,7 +134,7 @@ class Killer(threading.Thread):
     def run(self) -> None:
         for number, kind in enumerate(self.kinds):
             # A trainer comes back from a checkpoint: the first must be there.
-            while self.backend.stream.schedule.published < 2 + 3 * number:
+            while self.backend.stream.schedule.progress.published < 2 + 3 * number:
                 time.sleep(0.001)
             time.sleep(self.chance.uniform(0, 0.3))
             victims = [member for member in self.backend.processes.members if member.group.name == kind]

@@ -292,7 +292,7 @@ def kill_when_it_holds_rows(
 def is_saved(run: TrainingRun, lease: Lease) -> bool:
     """Return True if a lease comes while the newest checkpoint has the last published version."""
     assert isinstance(run.backend, StreamingBackend)
-    step = run.backend.stream.schedule.published
+    step = run.backend.stream.schedule.progress.published
     return latest_checkpoint(run.folder) == run.folder / "checkpoints" / f"step-{step}"
 
 

@@ -59,18 +59,18 @@ def finish_iteration(schedule: StreamSchedule) -> None:
 
 
 def steps(schedule: StreamSchedule) -> None:
-    stage, batch = schedule.flow["actor.update"], schedule.coming
+    stage, batch = schedule.flow["actor.update"], schedule.progress.coming
     assert batch is not None
-    while schedule.may_step(stage):
-        schedule.stepped(stage.name)
-    assert schedule.due_publication() == batch.iteration
+    while schedule.progress.may_step(stage):
+        schedule.progress.stepped(stage.name)
+    assert schedule.progress.due_publication() == batch.iteration
 
 
 def test_updates_accumulate_as_rows_arrive_in_order_of_steps() -> None:
     schedule = StreamSchedule(PLAIN, Sizes(5, 4, 2, 4, epochs=2))
     uids = admit(schedule, 0)
     work(schedule, "actor.generate")
-    batch, progress = schedule.batches[1], UpdatesInProgress(4, 4)
+    batch, progress = schedule.progress.batches[1], UpdatesInProgress(4, 4)
     leases = [schedule.take(TRAIN, "trainer", 0.0, 9.0, 4) for _ in range(2)]
     trained: list[list[Uid]] = [[] for _ in range(4)]
     for lease in leases:
@@ -78,16 +78,16 @@ def test_updates_accumulate_as_rows_arrive_in_order_of_steps() -> None:
         progress.add(lease, batch.updates_of(lease.rows))
         for piece, places in progress.take():
             trained[0] += [piece.rows[place] for place in places]
-    assert progress.is_complete and schedule.rows_trained() == (0, 16)
+    assert progress.is_complete and schedule.progress.rows_trained() == (0, 16)
     for number in range(1, 4):
         progress.made += 1
-        schedule.stepped("actor.update")
+        schedule.progress.stepped("actor.update")
         assert progress.is_complete
         trained[number] = [piece.rows[place] for piece, places in progress.take() for place in places]
     assert sorted(trained[0] + trained[1]) == sorted(trained[2] + trained[3]) == sorted(uids)
     updates = schedule.sizes.updates(1, [uid[1] for uid in uids], [uid[2] for uid in uids])
     assert [[uids[row] for row in rows] for rows in updates] == [sorted(rows) for rows in trained]
-    assert schedule.due_publication() is None and schedule.rows_trained() == (12, 16)
+    assert schedule.progress.due_publication() is None and schedule.progress.rows_trained() == (12, 16)
 
 
 def test_a_batch_is_published_after_its_rows_and_steps_are_done() -> None:
@@ -97,10 +97,10 @@ def test_a_batch_is_published_after_its_rows_and_steps_are_done() -> None:
     lease = schedule.take(TRAIN, "trainer", 0.0, 9.0, 99)
     assert lease is not None
     for _ in range(2):
-        schedule.stepped("actor.update")
-    assert schedule.due_publication() is None
+        schedule.progress.stepped("actor.update")
+    assert schedule.progress.due_publication() is None
     finish(schedule, lease)
-    assert schedule.due_publication() == 1
+    assert schedule.progress.due_publication() == 1
     assert schedule.publish().uids == uids and not schedule.tasks.rows
 
 
@@ -115,7 +115,7 @@ def test_next_batch_trains_after_publication_of_its_version() -> None:
     assert work(schedule, TRAIN) == second
     steps(schedule)
     schedule.publish()
-    assert schedule.published == 2 and schedule.max_staleness_seen == 1
+    assert schedule.progress.published == 2 and schedule.max_staleness_seen == 1
 
 
 def test_batch_started_before_checkpoint_trains_unchanged() -> None:
@@ -126,16 +126,20 @@ def test_batch_started_before_checkpoint_trains_unchanged() -> None:
     lease = schedule.take("actor.generate", "engine", 0.0, 99.0, 1, engine_version=0)
     assert lease is not None and schedule.older_batches() == [], "no version is older than the first"
     finish_iteration(schedule)
-    assert schedule.older_batches() == [2] and not schedule.is_drawn(2)
+    assert schedule.older_batches() == [2] and not schedule.progress.is_drawn(2)
     finish(schedule, lease)
     work(schedule, "actor.generate")
-    assert schedule.is_drawn(2)
+    assert schedule.progress.is_drawn(2)
     again.resume(1, schedule.sampling.settled(), {})
     again.restore_batch(dict.fromkeys(second, 0))
-    assert again.older_batches() == [2] and again.is_drawn(2) and again.sampling.admitted == schedule.sampling.admitted
-    assert again.batches[2].updates_of(second) == schedule.batches[2].updates_of(second)
+    assert (
+        again.older_batches() == [2]
+        and again.progress.is_drawn(2)
+        and again.sampling.admitted == schedule.sampling.admitted
+    )
+    assert again.progress.batches[2].updates_of(second) == schedule.progress.batches[2].updates_of(second)
     finish_iteration(again)
-    assert again.published == 2 and again.max_staleness_seen == 1 and not again.tasks.rows
+    assert again.progress.published == 2 and again.max_staleness_seen == 1 and not again.tasks.rows
 
 
 def test_admission_runs_ahead_by_the_allowed_staleness_and_no_further() -> None:
@@ -158,7 +162,7 @@ def test_an_engine_that_lags_behind_the_published_version_holds_admission_back()
     work(schedule, "actor.generate")
     finish_iteration(schedule)
     admit(schedule, 2)
-    assert schedule.published == 1 and schedule.groups_wanted(0) == 0 and schedule.groups_wanted(1) == 2
+    assert schedule.progress.published == 1 and schedule.groups_wanted(0) == 0 and schedule.groups_wanted(1) == 2
 
 
 def judge(schedule: StreamSchedule, reasons: dict[int, str | None]) -> None:
@@ -231,7 +235,7 @@ def test_version_of_a_batch_follows_from_its_number_however_late_weights_arrive(
         chance, started, first = random.Random(seed), defaultdict[int, set[int]](set), 0
         schedule, loading = begin(PLAIN, staleness), LoadingSchedule("end")
         loading.join("engine")
-        while schedule.published < schedule.sizes.iterations:
+        while schedule.progress.published < schedule.sizes.iterations:
             match chance.choice(["admit", "generate", "train", "weights arrive"]):
                 case "admit":
                     first += len(admit(schedule, first, loading.target)) // 2
@@ -244,12 +248,14 @@ def test_version_of_a_batch_follows_from_its_number_however_late_weights_arrive(
                         started[schedule.iteration_of[group]].add(version)
                 case "train":
                     work(schedule, TRAIN)
-                    while schedule.may_step(UPDATE) and schedule.is_drawn(schedule.published + 1):
-                        schedule.stepped(UPDATE.name)
-                    if schedule.due_publication():
+                    while schedule.progress.may_step(UPDATE) and schedule.progress.is_drawn(
+                        schedule.progress.published + 1
+                    ):
+                        schedule.progress.stepped(UPDATE.name)
+                    if schedule.progress.due_publication():
                         schedule.publish()
                 case _:
-                    loading.advance(schedule.published, schedule.is_generation_over(loading.target))
+                    loading.advance(schedule.progress.published, schedule.is_generation_over(loading.target))
         assert started == {number: {max(0, number - 1 - staleness)} for number in range(1, 6)}
 
 
@@ -286,19 +292,19 @@ def test_replacement_trainer_trains_rows_again() -> None:
     assert len(work(schedule, "actor.generate", most=4)) == 4 and len(work(schedule, "actor.generate", most=4)) == 4
     lost = schedule.take(TRAIN, "lost", 0.0, 1.0, 3)
     assert lost is not None
-    schedule.stepped("actor.update")
+    schedule.progress.stepped("actor.update")
     schedule.tasks.give_up(schedule.tasks.leases.of("lost"))
-    schedule.train_again()
-    assert schedule.rows_trained() == (0, 4)
+    schedule.progress.train_again()
+    assert schedule.progress.rows_trained() == (0, 4)
     assert work(schedule, TRAIN) == uids
     # Another trained role's worker dies after this one is done.
-    schedule.train_again()
+    schedule.progress.train_again()
     assert work(schedule, TRAIN) == uids
     steps(schedule)
     assert schedule.publish().uids == uids
-    schedule.train_again()
+    schedule.progress.train_again()
     finish_iteration(schedule)
-    assert schedule.published == 2 and not schedule.tasks.rows and {uid[1] for uid in second} == {2, 3}
+    assert schedule.progress.published == 2 and not schedule.tasks.rows and {uid[1] for uid in second} == {2, 3}
 
 
 def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
@@ -308,9 +314,9 @@ def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
     admit(schedule, 0)
     assert work(schedule, "actor.generate")
     assert work(schedule, "reference.log_probs") == []
-    assert schedule.may_step(follow) and not schedule.may_step(UPDATE_AFTER)
-    schedule.stepped("reference.update")
-    assert not schedule.may_step(follow) and schedule.may_step(UPDATE_AFTER)
+    assert schedule.progress.may_step(follow) and not schedule.progress.may_step(UPDATE_AFTER)
+    schedule.progress.stepped("reference.update")
+    assert not schedule.progress.may_step(follow) and schedule.progress.may_step(UPDATE_AFTER)
     assert len(work(schedule, "reference.log_probs")) == 4
 
 
@@ -358,8 +364,8 @@ def test_group_joins_its_update_once_position_is_certain() -> None:
     decided(schedule, {3: None, 1: None, 2: None})
     assert trained(schedule) == set()
     decided(schedule, {0: None})
-    uids = schedule.batches[1].uids
-    assert schedule.batches[1].updates_of(uids) == closed.batches[1].updates_of(uids)
+    uids = schedule.progress.batches[1].uids
+    assert schedule.progress.batches[1].updates_of(uids) == closed.progress.batches[1].updates_of(uids)
     assert trained(schedule) == {0, 1, 2, 3}
 
 
@@ -379,11 +385,11 @@ def test_with_staleness_groups_admitted_ahead_belong_to_the_next_batch() -> None
     assert len(admit(schedule, 0)) == 4 * 2, "those of the batch after this may be started too"
     assert schedule.iteration_of == {0: 1, 1: 1, 2: 2, 3: 2}
     decided(schedule, {2: None, 0: None, 1: None})
-    assert [uid[1] for uid in schedule.batches[1].uids[::2]] == [0, 1]
+    assert [uid[1] for uid in schedule.progress.batches[1].uids[::2]] == [0, 1]
     assert set(schedule.rows_of) == {0, 1, 2, 3}, "2 waits and 3 is generated"
     assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
     decided(schedule, {3: None})
-    assert not schedule.is_open and [uid[1] for uid in schedule.batches[2].uids[::2]] == [2, 3]
+    assert not schedule.is_open and [uid[1] for uid in schedule.progress.batches[2].uids[::2]] == [2, 3]
 
 
 @pytest.mark.parametrize("engine", [0, 1])
