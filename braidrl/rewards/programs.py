@@ -1,7 +1,8 @@
 """The verifier `code`, which runs a model's program against tests. Expected results never reach the program's process.
 
 response ──last block of code──▶ program ──a process per test──▶ its output, compared here
-tests ──executed here; calls of the program's functions ──pipe──▶ process of the program ──plain results─▶ compared here
+tests (`cases.py`) ──executed here (`assertions.py`); calls of the program's functions ──pipe (`crossing.py`)──▶ process
+                                                              of the program ──plain results──▶ rebuilt and compared here
 
 The verifier runs in its sandbox (`reward.sandbox=bubblewrap`). The program runs in another process there, which can
 neither read the verifier's memory nor see its descriptors.
@@ -10,10 +11,9 @@ neither read the verifier's memory nor see its descriptors.
 import ast
 import builtins
 import contextlib
-import importlib
-import inspect
 import json
 import math
+import operator
 import os
 import re
 import resource
@@ -21,11 +21,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NoReturn
 
+from braidrl.rewards.assertions import MODULE, Stopped, runs
+from braidrl.rewards.cases import Asserted, Called, Printed, cases_of
+from braidrl.rewards.crossing import ASKED, COMPARISONS, OPERATORS, Foreign, Peer
 from braidrl.rewards.verifiers import Score
 from braidrl.sandbox.answers import printable
 from braidrl.sandbox.copies import PROGRAMS
@@ -41,114 +45,79 @@ OUTPUT_BYTES = 1 << 20
 """Bytes of a program's output that are compared; a program that prints more is wrong."""
 WORK = "/tmp"
 """The program's folder: the call's own."""
-DRIVER = """
-import json, os, sys
-requests, answers = os.fdopen({requests}, "r"), os.fdopen({answers}, "w")
-names, kept = {{"__name__": "__main__"}}, []
-
-{codec}
-
-def keep(value):
-    kept.append(value)
-    return len(kept) - 1
-
-def do(verb, on, name, positional, named):
-    if verb == "name":
-        return names[name], []
-    thing = kept[on]
-    if verb == "attribute":
-        return getattr(thing, name), []
-    if verb == "truth":
-        return bool(thing), []
-    given = [decoded(one, kept.__getitem__) for one in positional]
-    by_name = {{key: decoded(one, kept.__getitem__) for key, one in named.items()}}
-    return (thing(*given, **by_name) if verb == "call" else getattr(thing, name)(*given)), given
-
-exec(compile(json.loads(requests.readline()), "program.py", "exec"), names)
-while line := requests.readline():
-    try:
-        value, given = do(*json.loads(line))
-        given = [encoded(one, keep) if type(one) in (list, dict, set) else None for one in given]
-        said = {{"value": encoded(value, keep), "given": given}}
-    except BaseException as error:
-        said = {{"error": type(error).__name__, "text": str(error)[:200]}}
-    sys.stdout.flush()
-    answers.write(json.dumps(said) + "\\n")
-    answers.flush()
-"""
-"""Runs in the program's process: executes the program, then calls its functions and reads its values as asked."""
+KNOWN = sys.stdlib_module_names | {"builtins"}
+COMPUTED = {*COMPARISONS.split()}.union(*((n, f"{n}_", f"i{n}") for n in OPERATORS.split()))
+SPECIAL = {f"__{name}__" for name in (*ASKED.split(), *COMPARISONS.split(), "iter", "next", "hash", "call", "exit")}
+"""What a program may compute with an object of a class of the test."""
+START = "import sys; sys.path.insert(0, {folder!r}); from crossing import main; del sys.path[0]; main({requests}, {answers})"
+"""Starts the program's end of a conversation; the file is found beside this one, and compiled once for all."""
+ANSWER_BYTES = 1 << 20
+"""Bytes of an answer of a program; a longer one is wrong."""
 
 
 class ProgramEnded(Exception):
     """The sandbox's limits ended a program, or refused it something."""
 
 
-class WrongProgram(Exception):
-    """A program does not meet a test's requirements."""
+class CannotCross(Exception):
+    """A test needs a value of the program that only the program itself could compare."""
 
 
-def code(response: str, answer: Any, *, fraction: bool = False, seconds: float = 2) -> Score:
-    """Return whether the last block of Python code in the response passes all tests; with `fraction` the share that it
-    passes.
+def code(
+    response: str, answer: Any, metadata: Mapping[str, Any], *, fraction: bool = False, seconds: float = 2
+) -> Score:
+    """Return whether the response's program passes all tests; with `fraction` the share that it passes.
 
-    The example's answer holds the tests, or is JSON of them: `{"inputs": [...], "outputs": [...]}`, or a list of
-    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test may use `seconds` of processor time
-    (a whole number), which a busy machine does not shorten. A response without code is wrong. If no test passes and a
-    limit ended one, the row's check fails with that reason. Needs `reward.sandbox=bubblewrap`.
+    The program is the last block of Python; a block without a language counts if none is marked as Python. The
+    example's answer holds the tests, or is JSON of them: what the program reads and prints, what a function returns
+    (`fn_name`), or Python's tests: asserts, functions and classes as of pytest and unittest, `check(candidate)`. Each
+    test may use `seconds` of processor time (a whole number), which a busy machine does not shorten. A response without
+    code is wrong. A test that asserts nothing is the row's failure. If no test passes and a limit ended one, or a value
+    of the program cannot be compared, the row's check fails with that reason. Needs `reward.sandbox=bubblewrap`.
     """
     if PROGRAMS not in os.environ:
         raise PermissionError("a model's program runs in the strict sandbox alone; write sandbox=bubblewrap")
-    tests, program = cases_of(answer), program_of(response)
+    tests, program = cases_of(answer, metadata), program_of(response)
     if not program:
         return Score(0.0, correct=False)
-    passed, ended = 0, ""
-    for number, (given, expected) in enumerate(tests, 1):
+    passed, ended = 0, list[Exception]()
+    for number, case in enumerate(tests, 1):
         try:
-            if expected is None:
-                right = asserts_hold(program, given, math.ceil(seconds))
+            if isinstance(case, Printed):
+                with started(["-c", program], case.given, math.ceil(seconds)) as running:
+                    right = lines_of(running.output()) == lines_of(case.expected)
             else:
-                with started(["-c", program], given, math.ceil(seconds)) as running:
-                    right = lines_of(running.output()) == lines_of(expected)
-        except ProgramEnded as error:
-            right, ended = False, ended or f"test {number}: {error}"
+                right = holds(program, case, math.ceil(seconds))
+        except (ProgramEnded, CannotCross) as error:
+            right, ended = False, [*ended, type(error)(f"test {number}: {error}")]
         passed += right
         if not right and not fraction:
             break
     if ended and (not passed or not fraction):
-        raise ProgramEnded(ended)
+        raise ended[0]
     share = passed / len(tests)
     return Score(share if fraction else float(share == 1), correct=share == 1)
 
 
 def program_of(response: str) -> str:
-    """Return the last block of Python code; an empty text if there is none."""
-    found = [text for language, text in BLOCK.findall(response) if language.lower() in PYTHON]
-    return found[-1].strip() if found else ""
+    """Return the last block of Python code; an empty text if there is none.
 
-
-def cases_of(answer: Any) -> list[tuple[str, str | None]]:
-    """Return the tests in an answer: each a program's input and output, or asserts and None.
-
-    Raises ValueError if there are none.
+    A block without a language may be a program's output, so it counts if no other is Python, and it can be a program.
     """
-    if isinstance(answer, str):
-        try:
-            answer = json.loads(answer)
-        except ValueError:
-            return [(answer, None)]
-    if isinstance(answer, dict) and len(answer.get("inputs", ())) == len(answer.get("outputs", ())) > 0:
-        answer = [{"input": one, "output": out} for one, out in zip(answer["inputs"], answer["outputs"], strict=True)]
-    if not isinstance(answer, list) or not answer:
-        raise ValueError("the reference answer holds no tests")
-    tests = list[tuple[str, str | None]]()
-    for one in answer:
-        if isinstance(one, str):
-            tests.append((one, None))
-        elif isinstance(one, dict) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
-            tests.append((one["input"], one["output"]))
-        else:
-            raise ValueError(f"a test has texts as `input` and `output`, or is a text of asserts, not {str(one)[:80]}")
-    return tests
+    blocks = [(language.lower(), textwrap.dedent(text).strip()) for language, text in BLOCK.findall(response)]
+    marked = [text for language, text in blocks if language in PYTHON and language]
+    bare = [text for language, text in blocks if not language]
+    return next((text for text in reversed(marked or [*bare[-1:], *filter(is_program, bare)]) if text), "")
+
+
+def is_program(text: str) -> bool:
+    """Return whether a text is Python that does something, and not a value or an output that reads like one."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.For, ast.While)
+    return any(isinstance(node, (*defined, ast.Call)) for node in ast.walk(tree))
 
 
 def lines_of(text: str | None) -> list[str]:
@@ -156,90 +125,199 @@ def lines_of(text: str | None) -> list[str]:
     return [] if text is None else [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def encoded(value, keep, depth=0):  # type: ignore[no-untyped-def]
-    """Encode a plain value for the pipe, in either process; any other value is what `keep` makes of it, a number."""
-    kind = type(value)
-    if value is None or kind in (bool, float, str):
-        return value
-    if kind is int:
-        return {"int": hex(value)}
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if depth < 40 and kind in (list, tuple, set, frozenset):
-        return {kind.__name__: [encoded(part, keep, depth + 1) for part in value]}
-    if depth < 40 and kind is dict:
-        return {
-            "dict": [[encoded(key, keep, depth + 1), encoded(part, keep, depth + 1)] for key, part in value.items()]
-        }
-    return {"kept": keep(value)}
-
-
-def decoded(sent, kept, depth=0):  # type: ignore[no-untyped-def]
-    """Decode a value from the pipe; `kept` returns the value of a number. Raises ValueError or TypeError for anything
-    else.
-    """
-    if sent is None or isinstance(sent, bool | float | str):
-        return sent
-    ((kind, parts),) = sent.items() if depth < 42 and isinstance(sent, dict) else ()
-    if kind == "int":
-        return int(parts, 16)
-    if kind == "bytes":
-        return bytes.fromhex(parts)
-    if kind == "kept":
-        return kept(int(parts))
-    if kind == "dict":
-        return {decoded(key, kept, depth + 1): decoded(part, kept, depth + 1) for key, part in parts}
-    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](
-        decoded(part, kept, depth + 1) for part in parts
-    )
-
-
-def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
-    """Execute a text of asserts in this process; names that it does not define refer to the program in its own process.
-
-    Built-in functions and standard modules are this process's own: a program cannot replace `sorted` or `math`.
-    """
+def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
+    """Run a test in this process; what it calls of the program runs in the program's own process."""
     requests, ours = os.pipe()
     theirs, answers = os.pipe()
-    codec = "\n".join(map(inspect.getsource, (encoded, decoded)))
-    driver = DRIVER.format(requests=requests, answers=answers, codec=codec)
-    with started(["-c", driver], "", seconds, (requests, answers)) as running:
+    start = START.format(folder=os.path.dirname(__file__), requests=requests, answers=answers)
+    with started(["-c", start], "", seconds, (requests, answers)) as running:
         os.close(requests)
         os.close(answers)
         with open(ours, "w") as asked, open(theirs, "rb") as answered:
+            peer = TestPeer(running, asked, answered)
             try:
-                print(json.dumps(program), file=asked, flush=True)
-                tree = ast.parse(asserts, "tests.py")
-                # Tests may use standard modules, as in `math.isclose`, even if the program has not imported them.
-                used = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-                named = {node.id for node in used if isinstance(node, ast.Name)}
-                modules = {name: importlib.import_module(name) for name in named & sys.stdlib_module_names}
-                names = Names(modules, __name__="tests", __builtins__=dict(vars(builtins)))
-                running.asked, running.answered = asked, answered
-                names.program = running
-                exec(compile(tree, "tests.py", "exec"), names)
-                return True
-            except (ProgramEnded, MemoryError):
-                raise
-            except BrokenPipeError:
-                running.output()
-                return False
-            except Exception:
-                return False
+                try:
+                    print(json.dumps(program), file=asked, flush=True)
+                except BrokenPipeError:
+                    peer.over()
+                held = returns(peer, case) if isinstance(case, Called) else runs(case, peer)
+            except Stopped as stopped:
+                peer.stopped = peer.stopped or stopped
+                held = False
+            # An `except` without a type, or a `finally`, may have hidden it.
+            if peer.stopped is not None and peer.stopped.reason is not None:
+                raise peer.stopped.reason
+            return held and peer.stopped is None
 
 
-class Names(dict[str, Any]):
-    """The names in a test: its own, Python's, and those of `program`."""
+def returns(peer: "TestPeer", case: Called) -> bool:
+    """Return whether a function, or the method of a class `Solution`, returns what a test expects.
 
-    program: "Running"
-
-    def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
-            return getattr(builtins, name)
+    As JSON has neither, tuples are compared as lists; some data sets write the one result as a list of one.
+    """
+    try:
         try:
-            return self.program.ask("name", None, name)
+            function = peer.ask("name", None, case.function)
         except KeyError:
-            raise NameError(f"name {name!r} is not defined") from None
+            function = getattr(peer.ask("name", None, "Solution")(), case.function)
+        found = as_lists(function(*case.arguments))
+    except Exception:
+        return False
+    expected = as_lists(case.expected)
+    return bool(found == expected) or (isinstance(expected, list) and len(expected) == 1 and bool(found == expected[0]))
+
+
+def as_lists(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [as_lists(part) for part in value]
+    if type(value) is dict:
+        return {str(key): as_lists(part) for key, part in value.items()}
+    return value
+
+
+class TestPeer(Peer):
+    """The test's end of a conversation with a program, which it does not trust."""
+
+    def __init__(self, running: "Running", asked: Any, answered: Any) -> None:
+        """Talk to a `running` program over two pipes, one line at a time."""
+        super().__init__(asked, answered)
+        self.foreign, self.running, self.unread = Kept, running, b""
+        self.stopped: Stopped | None = None
+        self.names: Mapping[str, Any] = {}
+        self.printed, self.terminal = 0, sys.stdout
+
+    def stop(self, reason: Exception | None) -> NoReturn:
+        self.stopped = self.stopped or Stopped(reason)
+        raise self.stopped
+
+    def over(self) -> NoReturn:
+        """End the test of a program that has ended."""
+        try:
+            self.running.output()
+        except ProgramEnded as error:
+            self.stop(error)
+        self.stop(None)
+
+    def ask(self, verb: str, on: Any = None, name: str = "", *given: Any, **named: Any) -> Any:
+        try:
+            return super().ask(verb, on, name, *given, **named)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+            if self.raised_by_program(error):
+                raise
+            self.stop(None)  # its answer is no data
+        finally:
+            self.show_printed()
+
+    def send(self, message: dict[str, Any]) -> None:
+        try:
+            super().send(message)
+        except BrokenPipeError:
+            self.over()
+
+    def receive(self) -> dict[str, Any]:
+        while b"\n" not in self.unread:
+            piece = os.read(self.answered.fileno(), 1 << 16)
+            if not piece:
+                self.over()
+            if len(self.unread) > ANSWER_BYTES:
+                self.stop(None)
+            self.unread += piece
+        line, _, self.unread = self.unread.partition(b"\n")
+        said = json.loads(line)
+        if not isinstance(said, dict):
+            raise TypeError("its answer is no object")
+        return said
+
+    def do(self, verb: str, on: Any, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+        """Do what a program asks of a value that the test gave it: call it, go through it, or use an object of the
+        test's own classes as its public names allow.
+        """
+        steps = verb == "next" or (verb == "method" and name == "__iter__")
+        if verb == "operator":
+            allowed = name in COMPUTED and any(is_of_test(one) for one in given)
+        elif verb == "call" or (steps and isinstance(on, Iterator)):
+            allowed = True
+        else:
+            allowed = is_of_test(on) and (not name.startswith("_") or (verb == "method" and name in SPECIAL))
+        if allowed:
+            return super().do(verb, on, name, given, named)
+        raise TypeError(f"a {type(on).__name__} of the test may only be called")
+
+    def reference(self, value: Any) -> Any:
+        """Return what stands for a value of the test; a type or function of the standard library goes by its name."""
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+        if isinstance(value, type | BuiltinFunctionType | FunctionType) and str(module).partition(".")[0] in KNOWN:
+            found = sys.modules.get(str(module))
+            if "." not in str(module) and getattr(found, name, None) is value:
+                return {"standard": f"{module}.{name}"}
+        return super().reference(value)
+
+    def dataclass(self, name: str) -> Any:
+        return self.names.get(name)
+
+    def raised(self, said: dict[str, Any]) -> BaseException:
+        """Return the program's exception; end the test if the sandbox refused something, or the program exits."""
+        error = super().raised(said)
+        if isinstance(error, OSError | MemoryError):
+            self.stop(ProgramEnded(printable(f"{type(error).__name__}: {str(said.get('text'))[:200]}")))
+        if not isinstance(error, Exception):
+            self.stop(None)
+        return error
+
+    def raised_by_program(self, error: BaseException) -> bool:
+        return hasattr(error, "_foreign")
+
+    def show_printed(self) -> None:
+        """Print in a test that has replaced `sys.stdout` what the program printed meanwhile."""
+        if sys.stdout is not self.terminal:
+            text = os.pread(self.running.out.fileno(), OUTPUT_BYTES, self.printed)
+            self.printed += len(text)
+            sys.stdout.write(text.decode(errors="replace"))
+
+
+def is_of_test(value: Any) -> bool:
+    """Return whether a value is an object of a class that the test defines."""
+    return type(value).__module__ == MODULE
+
+
+class Kept(Foreign):
+    """A value of the program that stays there. The program cannot influence how a test compares it."""
+
+    def _plain(self) -> Any:
+        """Return its plain value, if it is a number, text or container of a subclass that compares as its base."""
+        peer = object.__getattribute__(self, "_peer")
+        try:
+            return peer.ask("base", self)
+        except TypeError:
+            return self._stays()
+
+    def _stays(self) -> NoReturn:
+        peer: TestPeer = object.__getattribute__(self, "_peer")
+        peer.stop(CannotCross("the test compares an object of a class of the program, whose word does not count"))
+
+    def __contains__(self, value: Any) -> bool:
+        try:
+            return any(value is one or value == one for one in self)
+        except TypeError:
+            self._stays()
+
+    def __hash__(self) -> int:
+        self._stays()
+
+
+def comparing(name: str) -> Any:
+    def compared(self: Kept, other: Any) -> Any:
+        if other is None and name in ("__eq__", "__ne__"):
+            return name == "__ne__"
+        if isinstance(other, Kept):
+            self._stays()
+        return getattr(operator, name)(self._plain(), other)
+
+    return compared
+
+
+for _name in COMPARISONS.split():
+    setattr(Kept, f"__{_name}__", comparing(f"__{_name}__"))
 
 
 @dataclass
@@ -252,10 +330,6 @@ class Running:
     out: Any
     err: Any
     seconds: int
-    asked: Any = None
-    answered: Any = None
-    """This process's ends of the pipes for requests and plain answers, one at a time, if the program is asked."""
-    unread: bytes = b""
 
     def output(self) -> str | None:
         """Wait, and return the output; None if the program failed by itself. Raises ProgramEnded if a limit or the
@@ -278,98 +352,6 @@ class Running:
         if name in DENIED or (isinstance(kind, type) and issubclass(kind, (OSError, MemoryError))):
             raise ProgramEnded(printable(last[:200]))
         return None
-
-    def ask(self, verb: str, on: int | None, name: str, *positional: Any, **named: Any) -> Any:
-        """Return a request's plain result, or a `Kept` that stands for a value that is not plain; raise the program's
-        exception.
-        """
-        by_name = {key: encoded(one, number_of) for key, one in named.items()}
-        request = [verb, on, name, [encoded(one, number_of) for one in positional], by_name]
-        print(json.dumps(request), file=self.asked, flush=True)
-        while b"\n" not in self.unread:
-            piece = os.read(self.answered.fileno(), 1 << 16)
-            if not piece or len(self.unread) > OUTPUT_BYTES:
-                self.output()
-                raise WrongProgram("it ended before it answered")
-            self.unread += piece
-        line, _, self.unread = self.unread.partition(b"\n")
-        try:
-            said = json.loads(line)
-            value = decoded(said.get("value"), partial(Kept, self))
-            given = [decoded(one, partial(Kept, self)) for one in said.get("given") or ()]
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            raise WrongProgram("its answer is not plain data") from None
-        if "error" in said:
-            kind, text = getattr(builtins, str(said["error"]), None), str(said.get("text"))[:200]
-            if isinstance(kind, type) and issubclass(kind, (OSError, MemoryError)):
-                raise ProgramEnded(printable(f"{kind.__name__}: {text}"))
-            raise (kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else WrongProgram(text))
-        for mine, changed in zip(positional, given, strict=False):
-            if isinstance(mine, list) and isinstance(changed, list):
-                mine[:] = changed
-            elif isinstance(mine, dict | set) and type(mine) is type(changed):
-                mine.clear()
-                mine.update(changed)
-        return value
-
-
-def number_of(value: Any) -> int:
-    """Return the number of one of the program's values. Raises TypeError for a value of the test that is not plain."""
-    if not isinstance(value, Kept):
-        raise TypeError(f"a test gives the program plain values; a {type(value).__name__} cannot cross to its process")
-    return int(object.__getattribute__(value, "_number"))
-
-
-class Kept:
-    """A value of the program that is not plain. It equals only itself: the program cannot influence a comparison."""
-
-    def __init__(self, program: Running, number: int) -> None:
-        """Name the value by its `number` in the program's process."""
-        self._program, self._number = program, number
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        return self._program.ask("call", self._number, "", *positional, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._program.ask("attribute", self._number, name)
-
-    def _method(self, name: str, kind: type, *positional: Any) -> Any:
-        try:
-            found = self._program.ask("method", self._number, name, *positional)
-        except AttributeError as error:  # Python raises TypeError for missing special methods
-            raise TypeError(str(error)) from None
-        if type(found) is not kind:
-            raise WrongProgram(f"{name} returned a {type(found).__name__}")
-        return found
-
-    def __bool__(self) -> bool:
-        return self._program.ask("truth", self._number, "") is True
-
-    def __len__(self) -> int:
-        return int(self._method("__len__", int))
-
-    def __str__(self) -> str:
-        return str(self._method("__str__", str))
-
-    def __repr__(self) -> str:
-        return str(self._method("__repr__", str))
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._program.ask("method", self._number, "__getitem__", place)
-
-    def __setitem__(self, place: Any, value: Any) -> None:
-        self._program.ask("method", self._number, "__setitem__", place, value)
-
-    def __contains__(self, value: Any) -> bool:
-        return bool(self._method("__contains__", bool, value))
-
-    def __iter__(self) -> Iterator[Any]:
-        steps = self._program.ask("method", self._number, "__iter__")
-        while True:
-            try:
-                yield self._program.ask("attribute", steps._number, "__next__")()
-            except StopIteration:
-                return
 
 
 @contextlib.contextmanager

@@ -67,6 +67,101 @@ CHEATS = {
 }
 
 
+FORGED = {
+    "contains everything": (
+        "class Any:\n    def __contains__(self, x):\n        return True\ndef f(x):\n    return Any()",
+        "assert 4 in f(2)",
+    ),
+    "is a member of everything": (
+        "class Any:\n    def __eq__(self, x):\n        return True\n    def __hash__(self):\n        return hash(4)\ndef f(x):\n    return Any()",
+        "assert f(2) in {4}",
+    ),
+    "is less than everything": (
+        "class Any(int):\n    def __lt__(self, x):\n        return True\ndef f(x):\n    return Any(9)",
+        "assert f(2) < 5",
+    ),
+    "is a list that equals everything": (
+        "class Any(list):\n    def __eq__(self, x):\n        return True\ndef f(x):\n    return [Any()]",
+        "assert f(2) == [[4]]",
+    ),
+    "is a counter that equals everything": (
+        "from collections import Counter\nclass Any(Counter):\n    def __eq__(self, x):\n        return True\ndef f(x):\n    return Any()",
+        "from collections import Counter\nassert f(2) == Counter('a')",
+    ),
+    "has the name of a standard class": (
+        "class Fraction:\n    numerator = denominator = 1\n    def __eq__(self, x):\n        return True\nFraction.__module__ = 'fractions'\ndef f(x):\n    return Fraction()",
+        "from fractions import Fraction\nassert f(2) == Fraction(1, 2)",
+    ),
+    "is an array of the verifier's memory": (
+        "class Any:\n    __array_interface__ = {'shape': (1,), 'typestr': '<i8', 'data': (4194304, False), 'version': 3}\n    def __array__(self, *a, **k):\n        import numpy\n        return numpy.array([4])\ndef f(x):\n    return Any()",
+        "import numpy as np\nassert np.array_equal(f(2), [4, 5])",
+    ),
+    "decides for numpy": (
+        "class Any:\n    def __array_function__(self, *a, **k):\n        return True\n    def __array_ufunc__(self, *a, **k):\n        return True\ndef f(x):\n    return Any()",
+        "import numpy as np\nassert np.allclose(f(2), 4)\nassert np.equal(f(2), 4)",
+    ),
+    "reads the names of a test's function": (
+        "def f(g):\n    return g.__globals__['EXPECTED']",
+        "EXPECTED = 4\nassert f(lambda x: x) == EXPECTED",
+    ),
+    "reads the frame of a test's generator": (
+        "def f(g):\n    return g.gi_frame.f_globals['EXPECTED']",
+        "EXPECTED = 4\nassert f(x for x in [1]) == EXPECTED",
+    ),
+    "reads the class of a test's object": (
+        "def f(o):\n    return o.__class__.__init__.__globals__['EXPECTED']",
+        "EXPECTED = 4\nclass A:\n    def __init__(self):\n        pass\nassert f(A()) == EXPECTED",
+    ),
+    "computes with a test's object": (
+        "import sys\ndef f(o):\n    peer = sys.modules['crossing'].Foreign\n    p = object.__getattribute__(o, '_peer')\n    g = p.ask('operator', None, 'attrgetter', '__init__.__globals__')\n    return p.ask('call', g, '', o)['EXPECTED']",
+        "EXPECTED = 4\nclass A:\n    def __init__(self):\n        pass\nassert f(A()) == EXPECTED",
+    ),
+    "reads a test's object that it was not given": (
+        "import sys\ndef f(g):\n    p = object.__getattribute__(g, '_peer')\n    return p.ask('attribute', g, 'func_globals') or p.ask('set', g, 'x', 1)",
+        "assert f(lambda x: x) == 4",
+    ),
+    "exits where a test expects an exception": (
+        "import os\ndef f(x):\n    os._exit(0)",
+        "import pytest\ndef test_f():\n    with pytest.raises(Exception):\n        f(2)",
+    ),
+    "raises SystemExit where a test expects an exception": (
+        "def f(x):\n    raise SystemExit(0)",
+        "try:\n    f(2)\nexcept BaseException:\n    pass\nassert True",
+    ),
+    "raises what skips a test": (
+        "import unittest\ndef f(x):\n    raise unittest.SkipTest('no')",
+        "def test_f():\n    assert f(2) == 4",
+    ),
+    "defines what is close": (
+        "def isclose(*a, **k):\n    return True\ndef f(x):\n    return 9",
+        "assert isclose(f(2), 4)",
+    ),
+    "defines numpy": (
+        "class np:\n    allclose = isclose = array_equal = staticmethod(lambda *a, **k: True)\ndef f(x):\n    return 9",
+        "assert np.allclose(f(2), 4)",
+    ),
+    "defines sorted": ("def sorted(*a):\n    return 4\ndef f(x):\n    return 9", "assert sorted(f(2)) == 4"),
+    "defines the test's assertion": (
+        "def assert_equal(*a):\n    pass\ndef f(x):\n    return 9",
+        "assert_equal(f(2), 4)",
+    ),
+    "replaces pytest and unittest": (
+        "import sys\nsys.modules['pytest'] = sys.modules['unittest'] = sys\ndef f(x):\n    return 9",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(2), 4)",
+    ),
+    "returns nothing to go through": ("def f(x):\n    return []", "for x in f(2):\n    assert x == 4"),
+    "answers with a value for its name": (
+        'import os\nfor n in range(3, 20):\n    try:\n        os.write(n, b\'{"value": {"standard": "builtins.object"}}\\n{"value": 4}\\n\' * 9)\n    except OSError:\n        pass\ndef f(x):\n    return x',
+        "def test_f():\n    assert f(2) == 5",
+    ),
+    "changes what it was given": (
+        "def f(xs):\n    xs.clear()\n    return 0",
+        "xs = [1, 2]\ny = f(xs)\nassert y == 3 or xs == [2, 1]",
+    ),
+}
+"""Programs that would pass a test of theirs by what they return, or read what it expects, if they could."""
+
+
 def scores(programs: list[str], answer: Any, **settings: Any) -> list[CallOutcome]:
     verifier = resolve("code")
     with RewardPool(RewardConfig(**{"sandbox": "bubblewrap", "timeout_s": 20, "processes": 2, **settings})) as pool:
@@ -80,6 +175,15 @@ def test_no_cheat_scores_and_the_honest_program_does(answer: Any) -> None:
         honest, *cheats = scores([HONEST, *CHEATS.values()], answer)
     assert honest.score == 1.0, honest
     for name, one in zip(CHEATS, cheats, strict=True):
+        assert one.failure is not None or one.score == 0.0, (name, one)
+
+
+def test_no_forged_result_scores() -> None:
+    verifier = resolve("code")
+    with nothing_left(), RewardPool(RewardConfig(sandbox="bubblewrap", timeout_s=30, processes=2)) as pool:
+        rows = [Completion("p", f"```python\n{program}\n```", test) for program, test in FORGED.values()]
+        found = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
+    for name, one in zip(FORGED, found, strict=True):
         assert one.failure is not None or one.score == 0.0, (name, one)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -19,10 +20,12 @@ import pytest
 
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
+from braidrl.rewards.cases import Asserted, Called, Printed, cases_of
 from braidrl.rewards.pool import CallOutcome, RewardPool
-from braidrl.rewards.programs import cases_of, lines_of, program_of
+from braidrl.rewards.programs import lines_of, program_of
 from braidrl.rewards.verifier import Completion, resolve
 from tests.attacks.test_verifiers import has_walls
+from tests.rewards.programs_by_form import FORMS
 
 DOUBLE = "print(2 * int(input()))"
 TESTS = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n"]}
@@ -169,21 +172,137 @@ def test_outside_of_the_strict_sandbox_no_program_runs(settings: dict[str, Any])
 
 def test_called_by_itself_it_runs_no_program() -> None:
     with pytest.raises(PermissionError, match="in the strict sandbox alone"):
-        resolve("code")({"response": f"```\n{DOUBLE}\n```", "answer": TESTS})
+        resolve("code")({"response": f"```\n{DOUBLE}\n```", "answer": TESTS, "metadata": {}})
 
 
-def test_the_last_block_of_python_is_the_program() -> None:
+def test_the_last_block_of_python_is_the_program_and_an_output_behind_it_is_not() -> None:
     text = "```python\nfirst\n```\n```\nsecond\n```\n```json\n{}\n```"
-    assert program_of(text) == "second" and program_of("```py\ncut off") == "cut off" and program_of("print(1)") == ""
+    assert program_of(text) == "first" and program_of("```py\ncut off") == "cut off" and program_of("print(1)") == ""
+    program = "def f():\n    return 4"
+    for output in ("4", "[1, 2]", "Result: 4", "1 2", "x = 5", "Hello, you", ">>> f()\n4"):
+        for language in ("python", ""):
+            assert program_of(f"```{language}\n{program}\n```\ngives\n```\n{output}\n```") == program, output
+    assert program_of(f"1.  ```\n    {program.replace(chr(10), chr(10) + '    ')}\n    ```") == program
+    assert program_of("```\nx = 1\n```") == "x = 1"
 
 
 def test_tests_are_read_in_every_form() -> None:
-    two = [("1\n", "2"), ("21\n", "42\n")]
+    two = [Printed("1\n", "2"), Printed("21\n", "42\n")]
     listed = [{"input": "1\n", "output": "2"}, {"input": "21\n", "output": "42\n"}]
-    assert cases_of(TESTS) == cases_of(json.dumps(TESTS)) == cases_of(listed) == two
-    assert cases_of(["assert a", "assert b"]) == [("assert a", None), ("assert b", None)]
-    assert cases_of("assert a\nassert b") == [("assert a\nassert b", None)]
+    assert cases_of(TESTS) == cases_of(json.dumps(TESTS)) == cases_of(repr(TESTS)) == cases_of(listed) == two
+    assert cases_of(["assert a", "assert b"]) == [Asserted("assert a"), Asserted("assert b")]
+    assert cases_of("assert a\nassert b") == [Asserted("assert a\nassert b")]
+    called = {"fn_name": "f", "inputs": [[1], "2\n3"], "outputs": [2, "[5]"]}
+    assert cases_of(repr(called)) == [Called("f", [1], 2), Called("f", [2, 3], [5])]
+    assert cases_of({"test": "assert f(1)"}, {"entry_point": "f", "test_setup_code": "a = 1"}) == [
+        Asserted("a = 1\nassert f(1)", "f")
+    ]
     assert lines_of("1 \n\n2\n\n") == ["1", "", "2"] != lines_of("1\n2")
-    for wrong in ({"inputs": ["1"], "outputs": []}, [], [{"input": 1, "output": "2"}], "{}"):
+    without = (
+        "x = 1",
+        "",
+        "print",
+        "assert f(",
+        '{"text": "assert f(1)"}',
+        {"tests": []},
+        {"inputs": None, "outputs": None},
+    )
+    for wrong in ({"inputs": ["1"], "outputs": []}, [], [{"input": 1, "output": "2"}], "{}", *without):
         with pytest.raises(ValueError, match="test"):
             cases_of(wrong)
+
+
+def both(index: int) -> dict[str, CallOutcome]:
+    """Return the outcomes of the honest programs (0), or of the wrong ones (1), by form."""
+    verifier = resolve("code")
+    with RewardPool(RewardConfig(sandbox="bubblewrap", timeout_s=60, processes=2)) as pool:
+        rows = [
+            Completion("p", f"```python\n{entry[index]}\n```", entry[2], {"answer": entry[2], **entry[3]})
+            for entry in FORMS.values()
+        ]
+        found = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
+    return dict(zip(FORMS, found, strict=True))
+
+
+@strict
+def test_honest_programs_score_one_with_tests_of_every_form() -> None:
+    assert {name: one for name, one in both(0).items() if one.score != 1.0} == {}
+
+
+@strict
+def test_wrong_programs_score_nothing_with_tests_of_every_form() -> None:
+    assert {name: one for name, one in both(1).items() if one.score != 0.0} == {}
+
+
+NAMED = {
+    "an own comparison": (
+        "class P:\n    def __eq__(self, other):\n        return True\ndef f():\n    return P()",
+        "assert f() == 4",
+        "cannot|own|compares",
+    ),
+    "two objects of an own class": ("class P:\n    pass\ndef f():\n    return P()", "assert f() == P()", "compares"),
+    "an own order": (
+        "class P:\n    def __lt__(self, other):\n        return True\ndef f():\n    return P()",
+        "assert f() < P()",
+        "compares",
+    ),
+    "an own class as a member": ("class P:\n    pass\ndef f():\n    return P()", "assert f() in {P()}", "compares"),
+    "a test without an assertion": (
+        "def f():\n    return 4",
+        "def helper():\n    assert f() == 4\nf()",
+        "no assertion",
+    ),
+    "a loop over nothing": ("def f():\n    return []", "for x in f():\n    assert x == 4", "no assertion"),
+    "a module that is not installed": (
+        "def f():\n    return 4",
+        "import nothing_like_it\nassert f() == 4",
+        "nothing_like_it",
+    ),
+    "a fixture that is not there": ("def f():\n    return 4", "def test_f(tmp):\n    assert f() == 4", "tmp"),
+    "a function that judges": (
+        "def f(x):\n    return 0\ndef same(a, b):\n    return True",
+        "assert same(f(2), 3)",
+        "same",
+    ),
+    "a function that judges a name": (
+        "def f(x):\n    return 0\ndef same(a, b):\n    return True",
+        "x = f(2)\nassert same(x, 3) is True",
+        "same",
+    ),
+    "a function that measures": (
+        "def f(x):\n    return 0\ndef error(a, b):\n    return 0",
+        "assert abs(error(f(2), 3)) < 1e-6",
+        "error",
+    ),
+    "a value that only the program has": ("def f(x):\n    return 0\nRIGHT = 0", "assert f(2) == RIGHT", "RIGHT"),
+    "a function beside the one that the data name": (
+        "def f(x):\n    return 0\ndef g():\n    return 0",
+        "def check(candidate):\n    assert candidate(2) == RIGHT",
+        "",
+    ),
+    "a check of several functions": (
+        "def f(x):\n    return 0\ndef g():\n    return 0",
+        "def check(candidate):\n    assert candidate(2) == 4",
+        "entry_point",
+    ),
+    "a skipped test": (
+        "def f():\n    return 4",
+        "import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f() == 4",
+        "no assertion",
+    ),
+}
+"""Programs and tests of which the check cannot tell whether they are right, and what the row's failure names."""
+
+
+@strict
+@pytest.mark.parametrize("fraction", [False, True])
+def test_what_cannot_be_told_is_the_rows_failure_by_name(fraction: bool) -> None:
+    verifier = resolve("code", {"fraction": fraction})
+    with RewardPool(RewardConfig(sandbox="bubblewrap", timeout_s=60, processes=2)) as pool:
+        rows = [Completion("p", f"```python\n{program}\n```", [test]) for program, test, _ in NAMED.values()]
+        found = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
+    for (name, (_, _, said)), one in zip(NAMED.items(), found, strict=True):
+        assert (one.failure == "exception" and re.search(said, one.detail)) or (not said and one.score == 0), (
+            name,
+            one,
+        )

@@ -1,0 +1,224 @@
+"""Runs a text of tests in Python: its asserts, and what pytest, unittest and HumanEval would call.
+
+text ──a count before each assertion──▶ execute ──▶ test_* functions, Test* classes, TestCases, check(candidate)
+
+A test that passes without an assertion tells nothing about the program, so it is refused.
+"""
+
+import ast
+import builtins
+import contextlib
+import inspect
+import sys
+import unittest
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from braidrl.rewards.cases import Asserted, parsed
+from braidrl.rewards.crossing import Foreign
+from braidrl.rewards.pytest_forms import Pytest, calls_of
+from braidrl.rewards.subjects import named_under_test
+
+MODULE = "braid_test"
+"""The name of a test's module, by which its own classes are known."""
+COUNT, IS, TYPE = "__asserted__", "__is__", "__type__"
+ASSERTING = ("raises", "fail", "warns")
+"""Functions of pytest's and unittest's that assert, beside those whose names begin with `assert`."""
+
+
+class Stopped(BaseException):
+    """The end of a test by another reason than its assertions; no `except` of the test may catch it."""
+
+    def __init__(self, reason: Exception | None) -> None:
+        """Give the failure of the row, or None if the program is wrong."""
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def runs(case: Asserted, peer: Any) -> bool:
+    """Execute a text of tests in this process, and return whether they hold; `peer` asks the program.
+
+    Raises ValueError for a test that cannot be used, and Stopped.
+    """
+    tree, marked = parsed(case.text), peer.raised_by_program
+    names = peer.names = Names(tree, case.entry, peer.ask)
+    called = {
+        node.value.func.id
+        for node in tree.body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+    }
+    code = compile(ast.fix_missing_locations(Counted().visit(tree)), "test.py", "exec")
+    sys.modules[MODULE] = ModuleType(MODULE)  # dataclasses look their module up
+    unittest.main = lambda *_, **__: None  # type: ignore[assignment]  # it would end this process
+    try:
+        with contextlib.suppress(SystemExit):
+            exec(code, names)
+        for call in collected(names, called):
+            call()
+    except AssertionError:
+        return False
+    except unittest.SkipTest as skipped:
+        raise ValueError(f"a test is skipped: {skipped}") from None
+    except (ImportError, SyntaxError) as error:
+        if marked(error):
+            return False
+        raise ValueError(f"a test cannot run here: {error}") from None
+    except (TypeError, AttributeError) as error:
+        if names.foreign and not marked(error):
+            raise ValueError(f"a value of the program cannot cross to the test: {error}") from None
+        return False
+    except Exception:
+        return False
+    finally:
+        del sys.modules[MODULE]
+    if not names.asserted:
+        raise ValueError(f"a test that ran no assertion: {case.text.strip()[:80]!r}")
+    return True
+
+
+class Names(dict[str, Any]):
+    """The names in a test: its own, Python's, and those under test."""
+
+    def __init__(self, tree: ast.Module, entry: str, ask: Callable[..., Any]) -> None:
+        """Raises ValueError if the test believes a name that only the program defines."""
+        super().__init__()
+        self.ask, self.entry, self.asserted, self.foreign = ask, entry, 0, False
+        self.subjects, known = named_under_test(tree, entry)
+        self.pytest = Pytest()
+        own = {"__import__": self.imported, "isinstance": self.is_instance}
+        self.update(known, __name__=MODULE, __builtins__=vars(builtins) | own)
+        self.update({COUNT: self.count, IS: self.same, TYPE: self.type_of})
+
+    def __missing__(self, name: str) -> Any:
+        if name == "candidate" and self.entry:
+            name = self.entry
+        if name in self.subjects:
+            found = self.subject(name)
+            if found is not None:
+                return found
+        if name in self["__builtins__"]:
+            return self["__builtins__"][name]
+        raise NameError(f"name {name!r} is not defined")
+
+    def subject(self, name: str) -> Any:
+        """Return a function or class of the program; None if it has none of that name."""
+        try:
+            found = self.ask("name", None, name)
+        except KeyError:
+            return None
+        if not isinstance(found, Foreign | type):
+            raise Stopped(ValueError(f"the test uses {name}, a value that only the program defines"))
+        self.foreign = True
+        return found
+
+    def count(self) -> None:
+        self.asserted += 1
+
+    def imported(self, name: str, *details: Any) -> Any:
+        return self.pytest if name == "pytest" else builtins.__import__(name, *details)
+
+    def is_instance(self, value: Any, kind: Any) -> bool:
+        return isinstance(value._plain() if isinstance(value, Foreign) and isinstance(kind, type) else value, kind)
+
+    def type_of(self, value: Any) -> Any:
+        return type(value._plain() if isinstance(value, Foreign) else value)
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Return `one is other`, unless that is the program's to say."""
+        if one is not other and isinstance(one, Foreign) and isinstance(other, Foreign):
+            return bool(one == other)
+        return one is other
+
+
+class Counted(ast.NodeTransformer):
+    """Puts a count before each statement that asserts, into what handles an exception that a test expects, and asks for
+    `is` where values of the program may be compared.
+    """
+
+    def visit(self, node: ast.AST) -> Any:
+        """Return the node, with a count before it where it asserts."""
+        asserts = isinstance(node, ast.stmt) and asserting(node)
+        if isinstance(node, ast.Try) and any(asserting(part) for part in ast.walk(node) if isinstance(part, ast.stmt)):
+            for handler in node.handlers:
+                handler.body.insert(0, counting())
+        found = self.generic_visit(node)
+        if isinstance(found, ast.Compare) and len(found.ops) == 1 and isinstance(found.ops[0], ast.Is | ast.IsNot):
+            found = compared(found)
+        elif isinstance(found, ast.Call) and len(found.args) == 1 and ast.unparse(found.func) == "type":
+            found.func = ast.Name(TYPE, ast.Load())
+        return [counting(), found] if asserts else found
+
+
+def asserting(node: ast.stmt) -> bool:
+    """Return whether a statement asserts by itself: `assert`, a call of a function that asserts, or `if ...: raise`."""
+    if isinstance(node, ast.Assert):
+        return True
+    if isinstance(node, ast.If):
+        return any(isinstance(part, ast.Raise) for part in node.body + node.orelse)
+    if isinstance(node, ast.With | ast.AsyncWith):
+        heads: list[ast.AST] = [item.context_expr for item in node.items]
+    elif hasattr(node, "body"):
+        return False
+    else:
+        heads = [node]
+    calls = (part.func for head in heads for part in ast.walk(head) if isinstance(part, ast.Call))
+    named = (getattr(function, "attr", getattr(function, "id", "")) for function in calls)
+    return any(name.startswith("assert") or name in ASSERTING for name in named)
+
+
+def counting() -> ast.stmt:
+    return ast.Expr(ast.Call(ast.Name(COUNT, ast.Load()), [], []))
+
+
+def compared(node: ast.Compare) -> ast.expr:
+    """Return `a is b` as a call, unless one of them is a constant."""
+    sides = [node.left, *node.comparators]
+    if any(isinstance(side, ast.Constant) for side in sides):
+        return node
+    called = ast.Call(ast.Name(IS, ast.Load()), sides, [])
+    return called if isinstance(node.ops[0], ast.Is) else ast.UnaryOp(ast.Not(), called)
+
+
+def collected(names: Names, called: set[str]) -> Iterator[Callable[[], Any]]:
+    """Yield what a test's framework would call, without what the test's module has called itself."""
+    defined = {name: value for name, value in names.items() if getattr(value, "__module__", None) == MODULE}
+    for name, value in defined.items():
+        if inspect.isclass(value) and issubclass(value, unittest.TestCase):
+            yield unittest.defaultTestLoader.loadTestsFromTestCase(value).debug
+        elif inspect.isclass(value) and name.startswith("Test"):
+            yield from map(awaited, calls_of(value, defined))
+        elif not inspect.isfunction(value) or name in called:
+            continue
+        elif name.startswith("test"):
+            yield from map(awaited, calls_of(value, defined))
+        elif name == "check":
+            given = len(inspect.signature(value).parameters)
+            yield partial(lambda check, given: check(*[candidate(names)] * given), value, given)
+
+
+def candidate(names: Names) -> Any:
+    """Return the function that `check` is about. Raises ValueError if neither the data nor the program tell."""
+    if not names.entry:
+        functions = names.ask("functions")
+        if not isinstance(functions, list) or not functions:
+            raise Stopped(None)
+        if len(functions) > 1:
+            raise Stopped(ValueError("check(candidate) of a program of several functions: name it in `entry_point`"))
+        names.entry = str(functions[0])
+        names.subjects |= {names.entry}
+    return names["candidate"] if "candidate" not in names else names[names.entry]
+
+
+def awaited(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call that also runs what a coroutine function returns."""
+
+    def run() -> None:
+        found = call()
+        if inspect.iscoroutine(found):
+            import asyncio  # here: few tests need it, and each call of a verifier would pay for it
+
+            asyncio.run(found)
+
+    return run

@@ -1,0 +1,150 @@
+"""The tests in a data set's answer, as the cases of the verifier `code`.
+
+{"inputs", "outputs"}, or a list of {"input", "output"}        texts that the program reads and prints
+the same with fn_name                                          arguments and results of a function
+{"test" or "test_list", "test_setup_code", "entry_point"}      Python: asserts, functions, classes, `check(candidate)`
+a text, or a list of texts                                     the same
+"""
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ENTRY = ("fn_name", "entry_point", "func_name")
+"""Keys, of the tests or of the example, that name the function under test."""
+SETUP = ("test_imports", "test_setup_code")
+TESTS = ("test_list", "test", "tests")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a program prints for an input."""
+
+    given: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """What a function of the program, or a method of its class `Solution`, returns for arguments."""
+
+    function: str
+    arguments: list[Any]
+    expected: Any
+
+
+@dataclass(frozen=True)
+class Asserted:
+    """A text of tests in Python, of which `entry` is the function under test, if the data name it."""
+
+    text: str
+    entry: str = ""
+
+
+Case = Printed | Called | Asserted
+
+
+def cases_of(answer: Any, example: Mapping[str, Any] | None = None) -> list[Case]:
+    """Return the tests in an answer; fields of the example may name the function under test, and prepare the tests.
+
+    Raises ValueError if there are none, or if one has no form that is known.
+    """
+    example = example or {}
+    answer = read(answer)
+    fields = {**example, **answer} if isinstance(answer, dict) else example
+    entry = next((str(fields[key]) for key in ENTRY if fields.get(key)), "")
+    if isinstance(answer, dict):
+        answer = listed(answer)
+    if isinstance(answer, str):
+        answer = [answer]
+    if not isinstance(answer, list) or not answer:
+        raise ValueError("the reference answer holds no tests")
+    setup = "\n".join(map(joined, (fields[key] for key in SETUP if fields.get(key))))
+    return [case_of(one, entry, setup) for one in answer]
+
+
+def read(answer: Any) -> Any:
+    """Return an answer that is JSON, or Python's form of a list or dict, as its value."""
+    if not isinstance(answer, str):
+        return answer
+    try:
+        return json.loads(answer)
+    except ValueError:
+        pass
+    if answer.lstrip()[:1] in ("{", "["):
+        try:
+            return ast.literal_eval(answer.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            pass
+    return answer
+
+
+def listed(answer: Mapping[str, Any]) -> Any:
+    """Return the tests that an answer of several fields holds."""
+    if "inputs" in answer or "outputs" in answer:
+        inputs, outputs = answer.get("inputs") or [], answer.get("outputs") or []
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError("the tests' `inputs` and `outputs` are no lists of one length")
+        return [{"input": one, "output": out} for one, out in zip(inputs, outputs, strict=True)]
+    if "input" in answer and "output" in answer:
+        return [dict(answer)]
+    for key in TESTS:
+        if answer.get(key):
+            return read(answer[key])
+    raise ValueError(f"the reference answer has no tests: write `inputs` and `outputs`, or one of {', '.join(TESTS)}")
+
+
+def case_of(one: Any, entry: str, setup: str) -> Case:
+    """Return one test. Raises ValueError for a form that is not known."""
+    if isinstance(one, str):
+        text = f"{setup}\n{one}" if setup else one
+        if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(parsed(text))):
+            raise ValueError(f"a test that asserts nothing: {one[:80]!r}")
+        return Asserted(text, entry)
+    if not isinstance(one, dict) or "input" not in one or "output" not in one:
+        raise ValueError(f"a test has `input` and `output`, or is a text of asserts, not {str(one)[:80]}")
+    given, expected = one["input"], one["output"]
+    function = next((str(one[key]) for key in ENTRY if one.get(key)), entry)
+    if function and one.get("testtype", "functional") != "stdin":
+        return Called(function, arguments_of(given), value_of(expected))
+    if not isinstance(given := joined(given), str) or not isinstance(expected := joined(expected), str):
+        raise ValueError(f"a test has texts as `input` and `output`, or names its function in fn_name: {str(one)[:80]}")
+    return Printed(given, expected)
+
+
+def arguments_of(given: Any) -> list[Any]:
+    """Return a call's arguments: a list of them, or a text with one of them in JSON on each line."""
+    if isinstance(given, str):
+        given = [value_of(line) for line in given.splitlines() if line.strip()]
+    if not isinstance(given, list):
+        raise ValueError(f"the arguments of a function are a list, not {str(given)[:80]}")
+    return given
+
+
+def value_of(text: Any) -> Any:
+    """Return a text's value, if it is JSON or a value of Python's."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def joined(lines: Any) -> Any:
+    """Return a list of lines as one text, anything else unchanged."""
+    return "\n".join(lines) if isinstance(lines, list) and all(isinstance(one, str) for one in lines) else lines
+
+
+def parsed(text: str) -> ast.Module:
+    """Parse a test. Raises ValueError if it is not Python."""
+    try:
+        return ast.parse(text, "test.py")
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"a test is not Python: {error}: {text[:80]!r}") from None

@@ -1,0 +1,184 @@
+"""What tests in pytest's form use of it: `raises`, `approx`, `mark.parametrize`, `fixture`, `fail`, `skip`.
+
+Braid needs no pytest where it runs, and starts none per call.
+"""
+
+import inspect
+import itertools
+import math
+import re
+import unittest
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+
+class Raised:
+    """The exception that `raises` has seen."""
+
+    value: BaseException
+
+    @property
+    def type(self) -> type[BaseException]:
+        return type(self.value)
+
+    def match(self, pattern: str) -> bool:
+        assert re.search(pattern, str(self.value)), f"{pattern!r} is not in {str(self.value)!r}"
+        return True
+
+
+@contextmanager
+def expecting(kind: Any, match: str | None = None) -> Iterator[Raised]:
+    found = Raised()
+    try:
+        yield found
+    except kind as error:
+        found.value = error
+        if match is not None:
+            found.match(match)
+    else:
+        raise AssertionError(f"no {kind} was raised")
+
+
+def raises(kind: Any, *call: Any, match: str | None = None, **named: Any) -> Any:
+    """Expect an exception in a `with` block, or in a call."""
+    if not call:
+        return expecting(kind, match)
+    with expecting(kind, match) as found:
+        call[0](*call[1:], **named)
+    return found
+
+
+class Approx:
+    """A value that equals what is near it: numbers, and sequences, arrays and mappings of numbers."""
+
+    __array_ufunc__ = None
+    __array_priority__ = 100
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
+        self.expected, self.rel, self.abs, self.nan_ok = expected, rel, abs, nan_ok
+
+    def __eq__(self, other: Any) -> bool:
+        return self._near(self.expected, other)
+
+    def _near(self, expected: Any, other: Any) -> bool:
+        expected, other = (one.tolist() if hasattr(type(one), "tolist") else one for one in (expected, other))
+        if isinstance(expected, Mapping):
+            same = isinstance(other, Mapping) and expected.keys() == other.keys()
+            return same and all(self._near(value, other[key]) for key, value in expected.items())
+        if isinstance(expected, list | tuple):
+            same = isinstance(other, list | tuple) and len(expected) == len(other)
+            return same and all(map(self._near, expected, other))
+        if isinstance(expected, str | bool | None) or isinstance(other, str | bool | None):
+            return bool(expected == other)
+        if expected == other:
+            return True
+        if any(map(math.isnan, (abs(expected), abs(other)))):
+            return self.nan_ok and math.isnan(abs(expected)) and math.isnan(abs(other))
+        relative = (0.0 if self.abs is not None else 1e-6) if self.rel is None else self.rel
+        near = max(relative * abs(expected), 1e-12 if self.abs is None else self.abs)
+        return not math.isinf(abs(other)) and bool(abs(expected - other) <= near)
+
+
+class Marks:
+    """Decorators of tests; of them only `parametrize` and `skip` matter here."""
+
+    def __getattr__(self, name: str) -> Any:
+        def mark(*given: Any, **named: Any) -> Any:
+            if len(given) == 1 and not named and (inspect.isfunction(given[0]) or inspect.isclass(given[0])):
+                return marked((name, (), {}), given[0])
+            return partial(marked, (name, given, named))
+
+        return mark
+
+
+def marked(mark: tuple[str, Any, Any], test: Any) -> Any:
+    test.braid_marks = [*getattr(test, "braid_marks", ()), mark]
+    return test
+
+
+def fixture(*given: Any, **_: Any) -> Any:
+    """Mark a function as the source of an argument."""
+    if not given:
+        return fixture
+    given[0].braid_fixture = True
+    return given[0]
+
+
+def fail(reason: str = "", **_: Any) -> None:
+    raise AssertionError(reason)
+
+
+def skip(reason: str = "", **_: Any) -> None:
+    raise unittest.SkipTest(reason)
+
+
+class Pytest(SimpleNamespace):
+    """What a test gets as `pytest`."""
+
+    def __init__(self) -> None:
+        super().__init__(raises=raises, approx=Approx, mark=Marks(), fixture=fixture, fail=fail, skip=skip)
+        self.param = lambda *values, **_: values if len(values) > 1 else values[0]
+        self.main = lambda *_, **__: 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"tests may use pytest's {', '.join(vars(self))}, not its {name}")
+
+
+def calls_of(test: Any, defined: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
+    """Yield the calls of a test function, or of the tests of a class, one for each of its parameters."""
+    if any(name in ("skip", "xfail") for name, _, _ in getattr(test, "braid_marks", ())):
+        return
+    if inspect.isclass(test):
+        for name in [name for name in vars(test) if name.startswith("test")]:
+            method = vars(test)[name]
+            for values in parameters([*getattr(test, "braid_marks", ()), *getattr(method, "braid_marks", ())]):
+                yield partial(called_in_class, test, name, values, defined)
+    else:
+        for values in parameters(getattr(test, "braid_marks", ())):
+            yield partial(called, test, values, defined)
+
+
+def called_in_class(kind: type, name: str, values: dict[str, Any], defined: Mapping[str, Any]) -> Any:
+    """Call one test of a class, in an instance of its own."""
+    instance: Any = kind()
+    for prepare in ("setup_class", "setup_method", "setup"):
+        if hasattr(instance, prepare):
+            function = getattr(instance, prepare)
+            function(*[getattr(instance, name)] * len(inspect.signature(function).parameters))
+    own = {key: getattr(instance, key) for key, one in vars(kind).items() if hasattr(one, "braid_fixture")}
+    found = called(getattr(instance, name), values, {**defined, **own})
+    if hasattr(instance, "teardown_method"):
+        function = instance.teardown_method
+        function(*[getattr(instance, name)] * len(inspect.signature(function).parameters))
+    return found
+
+
+def called(test: Callable[..., Any], values: dict[str, Any], defined: Mapping[str, Any]) -> Any:
+    """Call a function with its parameters and fixtures."""
+    asked = inspect.signature(test).parameters
+    given = {name: values[name] if name in values else made(name, defined) for name in asked}
+    return test(**given)
+
+
+def made(name: str, defined: Mapping[str, Any]) -> Any:
+    """Return the value of a fixture. Raises ImportError if the test defines none of that name."""
+    source: Any = defined.get(name)
+    if not hasattr(source, "braid_fixture"):
+        raise ImportError(f"the test asks for a fixture {name!r}, and defines none")
+    found = called(source, {}, defined)
+    return next(found) if inspect.isgenerator(found) else found
+
+
+def parameters(marks: Any) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of each call that `mark.parametrize` asks for."""
+    sets = []
+    for _, given, named in (mark for mark in marks if mark[0] == "parametrize"):
+        names, values = [*given, *(named[key] for key in ("argnames", "argvalues") if key in named)][:2]
+        names = [one.strip() for one in names.split(",")] if isinstance(names, str) else list(names)
+        sets.append([dict(zip(names, [row] if len(names) == 1 else row, strict=True)) for row in values])
+    for chosen in itertools.product(*sets):
+        yield {name: value for one in chosen for name, value in one.items()}

@@ -1,0 +1,163 @@
+"""The names under test in a text of tests: those that it neither defines nor imports, and that are not Python's.
+
+A test that lets a function of the program judge what another one returned is refused: the program could always agree.
+"""
+
+import ast
+import builtins
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+STANDARD = (
+    "math",
+    "collections",
+    "itertools",
+    "functools",
+    "fractions",
+    "decimal",
+    "datetime",
+    "statistics",
+    "operator",
+    "string",
+    "copy",
+    "heapq",
+    "bisect",
+    "typing",
+    "cmath",
+    "unittest",
+)
+"""Modules whose names tests use without an import, since the solution of their data set has it."""
+ALIASES = {"np": "numpy", "numpy": "numpy"}
+ASSERTS = ("assertTrue", "assertFalse", "bool")
+
+
+def named_under_test(tree: ast.Module, entry: str) -> tuple[set[str], dict[str, Any]]:
+    """Return the names under test, and the modules and functions of the standard library by the names that the test
+    uses without an import.
+
+    `entry` is the function under test, if the data name it. Raises ValueError if the program would judge itself.
+    """
+    unknown, called = free_names(tree), called_names(tree)
+    attributes = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    bases = {node.id for node in attributes if isinstance(node, ast.Name)}
+    known = dict[str, Any]()
+    for name in unknown & bases:
+        if module := ALIASES.get(name, name if name in sys.stdlib_module_names else ""):
+            known[name] = imported(module)
+    standard = {name: found for name in unknown - known.keys() if (found := in_standard(name)) is not None}
+    subjects = unknown - known.keys()
+    if entry:
+        subjects = {entry}
+    elif subjects - standard.keys():
+        subjects -= standard.keys()
+    if not subjects and len(functions := {name for name in called if hasattr(builtins, name)}) == 1:
+        subjects = functions  # a task may be to write a function that Python has under the same name
+    known |= {name: found for name, found in standard.items() if name not in subjects}
+    if judge := judging(tree, subjects):
+        raise ValueError(
+            f"the test lets the program's `{judge}` judge what the program returns; define or import `{judge}` in the test"
+        )
+    return subjects, known
+
+
+def free_names(tree: ast.AST) -> set[str]:
+    """Return the names that are read, and neither bound anywhere in the text nor Python's."""
+    bound, read = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+                bound |= set(dir(imported(str(node.module))))
+    return {name for name in read - bound if not hasattr(builtins, name) and not name.startswith("__")}
+
+
+def imported(module: str) -> Any:
+    """Import what a test uses. Raises ValueError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"a test cannot run here: {error}") from None
+
+
+def in_standard(name: str) -> Any:
+    """Return what the standard library has under a public name; None if it has nothing."""
+    modules = (importlib.import_module(module) for module in STANDARD)
+    public = (m for m in modules if name in getattr(m, "__all__", dir(m)) and not name.startswith("_"))
+    return next((getattr(module, name) for module in public), None)
+
+
+def called_names(tree: ast.AST) -> set[str]:
+    return {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+
+
+def judging(tree: ast.Module, subjects: set[str]) -> str:
+    """Return the function under test that the test believes about what another one returned; an empty text if none."""
+    if len(subjects) < 2:
+        return ""
+    sources = dict[str, set[str]]()
+    for _ in range(2):  # what a name holds may come from a name that is assigned later
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in (part for one in targets for part in ast.walk(one)):
+                    if isinstance(target, ast.Name):
+                        sources.setdefault(target.id, set()).update(results_in(node.value, subjects, sources))
+    for node in truths(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in subjects:
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            others = set[str]().union(*(results_in(one, subjects, sources) for one in given)) - {node.func.id}
+            if any(not name[:1].isupper() for name in others):  # an object of a class under test is no result
+                return node.func.id
+    return ""
+
+
+def results_in(node: ast.AST, subjects: set[str], sources: dict[str, set[str]]) -> set[str]:
+    """Return the functions under test of which an expression holds results."""
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return (called_names(node) & subjects).union(*(sources.get(name, set()) for name in names))
+
+
+def truths(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield the expressions of which a test believes the truth, or the order."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert | ast.If):
+            yield from parts_of(node.test)
+        elif isinstance(node, ast.Expr):
+            yield from parts_of(node.value)
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ASSERTS or name.startswith(("assertLess", "assertGreater")):
+                for argument in node.args:
+                    yield from parts_of(argument)
+
+
+def parts_of(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield an expression that is believed, and what its truth or order consists of."""
+    if isinstance(node, ast.BoolOp):
+        for value in node.values:
+            yield from parts_of(value)
+    elif isinstance(node, ast.UnaryOp):
+        yield from parts_of(node.operand)
+    elif isinstance(node, ast.BinOp):
+        yield from (*parts_of(node.left), *parts_of(node.right))
+    elif isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        ordered = any(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops)
+        if ordered or any(isinstance(side, ast.Constant) and isinstance(side.value, bool | None) for side in sides):
+            for side in sides:
+                yield from parts_of(side)
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("abs", "bool", "all", "any"):
+        for argument in node.args:
+            yield from parts_of(argument)
+    else:
+        yield node
