@@ -47,6 +47,8 @@ MAPPINGS = 100_000
 WAITING = "02"
 """The state of a connection to a UNIX socket that nothing has accepted."""
 PAGE_BYTES = resource.getpagesize()
+PIPE_BYTES, INODE_BYTES = 16 * PAGE_BYTES, 1024
+"""Sizes of a pipe's buffers, and of an empty file's entries in the kernel."""
 NEW_PROCESSES, NEW_MOUNTS, NEW_IPC, NEW_NETWORK = 0x20000000, 0x00020000, 0x08000000, 0x40000000
 MS_READ_ONLY, MS_RESTRICTED, MS_NO_PROGRAMS = 0b0001, 0b0110, 0b1000
 MS_BIND, MS_PRIVATE, MS_RECURSIVE = 1 << 12, 1 << 18, 1 << 14
@@ -296,11 +298,12 @@ class SandboxedCopies:
             with contextlib.suppress(OSError, IndexError), open(f"{root}/proc/{process}/statm") as file:
                 size, resident, shared, *_ = map(int, file.read().split())
                 own, mapped = own + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
-        own += sockets([f"{root}/proc/{process}" for process in processes]) * limits.socket_bytes
+        socket_count, pipe_count = buffered([f"{root}/proc/{process}" for process in processes])
+        own += socket_count * limits.socket_bytes + pipe_count * PIPE_BYTES
         for place in limits.fresh:
             with contextlib.suppress(OSError):
                 files = os.statvfs(root + place)
-                own += (files.f_blocks - files.f_bfree) * files.f_frsize
+                own += (files.f_blocks - files.f_bfree) * files.f_frsize + (files.f_files - files.f_ffree) * INODE_BYTES
         if own + mapped > limits.memory_bytes:  # otherwise shared memory cannot exceed the limit
             found = shared_memory([f"{root}/proc/{process}/maps" for process in processes])
             if found is None:
@@ -356,14 +359,17 @@ def shared_memory(maps: list[str]) -> int | None:
     return sum(found.values())
 
 
-def sockets(processes: list[str]) -> int:
-    """Return the number of sockets of processes, with connections to their UNIX sockets that nothing has accepted."""
+def buffered(processes: list[str]) -> tuple[int, int]:
+    """Return the number of sockets of processes, with connections to their UNIX sockets that nothing has accepted, and
+    the number of their pipes.
+    """
     found, waiting = set[str](), 0
     for process in processes:
         with contextlib.suppress(OSError):
             for number in os.listdir(f"{process}/fd"):
                 with contextlib.suppress(OSError):
                     found.add(os.readlink(f"{process}/fd/{number}"))
+    pipes = sum(name.startswith("pipe:") for name in found)
     found = {name.strip("socket:[]") for name in found if name.startswith("socket:")}
     if len(found) > 1:  # beside its session
         with contextlib.suppress(OSError), open(f"{processes[0]}/net/unix") as lines:
@@ -371,7 +377,7 @@ def sockets(processes: list[str]) -> int:
             table = [line.split() for line in lines]
             listening = {line[7] for line in table if line[6] in found and len(line) > 7}
             waiting = sum(line[5] == WAITING and line[7] in listening for line in table if len(line) > 7)
-    return len(found) + waiting
+    return len(found) + waiting, pipes
 
 
 def checked(result: int) -> None:

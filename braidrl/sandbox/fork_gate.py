@@ -4,9 +4,9 @@ are blocked.
 code ──fork──▶ kernel ──descriptor──▶ host: counts, then allows it, or kills the code
 
 The filter is needed because `RLIMIT_NPROC` does not apply to root, which runs most containers; memory of memfds, System
-V segments and queues, and tmpfs mounts of a new user namespace counts to no process; and kernel keys outlive a call.
-Buffers of sockets keep their default size, by which the host counts them, and a message of a UNIX socket that is closed
-would not be counted. It needs no privileges.
+V segments and queues, huge pages, pages that `vmsplice` and `splice` keep in a pipe, and tmpfs mounts of a new user
+namespace counts to no process; and kernel keys outlive a call. Buffers of sockets and pipes keep their default size, by
+which the host counts them, and a message of a UNIX socket that is closed would not be counted. It needs no privileges.
 """
 
 import ctypes
@@ -34,6 +34,7 @@ OTHER_CALLS = 0x40000000
 """Call numbers from here on belong to x32, a second interface to the kernel of x86-64."""
 CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020080
 CLONE3 = 435
+F_SETPIPE_SZ, MAP_HUGETLB = 1031, 0x40000
 AF_UNIX, NOT_STREAM, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = 1, 0b110, 1, 7, 8
 ABSENT_EVERYWHERE = (447, 425, 428, 429, 430, 432, 442)
 """memfd_secret, io_uring_setup, open_tree, move_mount, fsopen, fsmount, mount_setattr."""
@@ -49,19 +50,36 @@ class Architecture:
     clone: int
     socket: int
     setsockopt: int
+    fcntl: int
+    mmap: int
     absent: tuple[int, ...]
     """memfd_create, shmget, msgget, semget, unshare, setns, add_key, request_key, keyctl, bpf, userfaultfd,
-    perf_event_open, mount.
+    perf_event_open, mount, splice, tee, vmsplice.
     """
     forks: tuple[int, ...] = ()
 
 
 ARCHITECTURES = {
     "x86_64": Architecture(
-        0xC000003E, 317, 56, 41, 54, (319, 29, 68, 64, 272, 308, 248, 249, 250, 321, 323, 298, 165), (57, 58)
+        0xC000003E,
+        317,
+        56,
+        41,
+        54,
+        72,
+        9,
+        (319, 29, 68, 64, 272, 308, 248, 249, 250, 321, 323, 298, 165, 275, 276, 278),
+        (57, 58),
     ),
     "aarch64": Architecture(
-        0xC00000B7, 277, 220, 198, 208, (279, 194, 186, 190, 97, 268, 217, 218, 219, 280, 282, 241, 40)
+        0xC00000B7,
+        277,
+        220,
+        198,
+        208,
+        25,
+        222,
+        (279, 194, 186, 190, 97, 268, 217, 218, 219, 280, 282, 241, 40, 76, 77, 75),
     ),
 }
 
@@ -99,6 +117,12 @@ def hold_back_starts() -> list[int]:
     steps += [(ANY_BIT, 1, 0, NOT_STREAM), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, NO_PROTOCOL)]
     steps += [(EQUAL, 0, 7, kind.setsockopt), (LOAD, 0, 0, 24), (EQUAL, 0, 4, SOL_SOCKET), (LOAD, 0, 0, 32)]
     steps += [(EQUAL, 1, 0, SO_SNDBUF), (EQUAL, 0, 1, SO_RCVBUF), (RETURN, 0, 0, IGNORE), (RETURN, 0, 0, ALLOW)]
+    for number, argument, code, value, error in (
+        (kind.fcntl, 24, EQUAL, F_SETPIPE_SZ, errno.EPERM),
+        (kind.mmap, 40, ANY_BIT, MAP_HUGETLB, errno.ENOMEM),
+    ):
+        steps += [(EQUAL, 0, 4, number), (LOAD, 0, 0, argument), (code, 0, 1, value)]
+        steps += [(RETURN, 0, 0, IGNORE | error), (RETURN, 0, 0, ALLOW)]
     steps += [(EQUAL, 1, 0, kind.clone), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, 16)]
     steps += [(ANY_BIT, 0, 1, CLONE_NAMESPACES), (RETURN, 0, 0, ABSENT), (RETURN, 0, 0, ASK)]
     program = b"".join(struct.pack("=HBBI", *step) for step in steps)

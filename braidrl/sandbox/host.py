@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import traceback
+from functools import partial
 
 from braidrl.sandbox.answers import Answerer, Message
 from braidrl.sandbox.copies import SandboxedCopies, SandboxLimits
@@ -29,6 +30,8 @@ LISTEN, HERE, APART = b"N", b"H", b"A"
 LOAD_LIMIT_S = 120.0
 """Seconds to start Python and import the code on a busy machine; the time limit of a call begins afterwards."""
 ORPHAN_GRACE_S = 3.0
+CLOSED_IN_PROGRAMS = 0x40000000
+"""MSG_CMSG_CLOEXEC: received descriptors are closed in programs that this process executes."""
 
 
 def main(descriptor: int) -> None:
@@ -52,11 +55,16 @@ def main(descriptor: int) -> None:
 
 def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxLimits | None) -> None:
     """Execute the run's requests, one after the other, except that copies work on their own."""
-    copies = SandboxedCopies(run, lambda end: answer_all(answer, end), limits) if limits else None
+    def serve_copy(end: socket.socket) -> None:
+        os.register_at_fork(after_in_child=partial(cut_off, end.fileno()))
+        answer_all(answer, end)
+
+    copies = SandboxedCopies(run, serve_copy, limits) if limits else None
     while True:
         while copies and run.fileno() not in copies.watch_once():
             continue  # until the run asks for something, or is gone
-        asked, ends, _, _ = socket.recv_fds(run, 1, 1)
+        # Programs that the code starts must not inherit its end of a session: they could answer in its place.
+        asked, ends, _, _ = socket.recv_fds(run, 1, 1, CLOSED_IN_PROGRAMS)
         if asked == LISTEN:
             with socket.create_server(("127.0.0.1", 0)) as server:
                 socket.send_fds(run, [LISTEN], [server.fileno()])
@@ -98,6 +106,14 @@ def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = Non
             if seconds is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             end.sendall(message.encode() + b"\n")
+
+
+def cut_off(descriptor: int) -> None:
+    """Replace a descriptor in a process that the code has forked: only the code itself answers."""
+    with contextlib.suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
 
 
 def raised() -> tuple[type[BaseException], ...]:
