@@ -1,8 +1,8 @@
 """The verifier `code`, which runs a model's program against tests. Expected results never reach the program's process.
 
 response ──last block of code──▶ program ──a process per test──▶ its output, compared here
-tests (`cases.py`) ──executed here (`assertions.py`); calls of the program's functions ──pipe (`crossing.py`)──▶ process
-                                                              of the program ──plain results──▶ rebuilt and compared here
+tests (`cases.py`) ──executed here (`assertions.py`)──▶ calls of the program's functions ──pipe (`crossing.py`)──▶
+                     process of the program ──plain results──▶ rebuilt and compared here
 
 The verifier runs in its sandbox (`reward.sandbox=bubblewrap`). The program runs in another process there, which can
 neither read the verifier's memory nor see its descriptors.
@@ -49,7 +49,10 @@ KNOWN = sys.stdlib_module_names | {"builtins"}
 COMPUTED = {*COMPARISONS.split()}.union(*((n, f"{n}_", f"i{n}") for n in OPERATORS.split()))
 SPECIAL = {f"__{name}__" for name in (*ASKED.split(), *COMPARISONS.split(), "iter", "next", "hash", "call", "exit")}
 """What a program may compute with an object of a class of the test."""
-START = "import sys; sys.path.insert(0, {folder!r}); from crossing import main; del sys.path[0]; main({requests}, {answers})"
+START = (
+    "import sys; sys.path.insert(0, {folder!r}); from crossing import main; del sys.path[0]; "
+    "main({requests}, {answers})"
+)
 """Starts the program's end of a conversation; the file is found beside this one, and compiled once for all."""
 ANSWER_BYTES = 1 << 20
 """Bytes of an answer of a program; a longer one is wrong."""

@@ -57,7 +57,8 @@ def named_under_test(tree: ast.Module, entry: str) -> tuple[set[str], dict[str, 
     known |= {name: found for name, found in standard.items() if name not in subjects}
     if judge := judging(tree, subjects):
         raise ValueError(
-            f"the test lets the program's `{judge}` judge what the program returns; define or import `{judge}` in the test"
+            f"the test lets the program's `{judge}` judge what the program returns; define or import `{judge}` in the "
+            "test"
         )
     return subjects, known
 

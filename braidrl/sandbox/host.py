@@ -30,8 +30,6 @@ LISTEN, HERE, APART = b"N", b"H", b"A"
 LOAD_LIMIT_S = 120.0
 """Seconds to start Python and import the code on a busy machine; the time limit of a call begins afterwards."""
 ORPHAN_GRACE_S = 3.0
-CLOSED_IN_PROGRAMS = 0x40000000
-"""MSG_CMSG_CLOEXEC: received descriptors are closed in programs that this process executes."""
 
 
 def main(descriptor: int) -> None:
@@ -55,6 +53,7 @@ def main(descriptor: int) -> None:
 
 def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxLimits | None) -> None:
     """Execute the run's requests, one after the other, except that copies work on their own."""
+
     def serve_copy(end: socket.socket) -> None:
         os.register_at_fork(after_in_child=partial(cut_off, end.fileno()))
         answer_all(answer, end)
@@ -63,14 +62,16 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
     while True:
         while copies and run.fileno() not in copies.watch_once():
             continue  # until the run asks for something, or is gone
-        # Programs that the code starts must not inherit its end of a session: they could answer in its place.
-        asked, ends, _, _ = socket.recv_fds(run, 1, 1, CLOSED_IN_PROGRAMS)
+        asked, ends, _, _ = socket.recv_fds(run, 1, 1)
+        for end in ends:
+            # Programs that the code starts must not inherit its end of a session: they could answer in its place.
+            os.set_inheritable(end, False)
         if asked == LISTEN:
             with socket.create_server(("127.0.0.1", 0)) as server:
                 socket.send_fds(run, [LISTEN], [server.fileno()])
         elif asked == HERE:
-            with socket.socket(fileno=ends[0]) as end:
-                answer_all(answer, end, seconds + ORPHAN_GRACE_S)
+            with socket.socket(fileno=ends[0]) as session:
+                answer_all(answer, session, seconds + ORPHAN_GRACE_S)
             gc.collect()
             gc.freeze()  # pages that no collection touches are shared with the copies
         elif asked == APART and copies:

@@ -40,6 +40,19 @@ ANSWERS = {
     "a failure that is none": '\'{"failure": ["x"], "again": true}\'',
     "a megabyte": "'{\"score\": 1.0, \"a\": \"' + 'x' * (1 << 20) + '\"}'",
 }
+RIGHT = '{"score": 1.0, "correct": true, "reward": 1.0, "done": true}\n'
+WRITER = (
+    "import os, subprocess, sys\nrun = [sys.executable, '-c', 'import os, sys\\nfor n in range(3, 60):\\n    try:\\n"
+    "        os.write(n, sys.argv[1].encode())\\n    except OSError:\\n        pass', RIGHT]\n"
+).replace("RIGHT", repr(RIGHT))
+ANSWERED_BY_PROGRAMS = {
+    "by the shell": WRITER + "import shlex\nos.system(shlex.join(run))",
+    "by a child of its own": WRITER + "subprocess.run(run, close_fds=False)",
+    "by an interpreter that inherits all": WRITER + "os.spawnv(os.P_WAIT, run[0], run)",
+    "by a fork": WRITER
+    + "sys.argv = run[2:]\nif os.fork() == 0:\n    exec(run[2])\n    won = True\nelse:\n    os.wait()",
+}
+"""Programs that a verifier starts, and that write a right answer to each descriptor that they have."""
 RETURNED = {
     "a metric of 10**400": "answer = Score(1.0, metrics={'a': 10**400})",
     "a metric whose name is a surrogate": "answer = Score(1.0, metrics={'\\ud800': 1.0})",
@@ -49,6 +62,13 @@ RETURNED = {
     "a nested list": "answer = []\nfor _ in range(989):\n    answer = [answer]",
     "a value that refuses to be shown": "class Bad:\n    def __repr__(self):\n        raise RuntimeError('no')\nanswer = Bad()",
 }
+
+
+@needs_walls
+@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+def test_a_program_that_a_verifier_starts_does_not_answer_for_it(mode: str) -> None:
+    for name, one in zip(ANSWERED_BY_PROGRAMS, made([*ANSWERED_BY_PROGRAMS.values()], mode), strict=True):
+        assert (one.failure, one.correct) == (None, False), (name, one)
 
 
 @needs_walls

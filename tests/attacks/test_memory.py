@@ -58,6 +58,25 @@ TRIES = {
     "for n in range(60000):\n    libc.mmap(None, 4096, n % 2, 0x4022, -1, 0)\ntime.sleep(20)\nwon = True",
     "a tmpfs in namespaces of its own": C + "assert libc.unshare(0x10020000) == 0\n"
     "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0\nwon = True",
+    "pages kept in pipes": C
+    + "class Part(ctypes.Structure):\n    _fields_ = [('at', ctypes.c_void_p), ('size', ctypes.c_size_t)]\n"
+    "held = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\nread, write = os.pipe()\n"
+    "part = Part(ctypes.addressof(ctypes.c_char.from_buffer(held)), 1 << 16)\n"
+    "assert libc.vmsplice(write, ctypes.byref(part), 1, 0) > 0\nwon = True",
+    "pages of a file moved into pipes": C
+    + "with open('/tmp/one', 'wb') as file:\n    file.write(MIB)\nfile = os.open('/tmp/one', os.O_RDONLY)\nread, write = os.pipe()\n"
+    "assert os.splice(file, write, 1 << 16) > 0\nwon = True",
+    "pages copied between pipes": C
+    + "one, other = os.pipe(), os.pipe()\nos.write(one[1], bytes(4096))\nassert libc.tee(one[0], other[1], 4096, 0) > 0\nwon = True",
+    "pipes that were made larger": C
+    + "import fcntl\nread, write = os.pipe()\nassert fcntl.fcntl(write, 1031, 1 << 20) > 0\nwon = True",
+    "many pipes": C
+    + "for _ in range(50):\n    if os.fork() == 0:\n        for _ in range(124):\n            one = os.pipe()\n"
+    "            os.set_blocking(one[1], False)\n            os.write(one[1], MIB[: 1 << 16])\n        time.sleep(60)\ntime.sleep(8)\nwon = True",
+    "huge pages": C
+    + "held = mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)\nwon = True",
+    "empty files": C
+    + "for n in range(40000):\n    for place in ('/tmp', '/dev/shm', '/var/tmp'):\n        open(f'{place}/{n}', 'w').close()\nheld = bytearray(b'1') * (400 << 20)\ntime.sleep(3)\nwon = True",
     "memory of many processes": C
     + "for _ in range(8):\n    if os.fork() == 0:\n        held = bytearray(b'1') * (200 << 20)\n        time.sleep(60)\n"
     "time.sleep(8)\nwon = True",
