@@ -1,9 +1,12 @@
 """Mathematical equivalence of answers, by math-verify. It has its own file because importing sympy takes long."""
 
+import itertools
+import json
 import logging
 import re
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 from math_verify import parse, verify
 
 from braidrl.data.conversions import boxed_parts
@@ -13,17 +16,29 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 JOINED = re.compile(r"[\s$]*(,|;|\band\b|\bor\b|\\text\{\s*(and|or)\s*\})[\s$]*(and\b|or\b)?[\s$]*")
 """The text between boxes that form one answer."""
 
+BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|\{,\}|\\thinspace|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))")
+"""Spaces and commas that LaTeX writes between thousands."""
+POINTS = [sympy.Rational(n, 7) for n in (3, 16, 38, -5, -19, 2)]
+AGREE, SMALL = 1e-9, 1e-3
+"""Relative difference of equal numbers that are exact, and the size below which it is asked for."""
+MOST_SYMBOLS, MOST_POINTS, FEWEST_POINTS = 4, 30, 3
+"""Symbols of expressions that are compared by their values, and the points at which they are."""
+
 
 def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
     r"""Return whether the response's final expression equals the answer: fractions, sets, intervals, matrices,
     equations.
 
-    The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain. If a response has several `\boxed{}`, the last
-    one counts, together with boxes that a comma, "and" or "or" joins to it; for a set of n members the last n boxes may
-    be the members. With `boxed` a response without `\boxed{}` is wrong. Raises ValueError if the answer cannot be
-    parsed.
+    The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain; of a list each member is right. If a response
+    has several `\boxed{}`, the last one counts, together with boxes that a comma, "and" or "or" joins to it; for a set
+    of n members the last n boxes may be the members. With `boxed` a response without `\boxed{}` is wrong. Raises
+    ValueError if the answer cannot be parsed.
     """
-    text = str(answer).strip()
+    if isinstance(answer := alternatives(answer), list):
+        if not answer:
+            raise ValueError("the reference answer is an empty list")
+        return any(equivalent(response, one, boxed=boxed) for one in answer)
+    response, text = BETWEEN_DIGITS.sub("", response), BETWEEN_DIGITS.sub("", str(answer).strip())
     marked = re.search(r"\\boxed|(?<!\\)\$|\\\[|\\\(", text)
     # Without delimiters only plain numbers are found: 2 in 2\sqrt{3}.
     gold = parse(text if marked else f"\\boxed{{{text}}}", parsing_timeout=None)
@@ -41,4 +56,57 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
             joined += 1
         members = len(gold[0].args) if type(gold[0]).__name__ == "FiniteSet" else joined
         given = [" and ".join(f"\\boxed{{{box}}}" for box, _, _ in boxes[-count:]) for count in {joined, members}]
-    return any(verify(gold, parse(one, parsing_timeout=None), timeout_seconds=None) for one in given)
+    return any(equal(gold, parse(one, parsing_timeout=None)) for one in given)
+
+
+def alternatives(answer: Any) -> Any:
+    """Return the right answers of a list, or of a list of texts in JSON; any other answer unchanged."""
+    if isinstance(answer, str) and re.match(r'\s*\[\s*"', answer):
+        try:
+            return json.loads(answer)
+        except ValueError:
+            return answer
+    return answer
+
+
+def equal(gold: Any, given: Any) -> bool:
+    """Return whether two parsed answers are equal.
+
+    math-verify rounds numbers to six decimals, so exact ones must agree relatively too; and it takes a symbol for any
+    complex number, so expressions are also compared where both are real.
+    """
+    one, other = (parts[0] if parts and isinstance(parts[0], sympy.Expr) else None for parts in (gold, given))
+    right = verify(gold, given, timeout_seconds=None)
+    if one is None or other is None:
+        return bool(right)
+    if right:
+        exact = all(part.is_number and not part.has(sympy.Float) for part in (one, other))
+        return not exact or not all(map(is_small, (one, other))) or near(one, other)
+    return equal_where_real(one, other)
+
+
+def is_small(number: Any) -> bool:
+    """Return whether rounding to six decimals may make a number equal to another one."""
+    return bool((abs(sympy.N(number.doit(), 15)) < SMALL) == True)  # noqa: E712 (sympy's truth)
+
+
+def near(one: Any, other: Any) -> bool:
+    """Return whether two numbers agree to a relative difference of `AGREE`."""
+    one, other = one.doit(), other.doit()
+    return bool(one == other or (abs(sympy.N(one - other, 15)) <= AGREE * abs(sympy.N(one, 15))) == True)  # noqa: E712
+
+
+def equal_where_real(one: Any, other: Any) -> bool:
+    """Return whether two expressions of the same symbols have one value at several points at which both are real."""
+    symbols = sorted(one.free_symbols, key=str)
+    if not symbols or one.free_symbols != other.free_symbols or len(symbols) > MOST_SYMBOLS:
+        return False
+    compared = 0
+    for values in itertools.islice(itertools.permutations(POINTS, len(symbols)), MOST_POINTS):
+        at = dict(zip(symbols, values, strict=True))
+        first, second = (sympy.N(part.subs(at), 15) for part in (one, other))
+        if first.is_real and second.is_real:
+            compared += 1
+            if not near(first, second):
+                return False
+    return compared >= FEWEST_POINTS

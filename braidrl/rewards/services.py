@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from braidrl.parsing import parse_json
 from braidrl.rewards.verifiers import Score
 
 TEMPLATE = """You are given a question, a reference answer, and a response. Judge how good the response is.
@@ -30,7 +31,11 @@ Reference answer: {answer}
 Response: {response}
 
 Give your reasons in a few sentences. Then write "Score: " and a number from 0 to 10 on a line of its own."""
-SCORE = r"Score:\s*\**\s*(-?[0-9]+(?:\.[0-9]+)?)"
+MARKUP = r"[\s*_`$(\[]*"
+NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?(?:\s*/\s*[0-9]+)?"
+SCORE = rf"Score{MARKUP}:{MARKUP}(?:\\boxed\{{)?({NUMBER})(?![0-9,]*[0-9])"
+ANSWER_BYTES = 16 << 20
+"""Bytes of a service's answer that are read."""
 GATHER_S = 0.02
 """Seconds for which a batch waits for further rows."""
 LONGEST_WAIT_S = 30.0
@@ -88,7 +93,7 @@ async def judge(
     found = re.findall(pattern, verdict)
     if not found:
         raise ValueError(f"the judge wrote no score: {verdict[-80:]!r}")
-    score = float(found[-1]) / scale
+    score = number_of(found[-1], scale, lowest=0.0 if pattern == SCORE else -scale) / scale
     if kept is not None and tries:
         kept.parent.mkdir(parents=True, exist_ok=True)
         unfinished = kept.with_name(f".{kept.name}.{os.getpid()}")
@@ -104,6 +109,15 @@ async def judge(
         "retries": float(max(0, tries - 1)),
     }
     return Score(score, score >= correct_from, metrics)
+
+
+def number_of(text: str, scale: float, lowest: float) -> float:
+    """Return a judge's score. Raises ValueError for one that its scale does not have."""
+    number, slash, of = text.partition("/")
+    score = float(number)
+    if not lowest <= score <= scale or (slash and float(of) != scale):
+        raise ValueError(f"the judge's score is {text!r}, and the scale ends at {scale:g}; set `scale`")
+    return score
 
 
 async def remote(
@@ -198,14 +212,23 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
     async with ClientSession(headers=headers) as session:
         for tries in range(1, retries + 2):
             try:
-                async with session.post(url, json=body) as answer:
-                    if answer.status < 400:
-                        text = await answer.text()
+                async with session.post(url, json=body, allow_redirects=False) as answer:
+                    content = bytearray()
+                    async for piece in answer.content.iter_chunked(1 << 16):
+                        content += piece
+                        if len(content) > ANSWER_BYTES:
+                            raise Refused(f"{url}: its answer has more than {ANSWER_BYTES} bytes")
+                    text = content.decode(errors="replace")
+                    if answer.status < 300:
                         with contextlib.suppress(ValueError):
-                            if isinstance(found := json.loads(text), dict):
+                            if isinstance(found := parse_json(text, ANSWER_BYTES, finite=False, whole=False), dict):
                                 return found, tries
                         raise Refused(f"{url}: its answer is no JSON object: {text[:80]!r}")
-                    said = f"{answer.status} {' '.join((await answer.text()).split())[:200]}"
+                    said = f"{answer.status} {' '.join(text.split())[:200]}"
+                    if answer.status < 400:
+                        raise Refused(
+                            f"{url}: {answer.status}, a redirection to {answer.headers.get('Location', '')!r}"
+                        )
                     if answer.status != BUSY and answer.status < 500:
                         raise Refused(f"{url}: {said}")
                     after = answer.headers.get("Retry-After", "")  # seconds, or a date

@@ -5,6 +5,7 @@ are asked again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ class Service:
 
     def serve(self, ready: threading.Event) -> None:
         app = web.Application()
+        app.router.add_post("/elsewhere/chat/completions", self.elsewhere)
+        app.router.add_post("/large/chat/completions", self.large)
         app.add_routes([web.post("/v1/chat/completions", self.judge), web.post("/rewards", self.rewards)])
         runner = web.AppRunner(app)
         self.loop.run_until_complete(runner.setup())
@@ -67,7 +70,13 @@ class Service:
         question = body["messages"][0]["content"]
         if "forbidden" in question:
             raise web.HTTPBadRequest(text="no such\nmodel")
-        said = "I cannot say." if "silent" in question else "Score: 2 would be low.\n**Score: 7.5**"
+        said = (
+            question
+            if question.startswith("SAY")
+            else "I cannot say."
+            if "silent" in question
+            else "Score: 2 would be low.\n**Score: 7.5**"
+        )
         usage = {"prompt_tokens": 100, "completion_tokens": 20}
         return web.json_response({"choices": [{"message": {"content": said}}], "usage": usage})
 
@@ -80,6 +89,17 @@ class Service:
             "odd": {"error": "no such language"},
         }
         return web.json_response({"results": [results[item["response"]] for item in items]})
+
+    async def elsewhere(self, request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(f"http://127.0.0.1:{self.port}/v1/chat/completions")
+
+    async def large(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(700):
+                await answer.write(bytes(1 << 20))
+        return answer
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -142,6 +162,44 @@ def test_a_judges_answer_gives_score_and_cost_and_is_cached(
     again = outcomes("judge", params, words[:2])
     assert [(one.score, one.metrics["cached"], one.metrics["cost"]) for one in again] == [(0.75, 1, 0)] * 2
     assert len(service.asked) == len(words), "what was kept is not asked for again"
+
+
+SAID = {
+    "Score: 8": 0.8,
+    "**Score**: 8": 0.8,
+    "**Score:** 8/10": 0.8,
+    "Score: **8.5**.": 0.85,
+    "Score: 1e1": 1.0,
+    "Score: 25e-1": 0.25,
+    r"Score: $\boxed{7}$": 0.7,
+    "Score: 85": None,
+    "Score: 8/100": None,
+    "Score: -3": None,
+    "Score: 1e2": None,
+    "Score: 10,000": None,
+    "Score: eight": None,
+}
+
+
+def test_a_judges_score_is_read_with_its_markup_and_refused_beyond_its_scale(service: Service) -> None:
+    params = {"url": f"http://127.0.0.1:{service.port}/v1", "model": "m", "template": "SAY {response}"}
+    found = dict(zip(SAID, outcomes("judge", params, [*SAID]), strict=True))
+    assert {text: one.score for text, one in found.items()} == SAID
+    assert all("scale" in found[text].detail for text in ("Score: 85", "Score: 8/100", "Score: -3", "Score: 1e2"))
+
+
+def test_a_judge_of_another_scale_and_pattern_has_its_own_bounds(service: Service) -> None:
+    url = f"http://127.0.0.1:{service.port}/v1"
+    params = {"url": url, "model": "m", "template": "SAY {response}", "pattern": r"is (-?[0-9]+)", "scale": 100}
+    found = outcomes("judge", params, ["it is 85", "it is -20", "it is 101"])
+    assert [one.score for one in found] == [0.85, -0.2, None]
+
+
+@pytest.mark.parametrize(("place", "said"), [("elsewhere", "307"), ("large", "bytes")])
+def test_a_judge_that_redirects_or_answers_without_end_fails_its_row(service: Service, place: str, said: str) -> None:
+    params = {"url": f"http://127.0.0.1:{service.port}/{place}", "model": "m", "template": "SAY {response}"}
+    (found,) = outcomes("judge", params, ["Score: 9"])
+    assert found.failure == "exception" and said in found.detail and not service.asked
 
 
 def test_a_reward_server_is_asked_for_rows_together_and_answers_for_each(service: Service) -> None:

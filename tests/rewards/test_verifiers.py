@@ -108,6 +108,18 @@ def test_format_matches_the_whole_response_over_several_lines():
         (r"(3, \frac{\pi}{2})", r"\boxed{(3, \pi/2)}"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"$$\begin{pmatrix}1\\2\end{pmatrix}$$"),
         (r"\$18", r"\boxed{18}"),
+        (r"\frac{1}{2006!}", r"\boxed{\frac{1}{2006!}}"),
+        ("1234", r"\boxed{1\,234}"),
+        (r"1\,234\,567", r"\boxed{1234567}"),
+        ("12345", r"\boxed{12{,}345}"),
+        (r"\frac{1}{\sqrt{n}}", r"\boxed{\sqrt{1/n}}"),
+        (r"\frac{\sqrt{a}}{\sqrt{b}}", r"\boxed{\sqrt{\frac{a}{b}}}"),
+        (r"-\ln x", r"\boxed{\ln(1/x)}"),
+        (["0.5", "2"], r"\boxed{\frac12}"),
+        ('["34"]', r"\boxed{34}"),
+        ([3, 4], r"\boxed{4}"),
+        (r"\frac13", r"\boxed{0.333333}"),
+        (r"50\%", r"\boxed{0.5}"),
     ],
 )
 def test_equivalent_mathematics_is_accepted(answer, response):
@@ -126,6 +138,14 @@ def test_equivalent_mathematics_is_accepted(answer, response):
         ("5", ""),
         ("x^2+1", "$(x+1)^2$"),
         (r"(3, \frac{\pi}{2})", r"\boxed{(\frac{\pi}{2}, 3)}"),
+        (r"\frac{1}{2004!}", r"\boxed{\frac{1}{2006!}}"),
+        ("2^{-999}", r"\boxed{2^{-1000}}"),
+        ("10^{-8}", r"\boxed{10^{-9}}"),
+        (r"|x|", r"\boxed{x}"),
+        ("x", r"\boxed{\sqrt{x^2}}"),
+        ("1234", r"\boxed{1\,23}"),
+        (["1", "2"], r"\boxed{3}"),
+        ('["34"]', r"\boxed{3}"),
     ],
 )
 def test_other_mathematics_is_refused(answer, response):

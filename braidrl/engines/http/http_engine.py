@@ -6,8 +6,9 @@ A row is one request and has one version of the weights; `ResumingEngine` reques
 """
 
 import asyncio
-import json
+import math
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -25,12 +26,14 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.cluster.process_groups import address_towards
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
-from braidrl.data.token_columns import token_columns
+from braidrl.data.token_columns import LOG_PROBS, token_columns
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load, check_idle
 from braidrl.engines.http.dialects import Dialect, ServerNeeds
 from braidrl.engines.requests import EngineRow, Request, Response, row_of
 from braidrl.errors import UserError, shown
 from braidrl.observe.stalls import WORK
+from braidrl.parsing import parse_json
+from braidrl.sandbox.answers import printable
 from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.model_files import HubNames
@@ -40,6 +43,13 @@ ABORT_AGAIN_S = 0.1
 """Seconds between aborts of one request: it may still be on its way to the server, so it is aborted until it is
 answered.
 """
+SETTINGS_BYTES, ANSWER_BYTES, TOKEN_BYTES, PIECE_BYTES = 64 << 20, 1 << 20, 4 << 10, 1 << 16
+"""Bytes of an answer without tokens, at most; of one with tokens beside them, and for each that was asked for; and of
+the pieces in which an answer is read.
+"""
+MOST_EARLY_ENDS = 3
+"""How often a server may end one row before its end."""
+LOG_PROB_ROUNDING = 1e-3
 IDLE_S = 2.0
 """Seconds after which an idle connection is not used again; vLLM's server closes one after 5 s."""
 
@@ -65,6 +75,12 @@ class ServerSpec:
     limit_s: float = 600.0
     """Seconds that a request waits for its answer."""
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of the model's tokens: the rows of its embedding, which may be more than the tokenizer's."""
+        known = len(self.tokenizer)
+        return min((s[0] for s in self.shapes.values() if len(s) == 2 and s[0] >= known), default=known)
+
     def store(self, tensors: Iterable[tuple[str, Tensor]]) -> WeightFile:
         """Write weights to where the server reads them, or they are sent from."""
         return stored_weights(tensors, not self.needs.receives, self.within)
@@ -88,6 +104,8 @@ class HttpEngine:
         self._awake = asyncio.Event()
         self._awake.set()
         self._failure: EngineError | None = None
+        self._early = Counter[Uid]()
+        """How often the server ended a row before its end."""
 
     async def start(self) -> None:
         """Connect to the server.
@@ -97,7 +115,10 @@ class HttpEngine:
         # Connections are not reused after a training step: servers close idle ones, and this process does not notice it
         # meanwhile.
         connector = TCPConnector(limit=0, keepalive_timeout=IDLE_S)
-        self._session = ClientSession(connector=connector, timeout=ClientTimeout(total=self.spec.limit_s))
+        headers = {"Accept-Encoding": "identity"}
+        self._session = ClientSession(
+            connector=connector, timeout=ClientTimeout(total=self.spec.limit_s), headers=headers
+        )
         setting, dialect = f"rollout.servers: {self.url}", self.spec.dialect
         try:
             info = await self.ask("GET", dialect.settings)
@@ -130,7 +151,7 @@ class HttpEngine:
         row, spec = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens), self.spec
         row.name, row.version = uuid4().hex, self.version
         asked = spec.dialect.generate(row, spec.seed, self.weights, spec.needs.reproducible)
-        call = asyncio.ensure_future(self.ask("POST", *asked))
+        call = asyncio.ensure_future(self.ask("POST", *asked, most=ANSWER_BYTES + row.limit * TOKEN_BYTES))
         self._rows[request.uid] = row, call
         try:
             with WORK.waiting():
@@ -147,14 +168,36 @@ class HttpEngine:
             raise UserError(f"rollout.servers: {self.url} {error}") from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"rollout.servers: {self.url} gives an answer without tokens: {shown(answer)}") from error
-        if any(len(tokens) != len(each) for each in values.values()):
-            raise UserError(f"rollout.servers: {self.url} gives values of other tokens than it drew: {shown(answer)}")
+        if fault := self.fault_in(tokens, values):
+            raise UserError(f"rollout.servers: {self.url} {fault}")
         ended = any(row.record_token(token) for token in tokens)
-        if not ended and not aborted:
-            raise EngineError(f"{self.url} ended row {request.uid} after {len(row.tokens)} tokens, before its end")
+        if ended:
+            self._early.pop(request.uid, None)
+        elif not aborted:
+            self._early[request.uid] += 1
+            early = f"{self.url} ended row {request.uid} after {len(row.tokens)} tokens, before its end"
+            if self._early[request.uid] == MOST_EARLY_ENDS:
+                raise UserError(f"rollout.servers: {early}, {MOST_EARLY_ENDS} times; name another server")
+            raise EngineError(early)
         count = len(row.tokens)
         drawn = {name: torch.tensor(each[:count], dtype=token_columns[name].dtype) for name, each in values.items()}
         return row.finished(not ended, (torch.tensor(row.tokens, dtype=torch.int64), drawn))
+
+    def fault_in(self, tokens: Any, values: Mapping[str, Any]) -> str:
+        """Return what is wrong with the tokens of an answer, and with their values; an empty text if nothing."""
+        vocabulary = self.spec.vocabulary
+        if not all(isinstance(each, list) for each in (tokens, *values.values())):
+            return "gives no lists of tokens and of their values"
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                return f"gives a token {shown(token)}, and the model's are 0 to {vocabulary - 1}"
+        for name, numbers in values.items():
+            if len(numbers) != len(tokens):
+                return f"gives {len(numbers)} {name} of the {len(tokens)} tokens that it drew"
+        for number in values.get(LOG_PROBS, ()):
+            if type(number) not in (int, float) or not -math.inf < number <= LOG_PROB_ROUNDING:
+                return f"gives a log-prob {shown(number)}, which is no number from minus infinity to 0"
+        return ""
 
     async def abort(self, uid: Uid) -> None:
         if uid not in self._rows:
@@ -253,27 +296,40 @@ class HttpEngine:
         running = min(len(self._rows), self.spec.slots)
         return Load(self.spec.slots, running, len(self._rows) - running)
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request.
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, most: int = SETTINGS_BYTES
+    ) -> dict[str, Any]:
+        """Send a request, and read at most so many bytes of the answer.
 
-        Raises UserError if the server refuses it, and EngineError if the server fails or does not answer.
+        Raises UserError if the server refuses it, answers more, or redirects it, and EngineError if the server fails or
+        does not answer.
         """
         if self._session is None or self._session.closed:
             raise EngineError(f"{self.url} has not been reached")
         try:
-            async with self._session.request(method, self.url + path, json=body) as response:
-                text, status = await response.text(errors="replace"), response.status
+            # Not redirected: prompts and the names of weights would go to an address that the user has not named.
+            async with self._session.request(method, self.url + path, json=body, allow_redirects=False) as response:
+                status, target = response.status, response.headers.get("Location", "")
+                content = bytearray()
+                async for piece in response.content.iter_chunked(PIECE_BYTES):
+                    content += piece
+                    if len(content) > most:
+                        raise UserError(f"{self.url}{path} answers more than the {most} bytes that were asked for")
         except TimeoutError:
             raise EngineError(f"{self.url}{path} did not answer for {self.spec.limit_s:g} s") from None
         except ClientError as error:
             raise EngineError(f"{self.url} does not answer: {error}") from error
+        if 300 <= status < 400:
+            raise UserError(f"{self.url}{path} redirects to {shown(target)}; name that address in rollout.servers")
         kind, fault = (UserError if 400 <= status < 500 else EngineError), str(status)
         if status < 400:
             try:
-                found = json.loads(text) if text.strip() else None
+                # A server may write infinite log-probs, which are refused by their token.
+                found = parse_json(bytes(content), most, finite=False, whole=False) if content.strip() else None
             except ValueError:
-                found = text
+                found = ""
             if isinstance(found, dict | None):
                 return found or {}
             fault = "no JSON object"
-        raise kind(f"{self.url}{path} answers {fault}: {' '.join(text.split())[:300]}")
+        text = printable(" ".join(content.decode(errors="replace").split())[:300])
+        raise kind(f"{self.url}{path} answers {fault}: {text}")

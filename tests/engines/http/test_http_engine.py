@@ -5,9 +5,10 @@ refusals.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -312,6 +313,72 @@ def test_an_answer_without_tokens_is_a_user_error(said: dict[str, Any], monkeypa
     with pytest.raises(UserError, match="gives an answer without tokens"):
         asked.runner.run(asked.engine.submit(Request((0, 0, 0), torch.tensor([1]), SamplingParams(max_tokens=4))))
     asked.close()
+
+
+def drawn(*tokens: Any, log_prob: Any = -1.0) -> str:
+    return json.dumps({"meta_info": {"output_token_logprobs": [[log_prob, token, None] for token in tokens]}})
+
+
+HOSTILE = {
+    "a token beyond 64 bits": (drawn(2**70), "token"),
+    "a token beyond the vocabulary": (drawn(10**6), "token"),
+    "a negative token": (drawn(-1), "token"),
+    "a token that is a text": (drawn("1"), "token"),
+    "a token that is true": (drawn(True), "token"),
+    "a log-prob that is none": (drawn(1, log_prob=None), "log-prob"),
+    "a log-prob that is NaN": (drawn(1, log_prob=float("nan")), "log-prob"),
+    "a log-prob above 0": (drawn(1, log_prob=3.0), "log-prob"),
+    "lists in lists": ("[" * 100_000, "no JSON object"),
+    "700 MB": (None, "bytes"),
+    "another address": (307, "rollout.servers"),
+    "an address that escapes": (308, "rollout.servers"),
+}
+"""Answers of a server, and what the line about each names."""
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_an_answer_that_was_not_asked_for_ends_in_a_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, named = HOSTILE[kind]
+    reached = list[str]()
+
+    async def answer(self: SglangSpeaker, asked: web.Request) -> web.StreamResponse:
+        reached.append(asked.path)
+        if said == 308:
+            return web.Response(status=said, headers={"Location": "http://a/%1b[2J"})
+        if said == 307:
+            raise web.HTTPTemporaryRedirect("/generate?again")
+        if isinstance(said, str):
+            return web.Response(text=said)
+        large = web.StreamResponse()
+        await large.prepare(asked)
+        with suppress(ConnectionError):
+            for _ in range(700):
+                await large.write(b"1" * (1 << 20))
+        return large
+
+    monkeypatch.setattr(SglangSpeaker, "_generate", answer)
+    with closing(Asked(SGLANG)) as asked:
+        request = Request((0, 0, 0), torch.tensor([1]), SamplingParams(max_tokens=4))
+        with pytest.raises((UserError, EngineError), match=named) as caught:
+            asked.runner.run(asked.engine.submit(request))
+    assert str(caught.value).isprintable() and len(reached) == 1
+
+
+@pytest.mark.parametrize("tokens", [(), (3,), (3, 4)])
+def test_a_row_that_ends_early_is_asked_for_three_times(
+    tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(self: SglangSpeaker, asked: web.Request) -> web.Response:
+        return web.Response(text=drawn(*tokens))
+
+    monkeypatch.setattr(SglangSpeaker, "_generate", answer)
+    with closing(Asked(SGLANG)) as asked:
+        request, kinds = Request((0, 0, 0), torch.tensor([1]), SamplingParams(max_tokens=4)), list[type]()
+        while UserError not in kinds and len(kinds) < 9:
+            with pytest.raises((UserError, EngineError), match="before its end") as caught:
+                asked.runner.run(asked.engine.submit(request))
+            kinds.append(caught.type)
+    assert kinds == [EngineError, EngineError, UserError]
 
 
 def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> dict[str, Any]:
