@@ -18,6 +18,11 @@ SHOWN = 200
 """Maximum number of characters of a value in a message."""
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return a text for terminals and logs: control characters, except those in `keep`, become escapes."""
+    return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)
+
+
 class UserError(Exception):
     """An error that the user can fix. The command ends with its message; `--debug` adds the traceback."""
 

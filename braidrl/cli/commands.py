@@ -19,7 +19,7 @@ import typer
 
 from braidrl import __version__
 from braidrl.cluster.process import sleep_at_barriers
-from braidrl.errors import FailedStep, Problems, UserError, WorkerError, limit_reached, no_room
+from braidrl.errors import FailedStep, Problems, UserError, WorkerError, limit_reached, no_room, printable
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS, version_of
 
 EXIT_FAILURE, EXIT_USER_ERROR = 1, 2
@@ -55,7 +55,7 @@ def before_commands(
     """Reinforcement-learning post-training of language models."""
     if version:
         packages = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
-        typer.echo(f"braid {__version__}, {packages}, Python {platform.python_version()}")
+        say(f"braid {__version__}, {packages}, Python {platform.python_version()}")
         raise typer.Exit
 
 
@@ -127,7 +127,7 @@ def evaluate(settings: Settings = None) -> None:
     metrics = evaluate_model(config)
     # Under torchrun only the first rank prints.
     for name, value in metrics.items() if os.environ.get("RANK", "0") == "0" else ():
-        typer.echo(f"{name}\t{value:.4f}")
+        say(f"{name}\t{value:.4f}")
 
 
 @app.command()
@@ -154,10 +154,10 @@ def flow(
         for override in overrides or []:
             apply_override(params, override)
         shown = load_flow(config, params, {"max_response_tokens": 512, "samples_per_prompt": 8})
-    typer.echo(to_yaml(shown) if yaml else drawing.mermaid(shown) if mermaid else drawing.text(shown))
+    say(to_yaml(shown) if yaml else drawing.mermaid(shown) if mermaid else drawing.text(shown))
     if svg is not None:
         svg.write_text(drawing.svg(shown), encoding="utf-8")
-        typer.echo(f"drawn in {svg}")
+        say(f"drawn in {svg}")
 
 
 @app.command()
@@ -180,7 +180,7 @@ def import_config(
     from braidrl.cli.import_config import write_imported
 
     for line in write_imported(config, target):
-        typer.echo(line)
+        say(line)
 
 
 @app.command("list")
@@ -192,15 +192,15 @@ def list_kind(
 
     if kind is None:
         for known in KINDS:
-            typer.echo(f"{known}: {', '.join(listed.name for listed in catalogue(known))}")
+            say(f"{known}: {', '.join(listed.name for listed in catalogue(known))}")
         return
     for listed in catalogue(kind):
-        typer.echo(f"{listed.name}\n    {listed.about}")
+        say(f"{listed.name}\n    {listed.about}")
         if listed.settings:
             settings = ", ".join(f"{name}={default}" for name, default in listed.settings.items())
-            typer.echo(f"    settings: {settings}")
+            say(f"    settings: {settings}")
         if listed.reads:
-            typer.echo(f"    reads: {', '.join(listed.reads)}")
+            say(f"    reads: {', '.join(listed.reads)}")
 
 
 @app.command()
@@ -232,19 +232,18 @@ def plan(
     calibrate: Annotated[list[Path] | None, typer.Option(help="A run to fit rates to, saved to --rates.")] = None,
 ) -> None:
     """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
-    from rich.console import Console
-
     from braidrl.cli.plan_command import Wanted, calibrated
     from braidrl.cli.plan_command import plan as find_plans
     from braidrl.config import load_config
+    from braidrl.observe.progress import Terminal
 
     if calibrate:
         file = rates or Path("rates.yaml")
         calibrated(calibrate, devices, file)
-        typer.echo(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
+        say(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
         return
     wanted = Wanted(devices, lengths, seconds or (), rates, max_staleness, time_limit)
-    find_plans(load_config(*split(settings)), wanted, overlay, trace, Console())
+    find_plans(load_config(*split(settings)), wanted, overlay, trace, Terminal())
 
 
 @app.command()
@@ -273,7 +272,7 @@ def report(run: RunFolder) -> None:
     """Write RUN/report.html: curves, and sample responses over time."""
     from braidrl.observe.report import write_report
 
-    typer.echo(write_report(run))
+    say(write_report(run))
 
 
 @app.command()
@@ -282,7 +281,7 @@ def timeline(run: RunFolder) -> None:
     from braidrl.observe.trace import timeline
 
     for line in timeline(run):
-        typer.echo(line)
+        say(line)
 
 
 @app.command()
@@ -294,7 +293,7 @@ def export(
     """Copy a role's model out of a run's latest checkpoint (or a checkpoint folder) as a Hugging Face directory."""
     from braidrl.runtimes.saving.checkpoints import export_model
 
-    typer.echo(export_model(run, folder, role))
+    say(export_model(run, folder, role))
 
 
 @checkpoint.command("check")
@@ -307,7 +306,7 @@ def check_checkpoints(run: RunFolder) -> None:
     if not troubles:
         raise UserError(f"{run} has no checkpoint")
     for folder, trouble in troubles.items():
-        typer.echo(f"{folder}: {trouble or 'whole'}")
+        say(f"{folder}: {trouble or 'whole'}")
     if any(troubles.values()):
         raise typer.Exit(1)
 
@@ -316,6 +315,11 @@ def check_checkpoints(run: RunFolder) -> None:
 def verify(run: RunFolder) -> None:
     """Report the command's new name."""
     raise UserError(f"braid verify is called `braid checkpoint check {run}`")
+
+
+def say(text: Any, err: bool = False) -> None:
+    """Print a text, which may hold names and values of users' files, without control characters."""
+    typer.echo(printable(str(text), keep="\n\t"), err=err)
 
 
 def main() -> None:
@@ -345,7 +349,7 @@ def main() -> None:
         if not said or (debug and not isinstance(error, WorkerError)):
             raise
         for line in said.splitlines() if isinstance(error, Problems) else [said]:
-            typer.echo(f"braid: {line}", err=True)
+            say(f"braid: {line}", err=True)
         sys.exit(EXIT_FAILURE if isinstance(error, FailedStep | WorkerError) else EXIT_USER_ERROR)
     finally:
         # Another Ctrl-C during the interpreter's shutdown would print tracebacks.

@@ -13,6 +13,7 @@ from rich.table import Table
 from braidrl.cluster.devices import assign_devices, device_count, device_lines, device_memory
 from braidrl.config import Config
 from braidrl.errors import Problems, UserError
+from braidrl.observe.progress import Terminal
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, Footprint, footprint, in_units, moving, peak
 from braidrl.runtimes.prepare.checks import check_names, without_effect
 from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
@@ -65,7 +66,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     check_engine_memory(prepared)
     groups = device_groups(prepared.deployment)
     found = [(group, [footprint(use, prepared.deployment, group.devices) for use in group.uses]) for group in groups]
-    console = console or Console()
+    console = console or Terminal()
     show(prepared, found, chosen, console)
     for line in verdict(prepared, found):
         console.print(line, soft_wrap=True, style="bold")

@@ -13,6 +13,7 @@ from rich.table import Table
 from braidrl.config import Config
 from braidrl.data.prompts import RESPONSES
 from braidrl.errors import UserError
+from braidrl.observe.progress import Terminal
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, with_data
@@ -26,7 +27,7 @@ SAMPLES = 5
 
 def show_data(config: Config, console: Console | None = None) -> None:
     """Print the contents of every source in a configuration. Raises UserError for invalid data, as a run does."""
-    console = console or Console()
+    console = console or Terminal()
     config = with_fetched(config)
     flow, tokenizer = build_flow(config), load_tokenizer(config.model)
     data = with_data(Prepared(config, flow, evaluation_flow(config, flow), tokenizer, bool(config.data.train)))

@@ -21,7 +21,7 @@ from braidrl.cluster.process import Failure, Launcher, Outcome, Process, Process
 from braidrl.cluster.process_groups import open_store
 from braidrl.cluster.watchdog import FrozenWatch, mute_after
 from braidrl.cluster.world import World, join
-from braidrl.errors import UserError
+from braidrl.errors import UserError, printable
 
 SETTLING_S = 3.0
 """Seconds to wait for the failure that caused a rank to lose its peers."""
@@ -92,7 +92,7 @@ def run_ranks(
 
 def tell(line: str) -> None:
     """Print a line between the ranks' own output."""
-    print(f"braid: {line}", file=sys.stderr, flush=True)
+    print("braid: " + printable(line, keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def supervise(

@@ -11,19 +11,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
+from braidrl.errors import printable
 from braidrl.observe.stalls import WORK
 
 SHOW_AFTER = 2.0
 REDRAW_EVERY = 0.1
 PLAIN_EVERY = 10.0
 BAR_WIDTH = 28
+
+
+class Terminal(Console):
+    """A console that shows control characters in texts, which may be a data set's or a model's, as escapes."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Return a text as rich shows it, without control characters."""
+        return super().render_str(printable(text, keep="\n\t"), **settings)
 
 
 @dataclass(eq=False)
@@ -68,7 +78,7 @@ class Progress:
         self.step: int | None = None
         """The iteration of the stages that follow, set by the run."""
         self._steps = steps
-        self._console = Console(file=(stream or sys.stderr) if shown else io.StringIO(), highlight=False)
+        self._console = Terminal(file=(stream or sys.stderr) if shown else io.StringIO(), highlight=False)
         self._clock = clock if shown and bars else lambda: 0.0
         self._lock = threading.RLock()
         self._bars: list[Bar] = []

@@ -24,11 +24,11 @@ from typing import Any
 
 from braidrl.cluster.process import END_LIMIT_S
 from braidrl.config import RewardConfig
-from braidrl.errors import UserError
+from braidrl.errors import UserError, printable
 from braidrl.importing import source_of
 from braidrl.rewards.verifier import Completion, Verifier, call
 from braidrl.rewards.verifiers import VERIFIERS
-from braidrl.sandbox.answers import DETAIL_LENGTH, NAME, Message, printable
+from braidrl.sandbox.answers import DETAIL_LENGTH, NAME, Message
 from braidrl.sandbox.hosts import CodeHost, HostSession, check_walls
 
 ENTRY = "braidrl.rewards.verifier:checks"

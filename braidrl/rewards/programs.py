@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
+from braidrl.errors import printable
 from braidrl.rewards.assertions import MODULE, Stopped, runs
 from braidrl.rewards.cases import Asserted, Called, Printed, cases_of
 from braidrl.rewards.crossing import ASKED, COMPARISONS, OPERATORS, Foreign, Peer
 from braidrl.rewards.verifiers import Score
-from braidrl.sandbox.answers import printable
 from braidrl.sandbox.copies import PROGRAMS
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)

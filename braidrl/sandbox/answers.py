@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from braidrl.errors import printable
+
 Message = dict[str, Any]
 Answering = Coroutine[Any, Any, Message]
 Answerer = Callable[[str, Any], Message | Answering]
@@ -36,8 +38,3 @@ def checked_answer(line: bytes | bytearray) -> Message:
         "where": printable(where[:100]),
     }
     return failure | ({"again": True} if found.get("again") is True else {})
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Return a text for terminals and logs: control characters, except those in `keep`, become escapes."""
-    return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)

@@ -26,7 +26,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from braidrl.sandbox.answers import Message, printable
+from braidrl.errors import printable
+from braidrl.sandbox.answers import Message
 from braidrl.sandbox.fork_gate import LIBC, Start, allow, hold_back_starts, next_start
 
 FILE_BYTES = 64 << 20

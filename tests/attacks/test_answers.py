@@ -8,9 +8,10 @@ import pytest
 
 from braidrl.agents.sandboxed import observation_of
 from braidrl.agents.turns import EnvironmentFailed
+from braidrl.errors import printable
 from braidrl.parsing import MOST_LEVELS
 from braidrl.rewards.pool import MOST_METRICS, CallOutcome
-from braidrl.sandbox.answers import checked_answer, printable
+from braidrl.sandbox.answers import checked_answer
 from tests.attacks.harness import TRIES, lost, made, needs_walls
 
 WRITE = "import os, json\n"

@@ -30,10 +30,9 @@ from braidrl.data.token_columns import LOG_PROBS, token_columns
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load, check_idle
 from braidrl.engines.http.dialects import Dialect, ServerNeeds
 from braidrl.engines.requests import EngineRow, Request, Response, row_of
-from braidrl.errors import UserError, shown
+from braidrl.errors import UserError, printable, shown
 from braidrl.observe.stalls import WORK
 from braidrl.parsing import parse_json
-from braidrl.sandbox.answers import printable
 from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.model_files import HubNames
