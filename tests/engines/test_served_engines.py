@@ -4,6 +4,7 @@ run.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError
+from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.file import WeightFile, WeightWriter, stored_weights
 from braidrl.weights.publisher import ModelWeights
@@ -40,7 +42,7 @@ from tests.engines.served import (
     write_served_model,
 )
 from tests.engines.tiny import END, make_tokenizer, training_log_probs
-from tests.tiny import braid
+from tests.tiny import ROOT, braid
 
 MODEL = served_model()
 KINDS = ("embedded", pytest.param("vllm", marks=pytest.mark.soak))
@@ -81,6 +83,35 @@ def test_a_rows_callback_gets_each_token_before_its_response(served: Served) -> 
 
 def test_log_probs_after_each_update_are_those_of_the_trainer(served: Served) -> None:
     assert served.run(largest_gap(served.engine, requests(subject(served), 4), offered=True)) < 1e-5
+
+
+def test_a_users_column_is_that_of_the_trainers_distribution(served: Served) -> None:
+    served.run(served.engine.update_weights(0, ModelWeights(MODEL)))
+    column = f"{ROOT}/examples/plugins/token_column.py:top_two"
+    wanted = [replace(request, columns=(column,)) for request in requests(subject(served), 4)]
+    wanted[1] = replace(wanted[1], columns=())
+    endless = replace(wanted[0].sampling, max_tokens=LONG_OF_SLOW, ends=False, temperature=0.5)
+
+    async def with_abort() -> list[Response]:
+        seen = asyncio.Event()
+        cut = replace(wanted[0], uid=(0, 99, 0), sampling=endless, on_token=lambda n, _: n > 3 and seen.set())
+        wanted.append(cut)
+        tasks = [asyncio.ensure_future(served.engine.submit(request)) for request in wanted]
+        await seen.wait()
+        await served.engine.abort(cut.uid)
+        return await asyncio.gather(*tasks)
+
+    finished = served.run(with_abort())
+    assert 3 < len(finished[-1].tokens) < LONG_OF_SLOW and "top_two" not in finished[1].per_token
+    for request, response in zip(wanted, finished, strict=True):
+        if request.columns:
+            ids = torch.cat([request.prompt, response.tokens])
+            with torch.no_grad():
+                logits = MODEL(ids[None], sequences=PackedSequences.of([len(ids)])).logits[
+                    0, len(request.prompt) - 1 : -1
+                ]
+            expected = (logits / request.sampling.log_prob_temperature).log_softmax(-1).topk(2, -1).values
+            torch.testing.assert_close(response.per_token["top_two"], expected, rtol=0, atol=1e-5)
 
 
 def test_a_call_waiting_for_a_killed_process_fails(served: Served) -> None:

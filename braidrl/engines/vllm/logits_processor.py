@@ -3,9 +3,11 @@
 logits ──sample, by (key, position)──▶ token ──▶ logits: -inf, and the token's log-prob in its place
 
 vLLM then can draw no other token, and reports that number as the token's log-prob: log-softmax(logits / temperature)
-before any top-k or top-p cut, which none of vLLM's own modes returns. Only vLLM's plug-in interface is used.
+before any top-k or top-p cut, which none of vLLM's own modes returns. Columns per token that are functions of the
+logits are computed here and kept until the row has ended. Only vLLM's plug-in interface is used.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from braidrl.algorithms.random import uniform
+from braidrl.data.token_columns import TokenColumn, column_of, computed_columns
 from braidrl.engines.requests import Draws, parse_draws
-from braidrl.engines.sampling import BatchSampling, batch_sampling, sample
+from braidrl.engines.sampling import BatchSampling, batch_sampling, sample, scaled
 
 
 class Drawing(NamedTuple):
@@ -37,6 +40,10 @@ class DrawByRow(LogitsProcessor):
         self._draws: dict[int, Drawing] = {}
         self._batch: tuple[list[Drawing], Tensor, BatchSampling] | None = None
         """The rows of a step in vLLM's order, with their keys (B,) and settings; None after a change."""
+        self._columns: tuple[TokenColumn, ...] = ()
+        """The columns that some row of the step has."""
+        self._values: dict[str, dict[int, dict[str, Tensor]]] = {}
+        """By row and index of its tokens the values of its columns."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -54,7 +61,26 @@ class DrawByRow(LogitsProcessor):
             rows = [self._draws[place] for place in range(len(logits))]
             keys = torch.tensor([row.draws.key for row in rows], dtype=torch.int64, device=self._device)
             self._batch = rows, keys, batch_sampling([row.draws.sampling for row in rows], self._device)
+            self._columns = tuple(map(column_of, dict.fromkeys(name for row in rows for name in row.draws.columns)))
         rows, keys, choice = self._batch
         positions = torch.tensor([row.draws.first + len(row.tokens) for row in rows], device=keys.device)
+        # Drawing overwrites the logits.
+        distribution = scaled(logits.clone(), choice) if self._columns else logits
         tokens, log_probs = sample(logits, choice, uniform(keys, positions))
+        values = computed_columns(self._columns, distribution, tokens)
+        for number, row in enumerate(rows if values else ()):
+            if row.draws.columns:
+                # A row that vLLM has preempted draws no token twice.
+                kept = self._values.setdefault(row.draws.name, {})
+                kept[len(row.tokens)] = {name: each[number] for name, each in values.items()}
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None].to(logits.dtype))
+
+    def take_values(self, rows: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return the columns of rows, (T, ...) on the CPU by row and column, and forget them; a row without tokens has
+        none.
+        """
+        kept = {row: self._values.pop(row) for row in rows if row in self._values}
+        return {
+            row: {name: torch.stack([drawn[n][name] for n in sorted(drawn)]).cpu() for name in drawn[min(drawn)]}
+            for row, drawn in kept.items()
+        }

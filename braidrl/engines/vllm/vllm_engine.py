@@ -12,7 +12,7 @@ import itertools
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -133,7 +133,7 @@ class VllmEngine(SteppingEngine):
             count = rows_to_begin(capacity, cache.block_size, self.recent, self._rows.values(), waiting)
         for _ in range(count):
             self._begin(self._waiting.popleft())
-        ended = []
+        ended = list[EngineRow]()
         for output in self._engine.step() if self._rows else ():
             row = self._rows.get(output.request_id)
             # vLLM may still return a token for a row that was ended here.
@@ -151,8 +151,20 @@ class VllmEngine(SteppingEngine):
                     self._engine.abort_request([row.name])
                 del self._rows[row.name]
                 self.recent.append(len(row.tokens) / row.limit)
-                ended.append(row.finished())
-        return self._done(ended)
+                ended.append(row)
+        self._take_values(ended)
+        return self._done([row.finished() for row in ended])
+
+    def _take_values(self, ended: Sequence[EngineRow]) -> None:
+        """Set the columns per token of rows that have ended, which one of vLLM's workers has computed."""
+        wanted = {row.name: row for row in ended if row.request.columns and row.name}
+        if not wanted:
+            return
+        for of_worker in self._engine.collective_rpc("take_values", args=(list(wanted),)):
+            for name, columns in of_worker.items():
+                # vLLM may have drawn more tokens before it was told of the row's end.
+                count = len(wanted[name].tokens)
+                wanted[name].per_token |= {column: values[:count] for column, values in columns.items()}
 
     def _begin(self, row: EngineRow) -> None:
         request, row.name = row.request, str(next(self._names))
@@ -184,6 +196,7 @@ class VllmEngine(SteppingEngine):
                     self._waiting.remove(row)
                 else:
                     self._engine.abort_request([row.name])
+                    self._take_values([row])
                 return self._done([row.finished(aborted=True)])[0]
         raise KeyError(f"row {uid} is not under way")
 
@@ -200,6 +213,7 @@ class VllmEngine(SteppingEngine):
     def clear(self, release: bool = True) -> None:
         if self._rows:
             self._engine.abort_request(list(self._rows))
+            self._take_values(list(self._rows.values()))
         self._rows.clear()
         self._waiting.clear()
         self._under_way.clear()

@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
+from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
@@ -84,6 +85,15 @@ class TakesWeights:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
+
+    def take_values(self, rows: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return and forget the columns per token that this worker has computed for rows; see `DrawByRow`."""
+        processors = self.model_runner.input_batch.logitsprocs.all
+        found: dict[str, dict[str, Tensor]] = {}
+        for processor in processors:
+            if isinstance(processor, DrawByRow):
+                found |= processor.take_values(rows)
+        return found
 
     def load_version(self, source: WeightFile | Incoming) -> None:
         """Load into the live parameters, else tensor by tensor.

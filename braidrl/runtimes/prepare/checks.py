@@ -9,6 +9,7 @@ from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.cluster.pools import NAMES as PLACEMENTS
 from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.config.section import SandboxConfig
+from braidrl.data.token_columns import column_of
 from braidrl.engines.deployment import MODES
 from braidrl.engines.engine import ENGINES
 from braidrl.engines.factory import training_sampling
@@ -166,6 +167,21 @@ def check_dtypes(config: Config, flow: Flow) -> None:
         if half and own.backend == "torch" and path.expanduser().is_dir():
             found = read_model_config(path)
             check_accepted(found, proven_plan(found, path), path, HALF, "dtype: write float32")
+
+
+def check_token_columns(config: Config, flow: Flow) -> None:
+    """Raise UserError for a column per token that the engine cannot compute."""
+    rollout = config.rollout
+    names = [name for stage in flow.stages for name in stage.params.get("columns", ())]
+    computed = [column.name for column in map(column_of, names) if column.function is not None]
+    if computed and rollout.engine == "http":
+        raise UserError(
+            f"servers do not return the column {computed[0]}, which a stage reads; write rollout.engine=vllm"
+        )
+    if computed and rollout.engine == "vllm" and not rollout.is_reproducible:
+        raise UserError(
+            f"a stage reads the column {computed[0]}, computed where Braid draws; write rollout.reproducible=true"
+        )
 
 
 def check_backends(config: Config, flow: Flow) -> None:

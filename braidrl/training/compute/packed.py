@@ -14,7 +14,7 @@ are summed. The first token of every response is predicted from the prompt's las
 Shapes: N tokens packed, P of a prompt, R of its responses, H query heads, K key/value heads, D head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -76,7 +76,7 @@ class Family:
 class Packed:
     """N tokens of B rows with A action tokens, packed without padding.
 
-    input_ids, position_ids (N,)
+    per_token: tensors (N, ...) by name, `input_ids` and `position_ids` first
     sequence_lengths: of all sequences, also where they share prompts
     predictors (A,): positions whose hidden states predict the actions
     targets (A,): the actions
@@ -87,8 +87,7 @@ class Packed:
     context: the attention context where these are one rank's tokens of the sequences
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
+    per_token: Mapping[str, Tensor]
     sequence_lengths: tuple[int, ...]
     predictors: Tensor
     targets: Tensor
@@ -97,6 +96,46 @@ class Packed:
     hidden: Tensor | None = field(default=None, kw_only=True)
     families: tuple[Family, ...] | None = field(default=None, kw_only=True)
     context: AttentionContext | None = field(default=None, kw_only=True)
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self.per_token["input_ids"]
+
+    @property
+    def position_ids(self) -> Tensor:
+        return self.per_token["position_ids"]
+
+    def select(self, positions: Tensor, places: Tensor | None = None) -> Self:
+        """Return the tokens at `positions` (M,), where -1 makes a filler token of zeros.
+
+        Predictors, their targets and row ends move with their tokens; those of tokens that are left out are dropped.
+        `places` (N,) are the new positions of all tokens, -1 without one; by default each token is selected once.
+        """
+        is_filler = positions < 0
+        if places is None:
+            places = torch.full_like(self.input_ids, -1)
+            places[positions[~is_filler]] = torch.arange(len(positions), device=positions.device)[~is_filler]
+        predictors, row_ends = places[self.predictors], places[self.row_ends]
+        return replace(
+            self,
+            per_token={
+                name: values[positions].masked_fill(is_filler.view(-1, *[1] * (values.dim() - 1)), 0)
+                for name, values in self.per_token.items()
+            },
+            predictors=predictors[predictors >= 0],
+            targets=self.targets[predictors >= 0],
+            row_ends=row_ends[row_ends >= 0],
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same with tensors on a device; `offsets` stay on the CPU."""
+        return replace(
+            self,
+            per_token={name: values.to(device) for name, values in self.per_token.items()},
+            predictors=self.predictors.to(device),
+            targets=self.targets.to(device),
+            row_ends=self.row_ends.to(device),
+        )
 
     def attention(self) -> AttentionContext:
         if self.context is not None:
@@ -110,16 +149,13 @@ class Packed:
         missing = tokens - len(self.input_ids)
         if not missing:
             return self
-        positions = torch.arange(missing, device=self.input_ids.device) % FILLER
+        device, count = self.input_ids.device, len(self.input_ids)
         lengths = tuple(min(FILLER, missing - start) for start in range(0, missing, FILLER))
         families = None if self.families is None else (*self.families, *(Family(each, (), ()) for each in lengths))
-        return replace(
-            self,
-            input_ids=torch.cat([self.input_ids, torch.zeros_like(positions)]),
-            position_ids=torch.cat([self.position_ids, positions]),
-            sequence_lengths=(*self.sequence_lengths, *lengths),
-            families=families,
-        )
+        places = torch.arange(count, device=device)
+        filled = self.select(torch.cat([places, places.new_full((missing,), -1)]), places)
+        filled.position_ids[count:] = torch.arange(missing, device=device) % FILLER
+        return replace(filled, sequence_lengths=(*self.sequence_lengths, *lengths), families=families)
 
 
 def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packed:
@@ -134,34 +170,33 @@ def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packe
     if len(actions) and int(positions[actions].min()) == 0:
         raise ValueError("an action token begins a sequence; a prompt must hold at least one token")
     per_row = rows["action_mask"].with_values(rows["action_mask"].values.to(torch.int64)).row_sums()
-    ids, predictors, row_ends, families = tokens.values, actions - 1, tokens.offsets[1:] - 1, None
+    packed = Packed(
+        {"input_ids": tokens.values, "position_ids": positions},
+        tuple(lengths.tolist()),
+        actions - 1,
+        tokens.values[actions],
+        offsets_of(per_row),
+        tokens.offsets[1:] - 1,
+    )
     if share_prompts:
         families = families_of(rows)
         assert families is not None, "rows of several sequences, or without actions, share no prompts"
-        # The position of each token in the shared packing, (N,), and the packing's number of tokens.
-        place, total = torch.empty(len(ids), dtype=torch.int64), 0
+        # The place of each token in the shared packing, (N,), and for each place there a token of the rows.
+        places, chosen, total = torch.empty(len(tokens.values), dtype=torch.int64), list[Tensor](), 0
         offsets = tokens.offsets.tolist()
         for family in families:
             end = total + family.prompt
+            first = offsets[family.rows[0]]
+            chosen.append(torch.arange(first, first + family.prompt))
             for row, length in zip(family.rows, family.responses, strict=True):
-                start = offsets[row]
-                place[start : start + family.prompt] = torch.arange(total, total + family.prompt)
-                place[start + family.prompt : start + family.prompt + length] = torch.arange(end, end + length)
+                start, begin = offsets[row], offsets[row] + family.prompt
+                places[start:begin] = torch.arange(total, total + family.prompt)
+                places[begin : begin + length] = torch.arange(end, end + length)
+                chosen.append(torch.arange(begin, begin + length))
                 end += length
             total = end
-        shared_ids, shared_positions = ids.new_empty(total), positions.new_empty(total)
-        shared_ids[place], shared_positions[place] = ids, positions
-        ids, positions, predictors, row_ends = shared_ids, shared_positions, place[predictors], place[row_ends]
-    return Packed(
-        ids.to(device),
-        positions.to(device),
-        tuple(lengths.tolist()),
-        predictors.to(device),
-        tokens.values[actions].to(device),
-        offsets_of(per_row),
-        row_ends.to(device),
-        families=None if families is None else tuple(families),
-    )
+        packed = replace(packed.select(torch.cat(chosen), places), families=tuple(families))
+    return packed.to(device)
 
 
 def families_of(rows: Rows) -> list[Family] | None:

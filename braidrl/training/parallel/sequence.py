@@ -170,19 +170,8 @@ def predict_own_tokens(
     # `hidden` is already local.
     count = len(packed.input_ids) // group.size()
     first = group.rank() * count
-    own = slice(first, first + count)
-    here, ends = (
-        places[(places >= first) & (places < first + count)] for places in (packed.predictors, packed.row_ends)
-    )
-    local = replace(
-        packed,
-        input_ids=packed.input_ids[own],
-        position_ids=packed.position_ids[own],
-        predictors=here - first,
-        targets=packed.targets[(packed.predictors >= first) & (packed.predictors < first + count)],
-        row_ends=ends - first,
-        context=ShardedAttention(packed.attention(), groups),
-    )
+    own = torch.arange(first, first + count, device=packed.input_ids.device)
+    local = replace(packed.select(own), context=ShardedAttention(packed.attention(), groups))
     found = predict(local, *objective)
     for name, values in found.items() if join else ():
         # Ranks have different numbers of predictions.

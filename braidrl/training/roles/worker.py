@@ -184,7 +184,8 @@ class RoleWorker(ShardedBackend):
             found.append(MicroBatch(numbers, part, pack(part, self.device, shares)))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
         none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
-        filler = Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)
+        tokens, offsets = {"input_ids": one, "position_ids": one}, torch.zeros(1, dtype=torch.int64)
+        filler = Packed(tokens, (1,), none, none, offsets, none)
         return found + [MicroBatch([], Rows({}), filler)] * (self.ranks.num_micro_batches(len(found)) - len(found))
 
     @torch.no_grad()

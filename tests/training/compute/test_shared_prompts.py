@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,20 @@ def test_it_pays_where_prompts_are_long_and_shared() -> None:
         {"sequence_lengths": Ragged.from_lengths(torch.tensor([12, 12] * 2), torch.tensor([2, 2]))}
     )
     assert not saves_enough(halves), "rows of several sequences have no single prompt"
+
+
+def test_a_column_of_all_tokens_follows_them_through_sharing_padding_and_sharding() -> None:
+    rows = rows_of()
+    plain = pack(rows, CPU)
+    ids = plain.input_ids
+    plain = replace(plain, per_token={**plain.per_token, "routes": torch.stack([ids, -ids], 1)[:, None]})
+    count = len(ids)
+    filled = plain.padded(count + 70)
+    parts = [filled.select(torch.arange(start, start + (count + 70) // 2)) for start in (0, (count + 70) // 2)]
+    for packed in (filled, *parts):
+        assert torch.equal(packed.per_token["routes"][:, 0, 0], packed.input_ids)
+        assert torch.equal(packed.per_token["routes"][:, 0, 1], -packed.input_ids)
+    assert torch.equal(filled.input_ids[:count], ids) and not bool(filled.input_ids[count:].any())
+    assert torch.equal(torch.cat([part.targets for part in parts]), plain.targets)
+    ends = [part.predictors + number * (count + 70) // 2 for number, part in enumerate(parts)]
+    assert torch.equal(torch.cat(ends), plain.predictors)
