@@ -119,12 +119,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
         Raises UserError if the data has changed.
         """
-        found = self.world.share(
-            "checkpoint", str(resume_point(self.folder, newest_whole) or "") if self.world.first else None
-        )
-        if not found:
+        found = resume_point(self.folder, newest_whole, self.world)
+        if found is None:
             return None
-        state = load_checkpoint(Path(found))
+        state = load_checkpoint(found)
         accepted, refused = self.config.trainer.accept_changes, dict[str, list[str]]()
         for kind, digests in self.fingerprints.items():
             before = state.fingerprints.get(kind, {})
@@ -138,7 +136,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 "it back, or go on "
                 f"regardless with trainer.accept_changes=[{', '.join([*accepted, *refused])}]"
             )
-        return Path(found), state
+        return found, state
 
     def __exit__(self, *_: object) -> None:
         self.resources.close()

@@ -4,17 +4,14 @@ skeleton on the meta device ─split─▶ own layers ─read one─▶ shard it
     ─▶ read the next ...  a rank holds its shards and one layer
 """
 
-import pickle
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from braidrl.errors import UserError
 from braidrl.weights.boxes import Box
@@ -24,11 +21,13 @@ HEAD = "score.weight"
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a directory's safetensors files by name. Raises UserError for a damaged file."""
+    """The tensors of a directory's safetensors files `stem*.safetensors` by name. Raises UserError for a damaged
+    file.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stem: str = "model") -> None:
         self._files: dict[str, Any] = {}
-        for path in sorted(folder.expanduser().glob("model*.safetensors")):
+        for path in sorted(folder.expanduser().glob(f"{stem}*.safetensors")):
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -97,45 +96,3 @@ class ParameterReader:
                     copied = values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
                     loaded = self._read[parameter] = nn.Parameter(copied)
                 setattr(part, leaf, loaded)
-
-
-KNOWN = {
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-
-
-class IndexUnpickler(pickle.Unpickler):
-    """Unpickles descriptions of tensors only; raises UnpicklingError for any other class."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in KNOWN.get(module, ()):
-            return super().find_class(module, name)
-        if module.startswith("pathlib") and name in ("Path", "PosixPath"):
-            return PurePosixPath
-        raise pickle.UnpicklingError(f"the index names {module}.{name}, which does not describe a tensor")
-
-
-class TensorReader(dcp.FileSystemReader):
-    """Reads a checkpoint folder without arbitrary pickles: the index by `IndexUnpickler`, tensors by torch with
-    `weights_only`.
-    """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata = IndexUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError("the index does not describe tensors")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata

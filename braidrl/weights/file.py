@@ -6,8 +6,14 @@ rank 1  its blocks ┼─▶ model.safetensors ──▶ an embedded engine of t
 rank 2  its blocks ╯        blocks missing on a machine come from another one, in rounds of bounded size
 
 In shared memory the file is unlinked once it is complete: it disappears with the rank that created it.
+
+A checkpoint is a set of files of whole tensors, each file written and hashed by one rank; blocks come to it in rounds:
+
+rank 0   its blocks ╮          ╭──▶ rank 0 ──▶ model-00001-of-00002.safetensors, SHA-256
+rank 1   its blocks ┴─ rounds ─┴──▶ rank 1 ──▶ model-00002-of-00002.safetensors, SHA-256
 """
 
+import hashlib
 import json
 import os
 import tempfile
@@ -27,21 +33,25 @@ from braidrl.cluster.shared_memory import machine, shared_folder, write_at
 from braidrl.cluster.world import Ranks
 from braidrl.weights.boxes import Box
 from braidrl.weights.publisher import PublishedEngine, TransferVolume
-from braidrl.weights.reshard_plan import gather_shard_index, shared_blocks
+from braidrl.weights.reshard_plan import TensorGroup, gather_shard_index, shared_blocks
 from braidrl.weights.shards import Parts, WeightPart, check_parts, full_parts
-from braidrl.weights.transfer import WeightTransfer
+from braidrl.weights.transfer import LIMIT_BYTES, WeightTransfer
 
 WEIGHTS = "model.safetensors"
 """The name of the file in its folder."""
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The names of an adapter's files in its folder, which are peft's."""
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+TYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+TYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 """The safetensors names of dtypes."""
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
 METADATA = "__metadata__"
 """The header's entry with other names of tied tensors."""
 WORD = 8
 """Bytes of the length at the start of the file."""
+FILE_BYTES = 1 << 30
+"""Bytes of the tensors in one file of a set; a larger tensor has its own."""
 ALIGNED = 64
 """The alignment of torch's own memory in bytes.
 
@@ -143,16 +153,9 @@ class WeightWriter:
         others = {other: first for first, part in known.tensors.items() for other in part.names if other != first}
         self.repeated = others if repeat else {}
         """The other names of tied tensors that are stored under every name, and the first."""
-        self.header: dict[str, Any] = {METADATA: others} if others and not repeat else {}
-        """The file's header: the bytes of each tensor in `tensors`, counted from its end."""
-        self.tensors, self.size = {name: part.local for name, part in known.tensors.items()}, 0
+        self.tensors = {name: part.local for name, part in known.tensors.items()}
         stored = self.tensors | {name: self.tensors[same] for name, same in self.repeated.items()}
-        # By descending element size, so that each is aligned; else in the model's order: a decoder joins neighbours
-        # without a copy.
-        for name, tensor in sorted(stored.items(), key=lambda one: -one[1].itemsize):
-            start, self.size = self.size, self.size + tensor.nbytes
-            offsets = [start, self.size]
-            self.header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        self.header, self.size = file_header(stored, others if not repeat else {})
         # The ranks of each machine write every element once.
         groups = [
             replace(group, wanted=[block for here in ranks_on.values() for block in shared_blocks(group, here)])
@@ -180,7 +183,7 @@ class WeightWriter:
                     for name, tensor in self.tensors.items()
                 }
                 self.transfer.run(parts, into)
-                self._gather("blocks of other ranks", error_message(failed[0], path) if failed else {})
+                gathered(self.ranks, "blocks of other ranks", error_message(failed[0], path) if failed else {})
             except BaseException:
                 os.close(handle)
                 raise
@@ -195,9 +198,7 @@ class WeightWriter:
         path.
         """
         said, for_servers = dict[str, Any](), self.in_folder and self.adapter is None
-        header = json.dumps(self.header).encode()
-        header += b" " * (-(WORD + len(header)) % ALIGNED)
-        header = len(header).to_bytes(WORD, "little") + header
+        header = header_bytes(self.header)
         try:
             if self.is_leader:
                 if named is None:
@@ -222,15 +223,133 @@ class WeightWriter:
                     os.close(handle)
         except OSError as error:
             said = error_message(error, named or self.within)
-        return Path(self._gather("creation of the weight file", said)[self.leader]["path"])
+        return Path(gathered(self.ranks, "creation of the weight file", said)[self.leader]["path"])
 
-    def _gather(self, purpose: str, said: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gather a message of every rank. Raises OSError if one of them is an error."""
-        of_all = self.ranks.all_gather(purpose, said)
-        for failed in of_all:
-            if "error" in failed:
-                raise OSError(failed["number"], failed["error"])
-        return of_all
+
+def file_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+    """Return a file's header, with the bytes of each tensor counted from the header's end, and the bytes of all."""
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    size = 0
+    # By descending element size, so that each is aligned; else in the model's order: a decoder joins neighbours
+    # without a copy.
+    for name, tensor in sorted(tensors.items(), key=lambda one: -one[1].itemsize):
+        start, size = size, size + tensor.nbytes
+        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, size]}
+    return header, size
+
+
+def header_bytes(header: Mapping[str, Any]) -> bytes:
+    """Return a header as it starts a file, with its length before it."""
+    text = json.dumps(header).encode()
+    text += b" " * (-(WORD + len(text)) % ALIGNED)
+    return len(text).to_bytes(WORD, "little") + text
+
+
+class SetWriter:
+    """A set of safetensors files that ranks write together: each file by one rank, of whole tensors in the order of the
+    model.
+
+    A rank holds, beside its parts, at most `limit_bytes` that come from others or go to them.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, WeightPart], ranks: Ranks, stem: str = "model", limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        """Plan the files, which begin with `stem`; all ranks call this, and `write`, at the same time."""
+        self.ranks, known = ranks, gather_shard_index(parts, ranks, machine())
+        self.tensors = {name: part.local for name, part in known.tensors.items()}
+        files, filled = list[list[str]](), FILE_BYTES
+        for name, tensor in self.tensors.items():
+            if filled + tensor.nbytes > FILE_BYTES:
+                files.append([])
+                filled = 0
+            files[-1].append(name)
+            filled += tensor.nbytes
+        names = [f"{stem}-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+        self.files = dict(zip(names if len(files) > 1 else [f"{stem}.safetensors"], files, strict=True))
+        """The names of the tensors in each file."""
+        self.writers = {file: n * ranks.size // len(self.files) for n, file in enumerate(self.files)}
+        """The rank that writes each file."""
+        self.index = f"{stem}.safetensors.index.json"
+        """The name of the file that says where each tensor is, if there are several files."""
+        writer_of = {name: self.writers[file] for file, some in self.files.items() for name in some}
+        order, groups = list(self.tensors), list[TensorGroup]()
+        for group in known.groups():
+            by_writer: dict[int, list[int]] = {}
+            for place in group.tensors:
+                by_writer.setdefault(writer_of[order[place]], []).append(place)
+            groups += [
+                replace(group, tensors=places, wanted=[(rank, Box.whole(group.shape))])
+                for rank, places in by_writer.items()
+            ]
+        self.transfer = WeightTransfer(known, groups, ranks, limit_bytes, torch.device("cpu"))
+
+    def write(self, parts: Mapping[str, WeightPart], folder: Path) -> dict[str, list[Any]]:
+        """Write the set into a folder; return the size in bytes and the SHA-256 of each file, on every rank.
+
+        Raises OSError on every rank if one of them cannot write.
+        """
+        own = [file for file, rank in self.writers.items() if rank == self.ranks.rank]
+        handles, failed, into = dict[str, int](), list[OSError](), dict[str, WeightPart]()
+        with ExitStack() as opened:
+            for file in own:
+                try:
+                    handles[file] = self._create(folder / file, opened)
+                except OSError as error:
+                    failed.append(error)
+                begin = os.fstat(handles[file]).st_size - self._header(file)[1] if file in handles else 0
+                for name in self.files[file]:
+                    start = begin + self._header(file)[0][name]["data_offsets"][0]
+                    handle = handles.get(file, -1)
+                    into[name] = FilePart([name], self.tensors[name], handle=handle, starts=[start], failed=failed)
+            self.transfer.run(parts, into)
+            said: dict[str, Any] = error_message(failed[0], folder) if failed else {}
+            try:
+                for handle in handles.values() if not failed else ():
+                    os.fsync(handle)
+                said = said or {"files": {file: digest(folder / file) for file in own}}
+            except OSError as error:
+                said = error_message(error, folder)
+        written = gathered(self.ranks, "files of a checkpoint", said)
+        return {file: about for answer in written for file, about in answer["files"].items()}
+
+    def write_index(self, folder: Path) -> dict[str, list[Any]]:
+        """Write the index of several files, on one rank; return its size and SHA-256 by its name."""
+        if len(self.files) == 1:
+            return {}
+        where = {name: file for file, names in self.files.items() for name in names}
+        size = sum(tensor.nbytes for tensor in self.tensors.values())
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=1)
+        (folder / self.index).write_text(text)
+        return {self.index: digest(folder / self.index)}
+
+    def _header(self, file: str) -> tuple[dict[str, Any], int]:
+        return file_header({name: self.tensors[name] for name in self.files[file]}, {"format": "pt"})
+
+    def _create(self, path: Path, opened: ExitStack) -> int:
+        """Create a file with its header and space for all tensors; return its handle."""
+        header, size = self._header(path.name)
+        text = header_bytes(header)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        opened.callback(os.close, handle)
+        write_at(handle, memoryview(text), 0)
+        os.truncate(handle, len(text) + size)
+        return handle
+
+
+def digest(path: Path) -> list[Any]:
+    """Return the size in bytes and the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def gathered(ranks: Ranks, purpose: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+    """Gather a message of every rank. Raises OSError if one of them is an error."""
+    of_all = ranks.all_gather(purpose, said)
+    for failed in of_all:
+        if "error" in failed:
+            raise OSError(failed["number"], failed["error"])
+    return of_all
 
 
 def remove_version(path: Path) -> None:

@@ -12,6 +12,7 @@ Reading a tensor reads only its sources. `HubNames` does the reverse, tensor by 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import WeightFiles
+from braidrl.weights.shards import WeightPart
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 """Name suffixes of the parts of quantised weights."""
@@ -137,11 +140,11 @@ def converted(model: Any, conversion: Any, parts: Inputs, values: Mapping[str, T
 class HubNames:
     """The conversion of a model's tensors to the names and shapes of the hub's files, as `save_pretrained` does it."""
 
-    def __init__(self, model: Any) -> None:
-        """Plan the conversion of a model, which may be on the meta device."""
+    def __init__(self, model: Any, names: Iterable[str] | None = None) -> None:
+        """Plan the conversion of a model, which may be on the meta device; `names` are its tensors, by default all."""
         known = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
         reverse = [conversion.reverse_transform() for conversion in reversed(known)]
-        self._model, self._made_by = model, planned(model.state_dict(), reverse, reverse=True)
+        self._model, self._made_by = model, planned(names or model.state_dict(), reverse, reverse=True)
         self._targets = {source: target for target, (_, parts) in self._made_by.items() for _, source, _ in parts}
         self.differ = any(
             not isinstance(self._made_by[target][0], WeightRenaming) or target != source
@@ -158,6 +161,52 @@ class HubNames:
             conversion, parts = self._made_by[target]
             if len(come[target]) == len(parts):
                 yield from converted(self._model, conversion, parts, come.pop(target)).items()
+
+    def parts(self, parts: Mapping[str, WeightPart]) -> dict[str, WeightPart] | None:
+        """Return a rank's parts as parts of the hub's tensors, in the same memory; None if a tensor of the hub is no
+        block of one of the model's, as where a conversion transposes.
+        """
+        found: dict[str, WeightPart] = {}
+        for name, part in parts.items():
+            blocks = self._blocks_of(name, part.shape)
+            if blocks is None:
+                return None
+            for target, shape, box in blocks:
+                if box == Box.whole(part.shape) and shape == part.shape:
+                    found[target] = replace(part, names=[target])
+                elif (held := box.overlap(part.box)) is not None:
+                    # The hub's tensor lacks the leading dimensions in which it is one of many, such as that of experts.
+                    lacking = len(box.sizes) - len(shape)
+                    starts = [at - start for at, start in zip(held.offsets, box.offsets, strict=True)]
+                    inner = Box(tuple(starts[lacking:]), held.sizes[lacking:])
+                    found[target] = WeightPart([target], part.block(held).view(inner.sizes), (torch.Size(shape), inner))
+        return found
+
+    def _blocks_of(self, name: str, shape: torch.Size) -> list[tuple[str, torch.Size, Box]] | None:
+        """Return the hub's tensors that are made of a tensor: name, shape, and the block that each is; None if one is
+        no block.
+
+        Found by a conversion of numbers: one for each place along all dimensions but the last.
+        """
+        conversion, parts = self._made_by[self._targets[name]]
+        if isinstance(conversion, WeightRenaming):
+            return [(self._targets[name], shape, Box.whole(shape))]
+        if len(parts) > 1 or len(shape) < 2:
+            return None
+        leading = shape[:-1]
+        numbers = torch.arange(leading.numel()).view(*leading, 1).expand(*leading, 2).contiguous()
+        found = []
+        for target, value in converted(self._model, conversion, parts, {name: numbers}).items():
+            if value.dim() < 2 or value.shape[-1] != 2 or not torch.equal(value[..., 0], value[..., 1]):
+                return None
+            own = value[..., 0].flatten()
+            first = torch.unravel_index(own[0], leading)
+            sizes = (*(1,) * (len(shape) - value.dim()), *value.shape[:-1], shape[-1])
+            box = Box((*(int(at) for at in first), 0), sizes)
+            if not torch.equal(numbers[box.slices[:-1]][..., 0].flatten(), own):
+                return None
+            found.append((target, torch.Size((*value.shape[:-1], shape[-1])), box))
+        return found
 
 
 def model_in(folder: Path | str) -> Any:

@@ -63,7 +63,7 @@ class WeightTransfer:
         its parts. The `transport` moves the bytes, by default the ranks' process group. Raises ValueError if a wanted
         block is on no rank.
         """
-        self.known, self.ranks, self.device = known, ranks, device
+        self.known, self.ranks, self.device, self.limit_bytes = known, ranks, device, limit_bytes
         self.names = list(known.tensors)
         self.dtypes = [part.tensor.dtype for part in known.tensors.values()]
         self.transport = transport or GroupTransport(ranks, torch.device("cpu"))
@@ -170,7 +170,9 @@ class WeightTransfer:
         for box in (box for plan in self.plans for box in plan.stays.get(tensor, ())):
             size, target = box.elements * source.local.itemsize, into[self.names[tensor]]
             self.traffic.stayed += size
-            for piece in box.divided(-(-size // LIMIT_BYTES)) if source.local.is_cuda else [box]:
+            most = self.limit_bytes // source.local.itemsize
+            starts = range(0, box.elements, most)
+            for piece in (part for start in starts for part in box.span(start, min(box.elements, start + most))):
                 block = source.block(piece)
                 if block.is_cuda and target.tensor.device.type != "cuda":
                     # Copy by way of pinned memory, whose pages torch keeps for the next block.

@@ -10,20 +10,20 @@ import braidrl.training.roles.checkpoint as checkpoint
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import shapes
 
-write = getattr(checkpoint, "plainly", checkpoint.write_tensors)
+write = getattr(checkpoint, "plainly", checkpoint.write_files)
 
 
-def by_rules(tensors, path: Path) -> None:
-    step, run = path.parents[1].name.strip(".").removesuffix(".partial"), path.parents[3]
+def by_rules(parts, ranks, folder: Path, stem: str, is_first: bool):
+    step, run = folder.parent.name.strip(".").removesuffix(".partial"), folder.parents[2]
     if run.with_name(f"{run.name}.full").exists():
         raise OSError(28, "No space left on device")
     while run.with_name(f"{run.name}.{step}.held").exists():
         time.sleep(0.01)
-    write(tensors, path)
+    return write(parts, ranks, folder, stem, is_first)
 
 
 def heed() -> None:
-    checkpoint.plainly, checkpoint.write_tensors = write, by_rules
+    checkpoint.plainly, checkpoint.write_files = write, by_rules
 
 
 heed()

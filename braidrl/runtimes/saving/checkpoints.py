@@ -13,7 +13,6 @@ driver ──save, copy──▶ worker: copies ──▶ thread: writes        
        ──written─────────────────────────▶ trouble, or none
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.api import CheckpointException
 
+from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.errors import UserError, first_line
 from braidrl.flow.selecting import Selection
@@ -41,11 +40,12 @@ from braidrl.runtimes.saving.folders import (
     sync,
     written_whole,
 )
-from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, Write
+from braidrl.training.roles.checkpoint import DIGESTS, OPTIMIZER, Write
+from braidrl.weights.file import digest
 
 FORMAT = 2
 LEFT_OUT = "-left-out"
-TROUBLES = (OSError, SafetensorError, CheckpointException)
+TROUBLES = (OSError, SafetensorError)
 """Errors of a full or missing disk."""
 WRITE_LIMIT_S = 3600.0
 """Time limit for one write, to disk or shared memory."""
@@ -230,17 +230,18 @@ def load_checkpoint(folder: Path) -> RunState:
     return RunState(state["step"], state["version"], position(state, "", started), state.get("fingerprints", {}))
 
 
-def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
-    """Return the checkpoint to resume from, with each of its files checked; None before the first.
+def resume_point(run: Path, newest_whole: bool = False, world: World | None = None) -> Path | None:
+    """Return the checkpoint to resume from, with each of its files checked; None before the first. All ranks of a
+    `world` call this together.
 
     If the latest is damaged, `newest_whole` uses the newest complete one; else UserError names the command to do so.
     """
     latest = latest_checkpoint(run)
-    trouble = checkpoint_damage(latest) if latest else ""
+    trouble = checkpoint_damage(latest, world) if latest else ""
     if latest is None or not trouble:
         return latest
     others = [other for other in reversed(checkpoints_of(run)) if other != latest]
-    whole = next((other for other in others if not checkpoint_damage(other)), None)
+    whole = next((other for other in others if not checkpoint_damage(other, world)), None)
     if whole is None:
         raise UserError(f"{latest}: {trouble}, and no other checkpoint is whole; copy one back, or begin anew")
     if not newest_whole:
@@ -250,31 +251,45 @@ def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a complete folder."""
-    (folder / MANIFEST).write_text(json.dumps({"files": digests(folder)}, indent=1))
+    """Write the manifest of a complete folder, with the digests of the ranks that wrote the weights."""
+    known: dict[str, list[Any]] = {}
+    for path in folder.glob(f"*/{DIGESTS}"):
+        known |= {str(Path(path.parent.name, name)): about for name, about in json.loads(path.read_text()).items()}
+        path.unlink()
+    files = known | digests(folder, [path for path in files_in(folder) if path not in known])
+    (folder / MANIFEST).write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1))
 
 
-def digests(folder: Path) -> dict[str, list[Any]]:
-    """Return the size in bytes and the SHA-256 of each file but the manifest, by its path in the folder."""
+def files_in(folder: Path) -> list[str]:
+    """Return the paths of all files in a folder but its manifest."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    return sorted(str(path.relative_to(folder)) for path in files)
 
-    def digest(path: Path) -> list[Any]:
-        with path.open("rb") as file:
-            return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+def digests(folder: Path, files: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the size in bytes and the SHA-256 of files, by their paths in the folder."""
     with ThreadPoolExecutor(READERS) as readers:
-        return {str(path.relative_to(folder)): one for path, one in zip(files, readers.map(digest, files), strict=True)}
+        return dict(zip(files, readers.map(digest, [folder / file for file in files]), strict=True))
 
 
-def checkpoint_damage(folder: Path) -> str:
-    """Return the damage of a checkpoint, naming the file; empty if each file is as its manifest says."""
+def checkpoint_damage(folder: Path, world: World | None = None) -> str:
+    """Return the damage of a checkpoint, naming the file; empty if each file is as its manifest says.
+
+    All ranks of a `world` call this together, and each reads a share of the files.
+    """
+    world = world or World()
     try:
-        wanted = json.loads((folder / MANIFEST).read_text())["files"]
-        found = digests(folder)
+        wanted = dict(json.loads((folder / MANIFEST).read_text())["files"])
+        files = files_in(folder)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    try:
+        own: dict[str, list[Any]] = digests(folder, files[world.rank :: world.size])
+    except OSError as error:
+        own = {str(error.filename): [first_line(error)]}
+    found = {name: about for part in world.gather("digests of a checkpoint", own) for name, about in part.items()}
     for name in sorted(wanted | found):
         if name not in found:
             return f"{name} is missing"
@@ -305,7 +320,7 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
     if folder.exists():
         raise UserError(f"{folder} exists; nothing was overwritten")
     with written_whole(folder) as copied:
-        shutil.copytree(source, copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
+        shutil.copytree(source, copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns(f"{OPTIMIZER}*.safetensors*"))
     architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.name != OPTIMIZER)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if not file.name.startswith(OPTIMIZER))
     return f"{folder}: {architecture}, {size / 2**20:.1f} MiB of weights, from {checkpoint}"

@@ -2,37 +2,38 @@
 
     actor/  config.json  model.safetensors  tokenizer.json        full tensors in every layout, adapters merged
             adapter/                                              adapters in peft's format, if only these are trained
-            optimizer.safetensors                                 if each rank has the full model
-            optimizer/  .metadata  __0_0.distcp  __1_0.distcp     else: each rank writes its own shards
+            optimizer.safetensors                                 master copies and moments, by the parameter's number
+            digests.json                                          until the run's manifest has them
 
-Both forms of optimizer state can be read in any layout.
+Where ranks shard the model, they write together: each file, of about a GiB, is written and hashed by one rank, and no
+rank has more of the others' tensors than a round of a transfer. Large sets are several files with an index, as on the
+hub. A rank reads its own blocks, in any layout.
 """
 
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer, GenerationConfig
 
 from braidrl.cluster.ranks import tell
+from braidrl.cluster.world import Ranks
 from braidrl.errors import UserError, first_line
-from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer
-from braidrl.weights.checkpoint_files import TensorReader
-from braidrl.weights.shards import as_dtensor, local_shard, shard_of
+from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
+from braidrl.weights.checkpoint_files import WeightFiles
+from braidrl.weights.file import SetWriter
+from braidrl.weights.shards import WeightPart, as_dtensor, local_shard, shard_of
 
-OPTIMIZER = "optimizer.safetensors"
-PARTS = "optimizer"
+OPTIMIZER = "optimizer"
+"""What the names of the files with the optimizer's state begin with."""
+DIGESTS = "digests.json"
+"""The sizes and digests of the files that ranks have written into a role's folder."""
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -93,14 +94,40 @@ def side_files(model: Any, path: Path) -> dict[str, bytes]:
         }
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+def write_files(
+    parts: Mapping[str, WeightPart], ranks: Ranks, folder: Path, stem: str, is_first: bool
+) -> dict[str, list[Any]]:
+    """Write tensors as the files `stem*.safetensors` of a folder, all ranks together; return their sizes and digests.
+
+    The first rank makes the folder and the index of several files.
+    """
+    writer = SetWriter(parts, ranks, stem)
+    if is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+    ranks.all_gather("the folder of a checkpoint", None)
+    written = writer.write(parts, folder)
+    return written | (writer.write_index(folder) if is_first else {})
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to host memory; tied tensors stay tied."""
-    found: dict[int, Tensor] = {}
-    return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
+def copied(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+    """Copy a rank's parts to host memory, with adapters merged; all ranks of a sharded model call this together."""
+    return {
+        name: replace(own := part.merged(), tensor=own.local.detach().to("cpu", copy=True).contiguous())
+        for name, part in parts.items()
+    }
+
+
+def not_finite(parts: Mapping[str, WeightPart]) -> str:
+    """Return the name of a tensor whose local part holds infinity or NaN, or an empty string."""
+    plain = {name: local_shard(part.tensor) for name, part in parts.items() if isinstance(part.tensor, Tensor)}
+    if all_finite(plain.values()):
+        return ""
+    return next(name for name, tensor in plain.items() if not all_finite([tensor]))
+
+
+def state_parts(optimizer: MasterOptimizer) -> dict[str, WeightPart]:
+    """Return this rank's parts of the optimizer's state, sharded like their parameters."""
+    return {key: WeightPart([key], tensor) for key, tensor in divided_state(optimizer).items()}
 
 
 def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -> dict[str, Tensor]:
@@ -109,30 +136,15 @@ def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -
     Raises UserError for damaged files, LookupError for another model's.
     """
     try:
-        if (folder / OPTIMIZER).is_file():
-            tensors = load_file(folder / OPTIMIZER)
-            own = own_keys(optimizer, parameters, {key: tensor.shape for key, tensor in tensors.items()})
-            return {key: shard_of(tensors[key], owner(optimizer, key, tensors[key])) for key in own}
-        reader, wanted = TensorReader(folder / PARTS), dict[str, Tensor]()
-        known = reader.read_metadata().state_dict_metadata
-        saved = {key: about for key, about in known.items() if isinstance(about, TensorStorageMetadata)}
-        if other := sorted(known.keys() - saved.keys()):
-            raise LookupError(f"{other[0]} is no tensor")
-        for key in own_keys(optimizer, parameters, {key: about.size for key, about in saved.items()}):
-            dtype = saved[key].properties.dtype
-            wanted[key] = torch.empty((), dtype=dtype)
-            if saved[key].size:
-                parameter = optimizer.by_number[int(key.split(".")[0])]
-                wanted[key] = as_dtensor(torch.empty_like(local_shard(parameter), dtype=dtype), parameter)
-        with warnings.catch_warnings():
-            # Each rank reads its own shards on purpose: suppress the warning.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
-    except (CheckpointException, SafetensorError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        files = WeightFiles(folder, OPTIMIZER)
+        if not files:
+            raise FileNotFoundError(folder)
+        keys = own_keys(optimizer, parameters, {key: files.shape(key) for key in files})
+        return {key: shard_of(tensor := files[key], owner(optimizer, key, tensor)) for key in keys}
+    except (UserError, SafetensorError, OSError, EOFError, RuntimeError) as error:
         raise UserError(
             f"the optimizer in {folder} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
         ) from error
-    return {key: local_shard(tensor) for key, tensor in wanted.items()}
 
 
 def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:

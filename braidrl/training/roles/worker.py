@@ -11,9 +11,9 @@ values             v1 v2 v3          of the state before each action, by a criti
 score                     s          of the row, by a reward model, at its last token
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.process_groups import background_group
+from braidrl.cluster.world import Ranks
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
@@ -44,7 +44,7 @@ from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.loading import load_decoder, load_scorer
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
-from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer, StepOverrides, all_finite
+from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import HIDDEN
 from braidrl.training.role_settings import merges_adapters, settings_of
@@ -52,8 +52,8 @@ from braidrl.training.roles import checkpoint
 from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
-from braidrl.weights.model_files import ModelFiles
-from braidrl.weights.shards import WeightPart, full_tensor, local_shard, shapes_of, shard_of, storages, weight_parts
+from braidrl.weights.model_files import HubNames, ModelFiles
+from braidrl.weights.shards import WeightPart, local_shard, shapes_of, shard_of, storages, weight_parts
 
 FAST_LAYERS = {"cpu": compile_layers, "cuda": use_kernels}
 """Functions that switch a model to faster kernels, by device type."""
@@ -299,57 +299,67 @@ class RoleWorker(ShardedBackend):
     def saving_tasks(self, folder: Path, write: bool = True, copy: bool = False) -> list[checkpoint.Write]:
         """Return the calls that write model, tokenizer and optimizer into a new folder, in order.
 
-        Every rank of a sharded model calls this; otherwise one rank of the role does. Rank 0 writes what all ranks have
-        in full, as transformers writes nothing on others. `copy` copies the tensors to host memory first, so that a
-        thread can write while training continues. Raises UserError if a tensor holds infinity or NaN; such a checkpoint
+        Every rank of a sharded model calls this, and writes its share of the files; otherwise one rank of the role
+        does, which passes `write`. `copy` copies this rank's parts to host memory first, so that a thread can write
+        while training continues. Raises UserError on every rank if a tensor holds infinity or NaN; such a checkpoint
         must not replace a usable one.
         """
-        kept = checkpoint.copied if copy else dict[str, Tensor]
-        weights, adapters = self.full_state_dict(wanted=write), dict[str, Tensor]()
+        ranks = self.ranks if self.ranks.is_sharded else Ranks()
+        if not (write or self.ranks.is_sharded):
+            return []
+        weights = self.weights()
+        sets = {
+            "model": HubNames(self.model, [name for part in weights.values() for name in part.names]).parts(weights)
+        }
         if self.lora:
-            for names, tensor in self.ranks.full_tensors(
-                lora.adapters_of(dict(self.model.named_parameters())), full_tensor
-            ):
-                adapters |= dict.fromkeys(names, tensor)
-        state = self.optimizer.state() if self.optimizer else {}
-        tensors = {**weights, **adapters, **state}
-        if not all_finite(local_shard(tensor) for tensor in tensors.values()):
-            first = next(name for name, tensor in tensors.items() if not all_finite([local_shard(tensor)]))
+            sets[f"{lora.ADAPTER}/{Path(ADAPTER_WEIGHTS).stem}"] = dict(self.weights(adapters_alone=True))
+        if self.optimizer is not None:
+            sets[checkpoint.OPTIMIZER] = checkpoint.state_parts(self.optimizer)
+        found = next(filter(None, (checkpoint.not_finite(parts or weights) for parts in sets.values())), "")
+        if first := next(filter(None, ranks.all_gather("infinite or NaN weights", found)), ""):
             raise UserError(
                 f"{self.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with "
-                "a lower "
-                "trainer.learning_rate or with trainer.max_grad_norm"
+                "a lower trainer.learning_rate or with trainer.max_grad_norm"
             )
-        parts: list[checkpoint.Write] = []
-        if write:
-            parts.append(partial(self._write_model, folder, kept(weights), kept(adapters)))
-        if self.optimizer is not None and self.ranks.is_sharded:
-            shards, place = checkpoint.divided_state(self.optimizer), folder / checkpoint.PARTS
-            if copy:
+        # Weights that transformers converts by more than names and slices are converted by it, from full tensors.
+        full = self.full_state_dict(wanted=write) if sets["model"] is None else {}
+        written = {stem: parts for stem, parts in sets.items() if parts is not None}
+        if copy:
+            written = {stem: checkpoint.copied(parts) for stem, parts in written.items()}
+            full = {name: tensor.to("cpu", copy=True) for name, tensor in full.items()}
+            if self.ranks.is_sharded:
                 # Threads of several roles communicate concurrently: each role needs its own process group.
                 self.background = self.background or background_group()
-                started = dcp.async_save(shards, checkpoint_id=place, process_group=self.background)
-                assert isinstance(started, Future)
-                parts.append(started.result)
-            else:
-                parts.append(partial(dcp.save, shards, checkpoint_id=place))
-        elif state and write:
-            parts.append(partial(checkpoint.write_tensors, kept(state), folder / checkpoint.OPTIMIZER))
-        return parts
+                ranks = Ranks(self.background)
+        return [partial(self._write, folder, written, full, ranks, write)]
 
-    def _write_model(self, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def _write(
+        self,
+        folder: Path,
+        sets: Mapping[str, Mapping[str, WeightPart]],
+        full: dict[str, Tensor],
+        ranks: Ranks,
+        write: bool,
+    ) -> None:
+        """Write this rank's share of each set of files, and on the rank that shall `write` the files beside them."""
+        digests = dict[str, Any]()
+        for stem, parts in sets.items():
+            place = folder / stem
+            written = checkpoint.write_files(parts, ranks, place.parent, place.name, write)
+            digests |= {str(Path(stem).parent / name): about for name, about in written.items()}
+        if not write:
+            return
+        if full:
+            checkpoint.save_weights(self.model, folder, full)
         if self.lora:
-            place = folder / lora.ADAPTER
-            place.mkdir(exist_ok=True)
-            lora.peft_config(self.lora, self.path, lora.PREFIX + HEAD in adapters).save_pretrained(place)
-            checkpoint.write_tensors(adapters, place / ADAPTER_WEIGHTS)
-        checkpoint.save_weights(self.model, folder, weights)
+            has_head = any(name == lora.PREFIX + HEAD for name in sets[f"{lora.ADAPTER}/{Path(ADAPTER_WEIGHTS).stem}"])
+            lora.peft_config(self.lora, self.path, has_head).save_pretrained(folder / lora.ADAPTER)
         if self.side_files is None:
             self.side_files = checkpoint.side_files(self.model, self.path)
         for name, content in self.side_files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
+        (folder / checkpoint.DIGESTS).write_text(json.dumps(digests))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -53,27 +53,27 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def saved(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Return the weights and the optimizer of a checkpoint."""
     folder = run / "checkpoints" / f"step-{step}" / "actor"
-    return load_file(folder / "model.safetensors") | load_file(folder / checkpoint.OPTIMIZER)
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
 
 
 def test_checkpoint_written_during_later_steps_holds_its_own_step(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = workshop.run("at-once", **with_trainer(checkpoint_async=False))
-    write, beside, threads = checkpoint.write_tensors, workshop.folder / "beside", []
+    write, beside, threads = checkpoint.write_files, workshop.folder / "beside", []
 
-    def slow(tensors: Any, path: Path) -> None:
+    def slow(parts: Any, ranks: Any, folder: Path, stem: str, is_first: bool) -> Any:
         """Write only after a later step has ended, so that a run that waited for the write would hang."""
-        step = int(path.parent.parent.name.split("-")[1].split(".")[0])
+        step = int(folder.parent.name.split("-")[1].split(".")[0])
         threads.append(threading.current_thread() is threading.main_thread())
         if step == 2:
             wait_until(lambda: read_metrics(beside)[-1]["step"] >= 3)
             assert latest_checkpoint(beside) is None and partial_path(beside / "checkpoints" / "step-2").is_dir()
-        write(tensors, path)
+        return write(parts, ranks, folder, stem, is_first)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", slow)
+    monkeypatch.setattr(checkpoint, "write_files", slow)
     workshop.run("beside", **SETTINGS)
-    assert threads == [False, False]
+    assert threads == [False] * 4, "weights and optimizer of two checkpoints"
     assert metrics_without_times(beside) == metrics_without_times(at_once)
     for step in (2, 4):
         ours, theirs = saved(beside, step), saved(at_once, step)
@@ -82,14 +82,14 @@ def test_checkpoint_written_during_later_steps_holds_its_own_step(
 
 
 def test_background_write_error_ends_run_at_next_step(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = checkpoint.write_tensors
+    write = checkpoint.write_files
 
-    def full(tensors: Any, path: Path) -> None:
-        if "step-2" in str(path):
+    def full(parts: Any, ranks: Any, folder: Path, stem: str, is_first: bool) -> Any:
+        if "step-2" in str(folder):
             raise OSError(28, "No space left on device")
-        write(tensors, path)
+        return write(parts, ranks, folder, stem, is_first)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    monkeypatch.setattr(checkpoint, "write_files", full)
     with (
         pytest.raises(UserError, match=r"the checkpoint of step 2 could not be written .*No space left") as caught,
         TrainingRun(workshop.config(**with_trainer(steps=50, checkpoint_every=1))) as run,
@@ -102,14 +102,14 @@ def test_background_write_error_ends_run_at_next_step(workshop: Workshop, monkey
 
 
 def test_ctrl_c_waits_for_the_checkpoint_being_written(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, interrupted = checkpoint.write_tensors, threading.Event()
+    write, interrupted = checkpoint.write_files, threading.Event()
 
-    def slow(tensors: Any, path: Path) -> None:
+    def slow(parts: Any, ranks: Any, folder: Path, stem: str, is_first: bool) -> Any:
         interrupted.wait(LIMIT_S)
         time.sleep(0.3)
-        write(tensors, path)
+        return write(parts, ranks, folder, stem, is_first)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", slow)
+    monkeypatch.setattr(checkpoint, "write_files", slow)
     with TrainingRun(workshop.config(**SETTINGS)) as run:
         step = run._one_step
 
@@ -128,8 +128,8 @@ def test_ctrl_c_waits_for_the_checkpoint_being_written(workshop: Workshop, monke
 
 HANGING = """
 import time, braidrl.training.roles.checkpoint as checkpoint
-write = checkpoint.write_tensors
-checkpoint.write_tensors = lambda tensors, path: time.sleep(600) if "step-4" in str(path) else write(tensors, path)
+write = checkpoint.write_files
+checkpoint.write_files = lambda *about: time.sleep(600) if "step-4" in str(about[2]) else write(*about)
 """
 
 

@@ -3,8 +3,6 @@ used.
 """
 
 import json
-import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from braidrl.errors import UserError
@@ -21,7 +18,6 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
 from braidrl.runtimes.saving.checkpoints import checkpoint_damage, export_model, resume_point, write_manifest
 from braidrl.runtimes.saving.folders import held_alone, latest_checkpoint, run_config
-from braidrl.weights.checkpoint_files import TensorReader
 from tests.tiny import ROOT, Workshop, metrics_without_times
 
 
@@ -187,28 +183,6 @@ def test_a_run_that_lives_is_not_resumed_a_second_time(run: Path) -> None:
     other.wait()
     with held_alone(run):
         pass
-
-
-class Runs:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self.path}",)
-
-
-def test_pickle_instead_of_tensor_index_does_not_run(tmp_path: Path) -> None:
-    tensors = {"steps": torch.tensor(3), "0.exp_avg": torch.randn(3, 4)}
-    dcp.save(dict(tensors), checkpoint_id=tmp_path / "parts", no_dist=True)
-    read = {"steps": torch.tensor(0), "0.exp_avg": torch.zeros(3, 4)}
-    dcp.load(read, storage_reader=TensorReader(tmp_path / "parts"), no_dist=True)
-    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-    (tmp_path / "parts" / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
-    with pytest.raises(pickle.UnpicklingError, match=r"names posix.system"):
-        TensorReader(tmp_path / "parts").read_metadata()
-    assert not (tmp_path / "ran").exists()
 
 
 def test_rows_that_several_workers_have_kept_are_no_role_to_export(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from contextlib import closing, nullcontext
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ from braidrl.training.roles.checkpoint import divided_state
 from braidrl.training.roles.copies import RoleCopy, copy_within
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights import file as weight_file
-from braidrl.weights.file import WeightWriter
+from braidrl.weights.file import SetWriter, WeightWriter
 from braidrl.weights.shards import full_tensor, local_shard, weight_parts
 from braidrl.weights.transfer import LIMIT_BYTES, WeightTransfer
 from tests.tiny import TOKENIZER, settings
@@ -118,13 +119,15 @@ def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0, t
     return found
 
 
-def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "float64") -> list[str]:
-    """Return differences above 1e-7; in float32 those of norm, log-probs and gradients above 1e-4: Adam's first step is
-    a sign.
+def differences(
+    found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "float64", limit: float = 1e-7
+) -> list[str]:
+    """Return differences above `limit`; in float32 those of norm, log-probs and gradients above 1e-4: Adam's first step
+    is a sign.
     """
     wanted = dict(wanted)
     wanted["log_probs"] = Ragged.from_lengths(wanted["log_probs"], make_rows()["action_tokens"]).take(mine).values
-    limit, left_out = (1e-7, ()) if dtype == "float64" else (1e-4, ("weight",))
+    limit, left_out = (limit, ()) if dtype == "float64" else (1e-4, ("weight",))
     # A pipeline stage has the gradients of its own layers; weights are compared as a whole.
     assert found.keys() <= wanted.keys()
     assert all(name.startswith("state") for name in wanted.keys() - found.keys())
@@ -167,7 +170,11 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         )
         found[name] = of_all_ranks(world, differing)
     for name, (model, layout, trainer) in task.get("stepped", {}).items():
+        world.at(name)
         found[name] = of_all_ranks(world, three_steps(world, model, layout, trainer))
+    for name, (model, layouts) in task.get("experts", {}).items():
+        world.at(name)
+        found[name] = of_all_ranks(world, divided_experts(world, model, layouts, Path(task["folder"], name)))
     for model, layout, prompt in task.get("shared", []):
         found[f"one prompt under {layout}"] = of_all_ranks(world, with_shared_prompts(world, model, layout, prompt))
     for model, layout in task.get("kept", []):
@@ -178,6 +185,8 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         keep_contract(world, config_of(model, layout, **trainer), Path(task["folder"], f"contract-{number}"))
     for case in task.get("saved", []):
         found |= saved_and_loaded(world, *case)
+    for case in task.get("parts", []):
+        found |= written_in_parts(world, *case)
     for case in task.get("reshaped", []):
         found |= reshaped(world, *case)
     return found
@@ -194,7 +203,32 @@ def three_steps(world: World, model: str, layout: dict[str, Any], trainer: dict[
     worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
     for iteration in range(1, 4):
         found = one_step(worker, mine, iteration)
-    return differences(found, alone(model, steps=3, trainer=json.dumps(trainer)), mine)
+    return differences(found, alone(model, steps=3, trainer=json.dumps(trainer)), mine, limit=1e-9)
+
+
+def divided_experts(world: World, model: str, layouts: list[dict[str, Any]], folder: Path) -> list[str]:
+    """Return what is wrong with experts of the first layout: their share, three steps, and a resume in the others."""
+    mine, config = own_rows(make_rows(), world), config_of(model, layouts[0])
+    worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
+    layout, shapes = worker.ranks.layout, worker.shapes
+    experts = {n: p for n, p in worker.model.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))}
+    share = sum(shapes[name].numel() for name in experts) // layout.expert
+    share //= layout.shard_ranks * layout.tensor // layout.expert if layout.shard != "none" else 1
+    held = sum(local_shard(p).numel() for p in experts.values())
+    problems = [f"holds {held} elements of experts, its share is {share}"] * (not experts or held != share)
+    found = one_step(worker, mine)
+    problems += differences(found, alone(model), mine, limit=1e-9)
+    worker.export(folder, world.first)
+    for iteration in (2, 3):
+        found = one_step(worker, mine, iteration)
+    problems += differences(found, alone(model, steps=3), mine, limit=1e-9)
+    world.gather("exported", b"")
+    for other in layouts[1:]:
+        resumed = RoleWorker(BackendSpec("actor", config_of(model, other), True, DataParallel(world.group, world)))
+        resumed.load(folder)
+        differing = differences(one_step(resumed, mine, 2), alone(model, steps=2), mine, limit=1e-9)
+        problems += [f"resumed under {other}: {difference}" for difference in differing]
+    return problems
 
 
 def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt: int) -> list[str]:
@@ -392,6 +426,50 @@ def keep_contract(world: World, config: Config, folder: Path) -> None:
     for check in CHECKS:
         world.at(f"{check.__name__} under {config.trainer.layout}")
         check(subject)
+
+
+def written_in_parts(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:
+    """Write a checkpoint of several files after a step in each layout, and resume it in the next one; count what ranks
+    write and hold.
+    """
+    found, mine, limit, count = {}, own_rows(make_rows(), world), 8192, []
+
+    def counted(handle: int, data: Any, at: int) -> None:
+        count.append(len(data))
+        write_at(handle, data, at)
+
+    write_at = weight_file.write_at
+    for number, layout in enumerate(layouts):
+        worker = RoleWorker(BackendSpec("actor", config_of(model, layout), True, DataParallel(world.group, world)))
+        one_step(worker, mine)
+        saved, parts = Path(folder, f"saved-{number}"), worker.weights()
+        with patch.object(weight_file, "FILE_BYTES", 30_000), patch.object(weight_file, "write_at", counted):
+            count.clear()
+            writer = SetWriter(parts, worker.ranks, "model", limit)
+            if world.first:
+                saved.mkdir(parents=True)
+            world.gather("folder", b"")
+            with Largest() as largest:
+                written = writer.write(parts, saved)
+            wrote = sum(world.gather("bytes", sum(count)))
+            problems = traffic_problems(writer.transfer, limit)
+            problems += [f"a tensor of {largest.bytes} bytes was made"] * (largest.bytes > limit)
+            problems += ["a rank writes nothing"] * (world.rank not in writer.writers.values())
+            sizes = sum(size for size, _ in written.values())
+            problems += [f"{wrote} bytes were written for {sizes}"] * (wrote != sizes)
+            problems += [name for name, said in written.items() if weight_file.digest(saved / name) != said]
+            world.gather("read", b"")
+            if world.first:
+                shutil.rmtree(saved)
+            world.gather("removed", b"")
+            worker.export(saved, world.first)
+        world.gather("exported", b"")
+        following = layouts[(number + 1) % len(layouts)]
+        other = RoleWorker(BackendSpec("actor", config_of(model, following), True, DataParallel(world.group, world)))
+        other.load(saved)
+        problems += differences(one_step(other, mine, 2), alone(model, steps=2), mine)
+        found[f"{model} in parts under {layout}"] = everywhere(world, problems)
+    return found
 
 
 def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:

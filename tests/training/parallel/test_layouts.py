@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -176,6 +175,24 @@ def test_weights_go_from_every_layout_to_every_other(models: dict[str, str], lor
     assert found == {name: [] for name in found}
 
 
+def test_every_rank_writes_and_hashes_its_files_of_one_checkpoint(models: dict[str, str], tmp_path: Path) -> None:
+    layouts: list[dict[str, Any]] = [{"tensor": 2}, {"pipeline": 2}, {"shard": "full"}]
+    cases = [(models[name], layouts[start:], str(tmp_path / name)) for name, start in (("qwen2", 0), ("mixture", 1))]
+    found = in_ranks(2, {}, parts=cases)
+    assert found == {name: [] for name in found} and len(found) == sum(len(tried) for _, tried, _ in cases)
+    for name, start in (("qwen2", 0), ("mixture", 1)):
+        for number in range(len(layouts) - start):
+            folder = tmp_path / name / f"saved-{number}"
+            files = list(folder.glob("model-*.safetensors"))
+            assert len(files) > 2 and (folder / "model.safetensors.index.json").is_file()
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
+            wanted = alone(models[name])
+            for tensor, value in loaded.items():
+                torch.testing.assert_close(value, wanted[f"weight {tensor}"], rtol=1e-7, atol=1e-7)
+            stored = {key for file in files for key in load_file(file)}
+            assert stored == load_file(Path(models[name], "model.safetensors")).keys(), "the hub's names"
+
+
 def refused_as_another_model(model: str, saved: Path) -> None:
     other = RoleWorker(BackendSpec("actor", config_of(model), train=True))
     before = [p.detach().clone() for p in other.model.parameters()]
@@ -186,12 +203,12 @@ def refused_as_another_model(model: str, saved: Path) -> None:
 
 
 def refused_as_damaged(worker: RoleWorker, saved: Path) -> None:
-    shard = max((saved / "optimizer").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    file = saved / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(UserError, match="is damaged or incomplete") as caught:
         worker.load(saved)
     assert "\n" not in str(caught.value)
-    shutil.rmtree(saved / "optimizer")
+    file.unlink()
     with pytest.raises(UserError, match="is damaged or incomplete"):
         worker.load(saved)
 
