@@ -39,6 +39,10 @@ class ParallelLayout(Section):
     """Sharding over the ranks of `data`, `context` and `sequence`. `full`: weights, gradients and
     optimizer state (FSDP, ZeRO-3). `optimizer`: gradients and optimizer state (ZeRO-2). `none`: nothing.
     """
+    expert: int = Field(1, ge=1, le=MOST_PROCESSES)
+    """Expert parallelism: number of devices that shard the experts of a mixture, and exchange tokens. They are taken
+    from the devices of `data`, `context`, `sequence` and `tensor`, and must divide their product.
+    """
     nodes: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Hybrid sharding: number of groups of ranks along `data` with full shards each; only gradients cross between
     groups.
@@ -57,7 +61,7 @@ class ParallelLayout(Section):
     @property
     def is_replicated(self) -> bool:
         """Return True if every device has a full replica of the model."""
-        return self.ranks_per_replica == 1 and self.shard == "none"
+        return self.ranks_per_replica == 1 and self.shard == "none" and self.expert == 1
 
     def resolve(self, devices: int, key: str = "trainer.layout", devices_key: str = "workers") -> "ParallelLayout":
         """Return the layout with `data` filled in.
@@ -75,6 +79,12 @@ class ParallelLayout(Section):
         if self.nodes > 1 and (self.shard == "none" or data % self.nodes):
             why = f"does not divide data {data}" if data % self.nodes else "has no shards"
             raise UserError(f"{key}: nodes={self.nodes} {why}; write shard=full and nodes that divide data")
+        within = data // self.nodes * self.token_ranks * self.tensor
+        if within % self.expert:
+            raise UserError(
+                f"{key}: expert={self.expert} does not divide the {within} devices of data, context, sequence and "
+                "tensor" + (" in a node" if self.nodes > 1 else "") + f"; write a number that divides {within}"
+            )
         return filled
 
     @property

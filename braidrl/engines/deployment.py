@@ -20,7 +20,9 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.training.acceptance import check_plan
 from braidrl.training.backends import supported
+from braidrl.training.decoders.shrink import EXPERTS
 from braidrl.training.loading import model_settings
+from braidrl.training.parallel.experts import check_experts
 from braidrl.training.role_settings import inference_layouts, settings_of
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import TRANSPORTS
@@ -313,6 +315,8 @@ class Deployment:
                     axis = "sequence" if layout.sequence > 1 else "context"
                     yield f"{key}: {axis} divides rows apart; write {axis}=1, or trainer.share_prompts=false"
                 layout.check_model(heads, sizes.get("num_key_value_heads", heads), layers, key)
+                if layout.expert > 1:
+                    check_experts(next((sizes[name] for name in EXPERTS if sizes.get(name)), None), layout.expert, key)
                 if settings.backend == "torch":
                     check_plan(settings.model, layout, key)
 

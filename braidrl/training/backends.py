@@ -43,6 +43,7 @@ FEATURES = (
     "pipeline",
     "sequence",
     "context",
+    "expert",
     "shard",
     "streaming",
     "offload",

@@ -195,7 +195,7 @@ def check_backends(config: Config, flow: Flow) -> None:
         wanted = [
             *(
                 (axis, f"{at}.{axis}", getattr(layout, axis) > 1)
-                for axis in ("tensor", "pipeline", "sequence", "context")
+                for axis in ("tensor", "pipeline", "sequence", "context", "expert")
             ),
             ("shard", f"{at}.shard", layout.shard != "none"),
             ("copies", own.key("inference_layout"), copied),

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from braidrl.errors import UserError
 from braidrl.training.compute import attention
-from braidrl.training.compute.cpu_layers import EXPERTS, derived
+from braidrl.training.compute.cpu_layers import derived
+from braidrl.training.compute.experts import EXPERTS
 
 PARTS = {
     "embedding": ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in", "tokens_embed", "w"),

@@ -8,6 +8,7 @@ matrices    left half   right half      left half   right half        `tensor_pa
 tokens      all, or with sequence or context > 1 a share              `predict_own_tokens`
             between matrices, half of these on each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
+experts     all, or with expert > 1 those of its place among neighbors       `experts.shard_experts`
 
 The ranks of one replica compute the same rows: each contributes its own rows. In a layout with data parallelism alone,
 each rank has a replica, and ranks exchange only gradients.
@@ -36,6 +37,7 @@ from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
+from braidrl.training.parallel.experts import COPIES, EXPERT, is_of_experts, shard_experts
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.sequence import TokenGroups, predict_own_tokens
 from braidrl.weights.shards import NamedTensor, by_tensor
@@ -67,6 +69,10 @@ class DataParallel(Ranks):
     token_mesh: DeviceMesh | None = None
     """Mesh with dimensions (pipeline, node, tokens), where `tokens` are `shard` and `tensor`; None without tensor
     parallelism.
+    """
+    expert_mesh: DeviceMesh | None = None
+    """Mesh with dimensions (pipeline, node, copies, expert): ranks along `copies` have the same experts; None without
+    expert parallelism.
     """
     replica_group: dist.ProcessGroup | None = None
     """All ranks of this replica."""
@@ -101,9 +107,13 @@ class DataParallel(Ranks):
             # The ranks that compute different tokens: the tensor ranks, and with FSDP ranks with other rows too.
             assert self.token_mesh is not None
             tokens_mesh = self.token_mesh[(*nodes, "tokens")] if self.uses_fsdp else self.mesh["tensor"]
+        experts = self.expert_mesh
         # Layer by layer, so that a rank never holds more than one full layer.
         for layer in local_layers(model):
             read_parameters(layer)
+            for module in shard_experts(layer, experts[EXPERT]) if experts is not None else ():
+                if self.uses_fsdp and experts is not None:
+                    self._shard(module, experts[(*nodes, COPIES)])
             if plan:
                 blocks = tensor_parallel.blocks_of(layer, plan, plan_of_model(model).mixers)
                 tensor_parallel.parallelize_layer(
@@ -119,7 +129,7 @@ class DataParallel(Ranks):
         for parameter in body_of(model).decoder.parameters() if plan else ():
             # The gradient of a replicated parameter is a partial sum, over this rank's tokens or heads.
             axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-            if not {"tensor", "tokens"} & {*(axes or ())}:
+            if not {"tensor", "tokens", EXPERT} & {*(axes or ())}:
                 self.partial_gradients.append(parameter)
         if self.uses_fsdp:
             # `predict` uses the output layer's weight without its forward: register it as a forward method of the
@@ -136,7 +146,9 @@ class DataParallel(Ranks):
         dtype = next(module.parameters()).dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))
         keep = self.layout.shard == "optimizer"
-        fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy)
+        # Without `shard` experts are whole on their ranks also where tensor ranks shard the block around them.
+        experts = set() if self.uses_fsdp else {p for p in module.parameters() if is_of_experts(p)}
+        fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy, ignored_params=experts)
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         module.set_reshard_after_backward(not keep, recurse=False)
@@ -160,7 +172,7 @@ class DataParallel(Ranks):
 
     def num_micro_batches(self, micro_batches: int) -> int:
         """Return the number of micro-batches to run, equal on all ranks; a rank pads its own with empty ones."""
-        if self.uses_fsdp:
+        if self.uses_fsdp or self.expert_mesh is not None:
             most = torch.tensor(micro_batches)
             with self.meeting("the number of micro-batches"):
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -218,7 +230,12 @@ class DataParallel(Ranks):
             return
         with self.meeting("all-reduce of gradients"):
             if not self.uses_fsdp:
-                sum_in_buckets(tensors, self.group if self.mesh is None else self.mesh["shard"].get_group())
+                placed = [(t, is_of_experts(p)) for t, p in zip(tensors, parameters, strict=True)]
+                group = self.group if self.mesh is None else self.mesh["shard"].get_group()
+                sum_in_buckets([tensor for tensor, of_experts in placed if not of_experts], group)
+                if self.expert_mesh is not None:
+                    copies = self.expert_mesh[COPIES].get_group()
+                    sum_in_buckets([tensor for tensor, of_experts in placed if of_experts], copies)
             for known, group in (
                 (self.partial_gradients, self.mesh["tensor"].get_group() if self.mesh is not None else None),
                 (self.tied_embedding, self.pipeline.embedding_group if self.pipeline is not None else None),
@@ -271,6 +288,10 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
     tokens = None
     if layout.tensor > 1:
         tokens = mesh_of(device.type, (*shape[:2], different * layout.tensor), ("pipeline", "node", "tokens"))
+    experts = None
+    if layout.expert > 1:
+        sizes = [layout.pipeline, layout.nodes, different * layout.tensor // layout.expert, layout.expert]
+        experts = mesh_of(device.type, tuple(sizes), ("pipeline", "node", COPIES, EXPERT))
     pipeline = None
     if layout.pipeline > 1:
         # Separate groups: a CUDA mesh's group may not support CPU tensors.
@@ -286,10 +307,11 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         is_reporting_rank=replica.rank() == layout.ranks_per_replica - layout.ranks_per_replica // layout.pipeline,
         forward_is_collective=True,
         has_predictions=pipeline is None or pipeline.group.rank() == layout.pipeline - 1,
-        is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None,
+        is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None or experts is not None,
         layout=layout,
         mesh=mesh,
         token_mesh=tokens,
+        expert_mesh=experts,
         replica_group=replica,
         token_groups=TokenGroups(everyone, heads, context),
         pipeline=pipeline,

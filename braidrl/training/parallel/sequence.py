@@ -66,14 +66,14 @@ class ShardedAttention(AttentionContext):
             scores = replace(scores, sinks=scores.sinks.unflatten(0, by_rank)[heads.rank()])
         # (1, heads, n, D) to (1, heads / S, S · n, D): all tokens of this context rank, of this rank's heads
         states = [
-            _AllToAll.apply(each[0].unflatten(0, by_rank), None, None, heads).transpose(0, 1).flatten(1, 2)[None]
+            AllToAll.apply(each[0].unflatten(0, by_rank), None, None, heads).transpose(0, 1).flatten(1, 2)[None]
             for each in (query, key, value)
         ]
         if self.groups.context.size() == 1:
             output = self.sequences.attend(module, states[0], states[1], states[2], scores)
         else:
             output = self._attend_to_gathered(states[0], states[1], states[2], scores)
-        parts = _AllToAll.apply(output[0].unflatten(0, by_rank), None, None, heads)
+        parts = AllToAll.apply(output[0].unflatten(0, by_rank), None, None, heads)
         return parts.transpose(0, 1).flatten(1, 2)[None]
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -114,7 +114,7 @@ class ShardedAttention(AttentionContext):
             if place is None:
                 return leaf
             flat = GatheredRows.apply(leaf.squeeze(place - 1).movedim(place - 1, 0), order, places)
-            flat = _AllToAll.apply(flat, sent, arriving, self.groups.tokens)
+            flat = AllToAll.apply(flat, sent, arriving, self.groups.tokens)
             if not received:
                 # a rank without a sequence runs a filler token, so that its parameters have gradients
                 flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))])
@@ -123,7 +123,7 @@ class ShardedAttention(AttentionContext):
         def returned(leaf: Any) -> Any:
             if token_dimension(leaf, sum(own.lengths)) != 1:
                 return leaf
-            flat = _AllToAll.apply(leaf[0, :received], arriving, sent, self.groups.tokens)
+            flat = AllToAll.apply(leaf[0, :received], arriving, sent, self.groups.tokens)
             return GatheredRows.apply(flat, places, order)[None]
 
         found = own.mix(module, forward, tree_map(arrived, given), tree_map(arrived, named))
@@ -187,7 +187,7 @@ def predict_own_tokens(
     return found
 
 
-class _AllToAll(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """The all-to-all of (n, ...): `sent` rows to each rank and `arriving` ones from each; equal parts without these
     counts.
     """
@@ -203,7 +203,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(gradients[0], *ctx.back), None, None, None
+        return AllToAll.apply(gradients[0], *ctx.back), None, None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -1,0 +1,128 @@
+"""Expert parallelism: ranks with different tokens shard the experts of each layer, and exchange tokens by all-to-all.
+
+rank 0   its tokens, by chosen expert ╮              ╭ rows of experts 0, 1 ──up, gate, down──╮              ╭ weighted
+rank 1   its tokens, by chosen expert ┴─ all-to-all ─┴ rows of experts 2, 3 ──up, gate, down──┴─ all-to-all ─┴ sums
+
+All ranks of a pipeline stage compute different tokens in a block of experts: along `data` those of other rows, along
+`sequence`, `context` and `tensor` other tokens of the same rows. The `expert` axis takes neighbors among them, whatever
+axes they belong to; ranks along `copies` have the same experts, and sum their gradients.
+
+A rank's gradient of its experts is the sum over the tokens of all ranks of its group: they came to it. It is neither
+averaged nor multiplied. The router is replicated and computes local tokens.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from braidrl.errors import UserError
+from braidrl.training.compute.experts import EXPERTS
+from braidrl.training.parallel.sequence import AllToAll
+from braidrl.weights.boxes import chunk
+
+EXPERT, COPIES = "expert", "copies"
+"""The dimensions of the mesh of experts: ranks with other experts, and ranks with the same."""
+
+
+def experts_of(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of a layer that hold experts as stacked matrices (experts, out, in)."""
+    return [
+        module
+        for module in layer.modules()
+        if isinstance(getattr(module, "num_experts", None), int)
+        and any(p.dim() == 3 and len(p) == module.num_experts for p in module.parameters(recurse=False))
+    ]
+
+
+def is_of_experts(parameter: Tensor) -> bool:
+    """Return whether a parameter is sharded by experts."""
+    return isinstance(parameter, DTensor) and EXPERT in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def check_experts(experts: int | None, ranks: int, key: str = "trainer.layout") -> None:
+    """Raise UserError, with `key`, if a model has no experts, or a number that the axis does not divide."""
+    if not experts:
+        raise UserError(f"{key}: expert={ranks} is for models with experts, and this one has none; write expert=1")
+    if experts % ranks:
+        raise UserError(
+            f"{key}: the model has {experts} experts, which expert={ranks} does not divide; write a number that "
+            f"divides {experts}"
+        )
+
+
+def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Keep a rank's experts of a layer, in place, and have them exchange tokens; return their modules.
+
+    `mesh` has the dimension `expert` alone. Raises UserError for experts that transformers computes one by one.
+    """
+    modules: list[Any] = list(experts_of(layer))
+    for module in modules:
+        if not hasattr(module, "has_gate"):
+            raise UserError(
+                f"trainer.layout: expert={mesh.size()}: transformers computes {type(module).__name__} one by one; "
+                "write expert=1"
+            )
+        check_experts(module.num_experts, mesh.size())
+        start, count = chunk(module.num_experts, mesh.get_local_rank(), mesh.size())
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if len(parameter) == module.num_experts:
+                own = parameter.detach()[start : start + count].clone(memory_format=torch.contiguous_format)
+                whole = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+                setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        module.forward = Dispatch(module, mesh.get_group())
+    return modules
+
+
+class LocalExperts:
+    """A module's experts of this rank alone, with plain tensors, as functions of experts read them."""
+
+    def __init__(self, module: Any, count: int) -> None:
+        self._module, self.num_experts = module, count
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+class Dispatch:
+    """The forward of a module of experts: sends each row to the rank of its expert, and adds the results by token."""
+
+    def __init__(self, module: Any, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.experts = LocalExperts(module, module.num_experts // group.size())
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums (T, D) of the experts `top_k_index` (T, K) of local tokens (T, D).
+
+        All ranks of the group call this together; each has a token.
+        """
+        chosen, each = top_k_index.reshape(-1), top_k_index.shape[-1]
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=self.experts.num_experts * self.group.size())
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=self.group)
+        by_rank = (self.group.size(), self.experts.num_experts)
+        sent, arriving = counts.view(by_rank).sum(1).tolist(), coming.view(by_rank).sum(1).tolist()
+        rows = AllToAll.apply(hidden_states[order // each], sent, arriving, self.group)
+        numbers = torch.arange(self.experts.num_experts, device=chosen.device).repeat(self.group.size())
+        numbers = numbers.repeat_interleave(coming)
+        results = AllToAll.apply(self._computed(rows, numbers), arriving, sent, self.group)
+        weighted = results * top_k_weights.reshape(-1)[order, None]
+        summed = weighted[order.argsort()].view(*top_k_index.shape, -1).sum(1)
+        return summed.to(hidden_states.dtype)
+
+    def _computed(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Return each row (R, D) after its local expert, with weight one."""
+        received = len(rows)
+        if not received:
+            # A filler row, whose result is dropped: the rank's experts have gradients, of zero, and its exchange a
+            # backward pass.
+            rows, numbers = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]), numbers.new_zeros(1)
+        forward = ALL_EXPERTS_FUNCTIONS[EXPERTS]
+        found: Tensor = forward(self.experts, rows, numbers[:, None], rows.new_ones((len(rows), 1)))
+        return found[:received]

@@ -1,0 +1,77 @@
+"""Expert parallelism: gradients, their norm and weights are those of one process, whatever ranks share the experts."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from braidrl.cluster.ranks import run_ranks
+from braidrl.config.layout import ParallelLayout
+from braidrl.errors import UserError
+from braidrl.training.loading import load_decoder
+from braidrl.training.parallel.experts import check_experts, experts_of
+from tests.tiny import MIXTURE, TOKENIZER
+
+WAIT_S = 200.0
+EXPERT: dict[str, Any] = {"expert": 2}
+"""Experts over data ranks, of which the last has no rows: it joins with empty micro-batches."""
+LAYOUTS: dict[int, dict[str, list[dict[str, Any]]]] = {
+    2: {
+        "data": [EXPERT, {}, {"tensor": 2}],
+        "full": [{**EXPERT, "shard": "full"}, EXPERT],
+        "tensor": [{**EXPERT, "tensor": 2}],
+        "sequence": [{**EXPERT, "sequence": 2}],
+    },
+    4: {
+        "four": [{"expert": 4}, EXPERT, {}],
+        "copies": [EXPERT, {**EXPERT, "shard": "full"}],
+        "full": [{**EXPERT, "shard": "full"}, {"expert": 4, "shard": "full"}],
+        "optimizer": [{**EXPERT, "shard": "optimizer"}],
+        "tensor": [{**EXPERT, "tensor": 2, "shard": "full"}],
+        "over tensor and data": [{"expert": 4, "tensor": 2}],
+        "pipeline": [{**EXPERT, "pipeline": 2}, {"pipeline": 2}],
+    },
+}
+"""Layouts by name: the first of each list trains and saves, and the others resume."""
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(9)
+    AutoModelForCausalLM.from_config(deepcopy(MIXTURE)).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_ranks_that_share_experts_give_the_result_of_one_process(mixture: str, size: int, tmp_path: Path) -> None:
+    cases = {name: (mixture, layouts) for name, layouts in LAYOUTS[size].items()}
+    task = {"cases": {}, "experts": cases, "folder": str(tmp_path)}
+    found = run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S)
+    assert found == {name: [] for name in cases}
+
+
+def test_an_expert_axis_that_divides_no_devices_is_refused_in_one_line() -> None:
+    assert ParallelLayout(expert=4, tensor=2).resolve(4).data == 2
+    with pytest.raises(UserError, match="expert=3 does not divide the 4 devices") as caught:
+        ParallelLayout(expert=3).resolve(4)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_expert_axis_that_does_not_fit_the_model_is_refused_in_one_line(
+    mixture: str, tiny_models: dict[str, Path]
+) -> None:
+    assert [len(experts_of(layer)) for layer in load_decoder(mixture).model.layers] == [1] * 4
+    for experts, message in (
+        (None, "is for models with experts"),
+        (6, "has 6 experts, which expert=4 does not divide"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            check_experts(experts, 4)
+        assert "\n" not in str(caught.value)
