@@ -72,11 +72,14 @@ LIMITS = {
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it.
+    """Yield an error and the errors that caused it, each once.
 
-    Libraries wrap the system's errors in their own types; only the text stays.
+    Libraries wrap the system's errors in their own types; only the text stays. An error that is raised again inside its
+    handler has itself among its causes.
     """
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

@@ -12,7 +12,7 @@ import yaml
 DOCS = Path(__file__).parent
 PAGES = {
     DOCS / "coming-from-verl.md": DOCS.parent / "braidrl" / "cli" / "verl_keys.yaml",
-    DOCS / "coming-from-trl.md": DOCS / "trl_keys.yaml",
+    DOCS / "coming-from-trl.md": DOCS.parent / "braidrl" / "cli" / "trl_keys.yaml",
 }
 BEGIN, END = "<!-- keys: written by docs/write_migration.py -->", "<!-- end of keys -->"
 SHORT = {"actor_rollout_ref.": "a."}

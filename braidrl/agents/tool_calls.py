@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidrl.data.chat import Tools
-from braidrl.parsing import parse_json
+from braidrl.parsing import TOO_DEEP, check_levels, parse_json
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+DECODER = json.JSONDecoder()
+
+OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+CLOSED_CALL = re.compile("</tool_call>|(?=<tool_call>)")
+"""The end of a call: its tag, or the next call where it has none."""
 CALL_ID = "call{:05d}"
 """The id of a turn's call by its number; some chat templates need one, Mistral's one of nine characters."""
 
@@ -31,22 +35,71 @@ class ToolCall:
     fault: str | None = None
 
 
+def json_at(text: str, begin: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a position of a model's text, and where it ends.
+
+    Raises ValueError if there is none, and for one that is nested too deep.
+    """
+    try:
+        value, end = DECODER.raw_decode(text, begin)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    check_levels(value)
+    return value, end
+
+
+def as_text(value: Any) -> str:
+    """Return arguments as JSON. Raises ValueError for values that are nested too deep or have no JSON form."""
+    check_levels(value)
+    try:
+        return json.dumps(value)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def between_tags(text: str, begins: str, ends: re.Pattern[str]) -> list[str]:
+    """Return each text between a tag and the pattern that ends it.
+
+    JSON in it ends where its value ends: the closing tag may stand in one of its strings.
+    """
+    found, begin = list[str](), text.find(begins)
+    while begin >= 0:
+        begin += len(begins)
+        closed = ends.search(text, begin)
+        value = text.find("{", begin, closed.start() if closed else len(text))
+        if closed and value >= 0:
+            with suppress(ValueError):
+                closed = ends.search(text, max(closed.start(), json_at(text, value)[1]))
+        end = closed.start() if closed else len(text)
+        found.append(text[begin:end])
+        begin = text.find(begins, end)
+    return found
+
+
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """Return every call in a turn, in order, including malformed ones."""
-    calls = list[ToolCall]()
-    for match in CALL.finditer(text):
-        try:
-            call = parse_json(match[1], finite=False, whole=False)
-        except ValueError as error:
-            calls.append(ToolCall(fault=f"the call is not JSON: {error}"))
-            continue
+    return [parse_call(body) for body in between_tags(text, OPEN_CALL, CLOSED_CALL)]
+
+
+def parse_call(body: str) -> ToolCall:
+    """Return the call of an object {name, arguments}, as models write it.
+
+    Arguments may be named `parameters`, as Llama's, and be JSON text, and both may be inside `function`, as OpenAI's.
+    """
+    try:
+        call = parse_json(body, finite=False, whole=False)
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            call = call["function"]
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            calls.append(ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}'))
-        elif not isinstance(call.get("arguments", {}), dict):
-            calls.append(ToolCall(call["name"], fault="the arguments must be an object"))
-        else:
-            calls.append(ToolCall(call["name"], call.get("arguments", {})))
-    return calls
+            return ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}')
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments, finite=False, whole=False)
+    except ValueError as error:
+        return ToolCall(fault=f"the call is not JSON: {error}")
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], fault="the arguments must be an object")
+    return ToolCall(call["name"], arguments)
 
 
 @dataclass(frozen=True)
@@ -70,7 +123,7 @@ class ToolFormat:
 
 def tagged(calls: Sequence[str]) -> str:
     """Return calls in Hermes' JSON between Hermes' tags."""
-    return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    return "".join(f"{OPEN_CALL}{call}{CLOSE_CALL}" for call in calls)
 
 
 def call_text(name: str, arguments: str) -> str:
@@ -127,8 +180,9 @@ def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> s
         kinds = types_of(properties.get(key))
         # A text or null, as an optional text is, is null only where the model writes so.
         if kinds - {"null"} != {"string"} or (text == "null" and "null" in kinds):
-            with suppress(ValueError, RecursionError):
-                arguments[key] = json.loads(text)
+            # A value that is no JSON, or too deep, is text.
+            with suppress(ValueError):
+                arguments[key] = parse_json(text, finite=False, whole=False)
     return call_text(name, json.dumps(arguments))
 
 
@@ -150,7 +204,7 @@ def llama(text: str, tools: Tools) -> list[str]:
         try:
             listed: Any = ast.parse(text, mode="eval").body
             return [
-                call_text(ast.unparse(call.func), json.dumps({k.arg: ast.literal_eval(k.value) for k in call.keywords}))
+                call_text(ast.unparse(call.func), as_text({k.arg: ast.literal_eval(k.value) for k in call.keywords}))
                 for call in listed.elts
             ]
         except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
@@ -158,23 +212,19 @@ def llama(text: str, tools: Tools) -> list[str]:
     found, begin = list[str](), 0
     while begin < len(text):
         try:
-            call, end = json.JSONDecoder().raw_decode(text, begin)
-        except (ValueError, RecursionError):
+            call, end = json_at(text, begin)
+        except ValueError:
             return [*found, text[begin:]]
         arguments = call.get("parameters", call.get("arguments", {})) if isinstance(call, dict) else {}
-        found.append(
-            call_text(str(call["name"]), json.dumps(arguments))
-            if isinstance(call, dict) and "name" in call
-            else text[begin:end]
-        )
+        is_call = isinstance(call, dict) and "name" in call
+        found.append(call_text(str(call["name"]), as_text(arguments)) if is_call else text[begin:end])
         between = BETWEEN.match(text, end)
         begin = between.end() if between else end
     return found
 
 
-NAMED = re.compile(
-    r"\[TOOL_CALLS\]\s*([^\[\s{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(.*?)(?=\[TOOL_CALLS\]|</s>|$)", re.DOTALL
-)
+NAMED = re.compile(r"\s*([^\[\s{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(.*)", re.DOTALL)
+CLOSED_NAMED = re.compile(r"(?=\[TOOL_CALLS\])|</s>")
 
 
 def mistral(text: str, tools: Tools) -> list[str]:
@@ -183,15 +233,17 @@ def mistral(text: str, tools: Tools) -> list[str]:
     """
     listed = re.match(r"\[TOOL_CALLS\]\s*(?=\[[\s{\]])", text)
     if listed is None:
-        return [call_text(match[1], match[2]) if match[2] else match[0] for match in NAMED.finditer(text)] or [text]
+        bodies = between_tags(text, "[TOOL_CALLS]", CLOSED_NAMED)
+        named = [(body, NAMED.match(body)) for body in bodies]
+        return [call_text(match[1], match[2]) if match and match[2] else body for body, match in named] or [text]
     try:
-        calls, _ = json.JSONDecoder().raw_decode(text[listed.end() :])
-    except (ValueError, RecursionError):
+        calls, _ = json_at(text, listed.end())
+        return [as_text(call) for call in calls]
+    except ValueError:
         return [text[listed.end() :]]
-    return [json.dumps(call) for call in calls]
 
 
-PIECE = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>|$)", re.DOTALL)
+CLOSED_PIECE = re.compile("<｜tool▁call▁end｜>|<｜tool▁calls▁end｜>")
 FENCED = re.compile(r"(.*?)\n```(?:json)?\n(.*?)(?:\n```|$)", re.DOTALL)
 
 
@@ -200,11 +252,11 @@ def deepseek(text: str, tools: Tools) -> list[str]:
     `NAME<｜tool▁sep｜>{...}`.
     """
     found = list[str]()
-    for match in PIECE.finditer(text):
-        first, _, second = match[1].partition("<｜tool▁sep｜>")
+    for body in between_tags(text, "<｜tool▁call▁begin｜>", CLOSED_PIECE):
+        first, _, second = body.partition("<｜tool▁sep｜>")
         fenced = FENCED.match(second)
         name, arguments = (fenced[1], fenced[2]) if fenced else (first, second)
-        found.append(call_text(name, arguments) if arguments else match[1])
+        found.append(call_text(name, arguments) if arguments else body)
     return found or [text]
 
 
@@ -215,7 +267,7 @@ FORMATS = {
     "glm": ToolFormat(TAG, glm, ("<arg_key>",)),
     "qwen_xml": ToolFormat(re.compile(r"<tool_call>\s*<function=|<function="), qwen_xml, ("<function=", "<parameter=")),
     # Hermes 2 and 3, Qwen 2.5 and Qwen 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-    "hermes": ToolFormat(TAG, lambda text, tools: CALL.findall(text), ("<tool_call>",)),
+    "hermes": ToolFormat(TAG, lambda text, tools: between_tags(text, OPEN_CALL, CLOSED_CALL), ("<tool_call>",)),
     "llama": ToolFormat(
         re.compile(
             r"<\|python_(?:tag|start)\|>|<function=|"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from braidrl.agents.tool_calls import FORMATS, call_text, format_of, tagged
+from braidrl.agents.tool_calls import FORMATS, as_text, call_text, format_of, tagged
 from braidrl.data.chat import MARK, TRIALS, UNREAD_TOOLS, ChatMessage, Tools, normal_message, special_tokens
 from braidrl.errors import UserError
 
@@ -41,6 +41,8 @@ class TurnTemplate:
     template: "PromptTemplate"
     tool_format: str | None = None
     """The model's format of tool calls, one of `tool_calls.FORMATS`; by default the tokenizer's own."""
+    hidden: frozenset[int] | None = None
+    """Tokens that the text of a turn leaves out; None stands for all special ones."""
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
         """Tokenise a whole context. Raises UserError for malformed tool calls, or if the chat template refuses it."""
@@ -60,26 +62,32 @@ class TurnTemplate:
         after = self.template.apply([*turn, *messages], tools, opens=True).partition(MARK)[2]
         if MARK in after:
             raise UserError(f"an environment says {MARK!r}, which stands for the assistant's turn; say something else")
-        # The turn's end is not written twice, if it was sampled.
-        after = after.removeprefix(special_tokens(self.template.tokenizer).get(last_token, ""))
+        # The turn's end is not written twice, if it was sampled; Llama 2's template has a space before it.
+        end = special_tokens(self.template.tokenizer).get(last_token)
+        if end and after.lstrip().startswith(end):
+            after = after.lstrip().removeprefix(end)
         return self.template.encode_texts([after])[0]
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
-        """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in
+        """Decode sampled tokens for an environment or a client, without `hidden` ones; with `tools`, calls are in
         Hermes' format.
         """
         tokenizer, ids = self.template.tokenizer, list(tokens)
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        plain: str = decode(ids, skip_special_tokens=True)
+        special = special_tokens(tokenizer)
+        hidden = special.keys() if self.hidden is None else self.hidden
+        plain: str = decode([token for token in ids if token not in hidden], skip_special_tokens=self.hidden is None)
         if not tools:
             return plain
-        special = special_tokens(tokenizer)
         if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
-            parsed = reader.parse_response(ids, tools=list(tools), prompt_ids=self.template.encode("-", tools))
+            try:
+                parsed = reader.parse_response(ids, tools=list(tools), prompt_ids=self.template.encode("-", tools))
+            except Exception as error:  # of any kind: a reader of calls may not allow what the model has written
+                return tagged([f"{type(error).__name__}: {error}"])
             found = []
             for call in parsed.tool_calls:
                 is_whole = isinstance(call.arguments, dict) and call.name
-                found.append(call_text(call.name, json.dumps(call.arguments)) if is_whole else call.raw)
+                found.append(written(call.name, call.arguments) if is_whole else call.raw)
             before = min((c.token_span[0] for c in parsed.tool_calls if c.token_span is not None), default=len(ids))
             # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
             said = decode(ids[:before], skip_special_tokens=False).replace("<tool_call>", "<tool call>")
@@ -93,8 +101,8 @@ class TurnTemplate:
             if rewritten is None:
                 return plain
             said, calls = rewritten
-        for token in special.values():
-            said = said.replace(token, "")
+        for number in hidden:
+            said = said.replace(special.get(number) or "\0", "")
         return said + calls
 
     def _rewritten(self, text: str, tools: Tools) -> tuple[str, str] | None:
@@ -110,8 +118,16 @@ class TurnTemplate:
         except Exception as error:  # of whatever kind: the model has written what its own format does not allow
             return "", tagged([f"{type(error).__name__}: {error}"])
         made = [call["function"] for call in message.get("tool_calls") or []]
-        calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in made]
+        calls = [written(str(each["name"]), each["arguments"]) for each in made]
         return (message.get("content") or "", tagged(calls)) if calls else None
+
+
+def written(name: str, arguments: Any) -> str:
+    """Return a call as text, or the reason why its arguments have none, which the model reads as the call's fault."""
+    try:
+        return call_text(name, as_text(arguments))
+    except ValueError as error:
+        return f"the arguments of {name}: {error}"
 
 
 @cache

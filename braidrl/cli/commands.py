@@ -173,10 +173,12 @@ def data(settings: Settings = None) -> None:
 
 @app.command("import-config")
 def import_config(
-    config: Annotated[Path, typer.Argument(help="verl's whole configuration as YAML, or the keys that are set.")],
+    config: Annotated[
+        Path, typer.Argument(help="A YAML file of verl or TRL, or a script that starts verl, TRL, OpenRLHF or slime.")
+    ],
     target: Annotated[Path, typer.Argument(help="The Braid configuration to write.")] = Path("braid.yaml"),
 ) -> None:
-    """Convert a verl configuration to Braid, and list keys without a counterpart."""
+    """Convert a configuration of verl, TRL, OpenRLHF or slime, and say what became of each key."""
     from braidrl.cli.import_config import write_imported
 
     for line in write_imported(config, target):

@@ -1,308 +1,309 @@
-"""`braid import-config verl.yaml`: conversion of a verl configuration to Braid, and a line for each key without a
-counterpart.
+"""`braid import-config FILE`: conversion of another framework's configuration, with a line for each of its keys.
 
-verl.yaml ──keys──▶ verl_keys.yaml: key of Braid, rule ──▶ braid.yaml, checked        keys left over ──▶ a line each
+verl's YAML, or a script of overrides ─┐
+OpenRLHF's, slime's, TRL's arguments  ─┼─keys──▶ NAME_keys.yaml: key of Braid, rule ──▶ braid.yaml, checked
+TRL's YAML                            ─┘                       └──▶ translated | to decide | without counterpart
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
+from braidrl.cli import import_rules
+from braidrl.cli.import_rules import RULES, Decide, Imported
+from braidrl.cli.import_scripts import COMMAND_LINE, UNKNOWN_TO_READERS, arguments, overrides, read_commands
 from braidrl.config import parse_config
-from braidrl.errors import UserError
+from braidrl.errors import UserError, shown
 from braidrl.parsing import flat, read_yaml
 
-KEYS = Path(__file__).with_name("verl_keys.yaml")
+FOLDER = Path(__file__).parent
 WHOLE = ("engine_kwargs.vllm", "apply_chat_template_kwargs", "override_config")
 """Ends of keys whose value is a mapping."""
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-UNSET = ("", "???", -1)
-"""Placeholders in verl's configuration for missing or derived values."""
-FLOWS = {
-    "grpo": "grpo",
-    "gae": "ppo",
-    "rloo": "rloo",
-    "remax": "remax",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "grpo_passk": "grpo",
-}
-ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-HAVE_KL_IN_REWARD = ("ppo", "rloo", "reinforce_plus_plus")
-OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
-TOOL_FORMATS = ("hermes", "llama", "mistral", "deepseek", "glm")
-ONE = (("rollout.tensor", 1), ("rollout.pipeline", 1))
-"""Braid's defaults that verl writes out."""
+TRANSLATED, DECIDE, WITHOUT = "translated", "to decide", "without counterpart"
 
 
-@dataclass
-class Imported:
-    """A configuration of verl by its dotted keys, and the result of its conversion."""
+class Outcome(NamedTuple):
+    """What became of a key: translated, to decide, or without counterpart; and into what, or why."""
 
-    given: Mapping[str, Any]
-    made: dict[str, Any] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    """Keys without a counterpart, with the remedy."""
-
-    @property
-    def flow(self) -> str:
-        named = str(self.given.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
-        dynamic = self.given.get("algorithm.filter_groups.enable") or "dapo" in (
-            self.given.get("reward_model.reward_manager"),
-            self.given.get("reward.reward_manager.name"),
-        )
-        return "dapo" if dynamic and named == "grpo" else FLOWS.get(named, "grpo")
-
-    @property
-    def devices(self) -> int:
-        return int(self.given.get("trainer.n_gpus_per_node") or 8) * int(self.given.get("trainer.nnodes") or 1)
+    kind: str
+    text: str
 
 
-class Left(str):
-    """The advice for a key without a counterpart."""
+@dataclass(frozen=True, eq=False)
+class Framework:
+    """Another framework: its table of keys, and how its configurations are recognised."""
+
+    name: str
+    command: re.Pattern[str]
+    """The word of a command that starts it."""
+    marks: frozenset[str] = frozenset()
+    """Beginnings of keys, one of which its files have."""
+    has_overrides: bool = False
+    """Whether its command takes `key=value` in place of `--key value`."""
+    flow: Callable[[Mapping[str, Any]], str] = lambda given: "grpo"
+    """The recipe of a configuration."""
+    finish: Callable[[Imported], None] = lambda one: None
+    """Settings that follow from several keys."""
+
+    @cached_property
+    def table(self) -> dict[str, dict[str, Any]]:
+        table: dict[str, dict[str, Any]] = read_yaml(FOLDER / f"{self.name.lower()}_keys.yaml")
+        return table
+
+    def row(self, key: str) -> dict[str, Any] | None:
+        """Return the row of a key: its own, else the first with a matching pattern."""
+        if key in self.table:
+            return self.table[key]
+        if key.endswith("_target_"):
+            return {"note": "not needed"}
+        return next((row for row_key, row in self.table.items() if "*" in row_key and fnmatchcase(key, row_key)), None)
 
 
-# A rule is a function of the import, verl's value and Braid's key. It returns the value of that key, a `Left`, or None,
-# which leaves the key out; it may also set keys of the import itself.
+def verl_flow(given: Mapping[str, Any]) -> str:
+    named = str(given.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
+    managers = (given.get("reward_model.reward_manager"), given.get("reward.reward_manager.name"))
+    if named == "grpo" and (given.get("algorithm.filter_groups.enable") or "dapo" in managers):
+        return "dapo"
+    return import_rules.VERL_FLOWS.get(named, "grpo")
 
 
-def flow(one: Imported, value: Any, to: str) -> Any:
-    named = str(one.given.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
-    if named not in FLOWS:
-        return Left(f"no recipe is called {named}; see `braid list recipes` and `braid list advantages`")
-    return one.flow
+def trl_flow(given: Mapping[str, Any]) -> str:
+    words = re.findall(r"grpo|rloo|dpo|sft|reward", str(given.get(COMMAND_LINE, "")))
+    if words:
+        return "reward_model" if words[-1] == "reward" else str(words[-1])
+    if any(key in given for key in ("num_generations", "max_completion_length", "reward_funcs", "epsilon")):
+        return "grpo"
+    if any(key in given for key in ("beta", "label_smoothing", "precompute_ref_log_probs", "ld_alpha")):
+        return "dpo"
+    return "sft"
 
 
-def kl(one: Imported, value: Any, to: str) -> Any:
-    """Set the coefficient and estimator of the KL term: in the reward, in the loss, or none."""
-    in_reward, in_loss = one.given.get("algorithm.use_kl_in_reward"), one.given.get(f"{ACTOR}.use_kl_loss")
-    if one.flow == "dapo":
-        return Left("dapo has no KL term; grpo has") if in_loss or in_reward else None
-    coefficient, estimator, advice = 0.0, None, None
-    if in_loss and one.flow == "grpo":
-        coefficient = one.given.get(f"{ACTOR}.kl_loss_coef", 0.001)
-        estimator = one.given.get(f"{ACTOR}.kl_loss_type", "low_var_kl")
-    elif in_reward and one.flow in HAVE_KL_IN_REWARD:
-        coefficient = one.given.get("algorithm.kl_ctrl.kl_coef", 0.001)
-        estimator = one.given.get("algorithm.kl_penalty", "kl")
-        if one.given.get("algorithm.kl_ctrl.type") == "adaptive" and one.flow == "ppo":
-            one.made["algorithm.kl_target"] = one.given.get("algorithm.kl_ctrl.target_kl", 0.1)
-    elif in_loss or in_reward:
-        where = "in the reward" if one.flow in HAVE_KL_IN_REWARD else "in the loss"
-        advice = Left(f"{one.flow} has its KL term {where}")
-    one.made["algorithm.kl_coef"] = float(coefficient)
-    if estimator is not None:
-        known = ESTIMATORS.get(str(estimator).rstrip("+"))
-        if known is None:
-            return Left(f"no estimator is called {estimator}; see `braid list kl-estimators`")
-        one.made["algorithm.kl_estimator"] = known
-    return advice
+def openrlhf_flow(given: Mapping[str, Any]) -> str:
+    word = re.search(r"train_(sft|dpo|rm|ppo)", str(given.get(COMMAND_LINE, "")))
+    named = {"sft": "sft", "dpo": "dpo", "rm": "reward_model"}.get(word[1] if word else "")
+    return named or import_rules.OPENRLHF_FLOWS.get(str(given.get("advantage_estimator", "gae")), "grpo")
 
 
-def clip(one: Imported, value: Any, to: str) -> Any:
-    both = one.given.get(f"{ACTOR}.clip_ratio", 0.2)
-    one.made["algorithm.clip_low"] = one.given.get(f"{ACTOR}.clip_ratio_low", both)
-    one.made["algorithm.clip_high"] = one.given.get(f"{ACTOR}.clip_ratio_high", both)
+def finish_verl(one: Imported) -> None:
+    if one.flow == "ppo":
+        import_rules.reward_model(one, None, "")
+    if "workers" not in one.made and (count := import_rules.workers(one, None, "")):
+        one.made["workers"] = count
+    import_rules.loss_alone(one)
+    import_rules.rewards_by_source(one)
 
 
-def correction(one: Imported, value: Any, to: str) -> Any:
-    if not one.given.get("algorithm.rollout_correction.rollout_is"):
-        return None
-    cap = one.given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)
-    return {"name": "truncated", "cap": float(cap)}
+def finish_trl(one: Imported) -> None:
+    import_rules.trl_batch(one)
+    import_rules.loss_alone(one)
 
 
-def eval_sets(one: Imported, value: Any, to: str) -> Any:
-    paths = [str(path) for path in (value if isinstance(value, list) else [value])]
-    names = [Path(path).stem for path in paths]
-    if len(set(names)) < len(names):
-        names = [f"{name}_{number}" for number, name in enumerate(names)]
-    return dict(zip(names, paths, strict=True))
-
-
-def of_source(one: Imported, value: Any, to: str) -> Any:
-    """Set a key of every source of `data.train`."""
-    if value in (*UNSET, "prompt"):
-        return
-    known = one.made.get("data.train", one.given.get("data.train_files"))
-    one.made["data.train"] = [
-        {**(entry if isinstance(entry, dict) else {"path": entry}), to.rpartition(".")[2]: value}
-        for entry in (known if isinstance(known, list) else [known])
-    ]
-
-
-def lora(one: Imported, value: Any, to: str) -> Any:
-    rank, targets = one.given.get(f"{MODEL}.lora_rank"), one.given.get(f"{MODEL}.target_modules")
-    if not rank:
-        return None
-    settings = {"rank": int(rank), "alpha": float(one.given.get(f"{MODEL}.lora_alpha", 16))}
-    return {**settings, "targets": targets} if isinstance(targets, list) else settings
-
-
-def axis(name: str, one: Imported, value: Any, to: str) -> Any:
-    """Set an axis of the trainer's layout."""
-    if int(value) > 1:
-        one.made.setdefault(to, {})[name] = int(value)
-
-
-def shard(one: Imported, value: Any, to: str) -> Any:
-    if str(value).startswith("fsdp") and one.devices > 1:
-        one.made.setdefault(to, {})["shard"] = "full"
-
-
-def vllm_more(one: Imported, value: Any, to: str) -> Any:
-    one.made |= {f"{to}.{name}": setting for name, setting in (value or {}).items()}
-
-
-def verify(one: Imported, value: Any, to: str) -> Any:
-    for key in ("reward.custom_reward_function", "custom_reward_function"):
-        if path := one.given.get(f"{key}.path"):
-            function = one.given.get(f"{key}.name") or "compute_score"
-            one.made["reward.verify"] = f"{path}:{function}"
-            one.left[f"{key}.path"] = (
-                f"rename the parameters of {function}: data_source to source, solution_str to response, ground_truth "
-                "to answer, "
-                "extra_info to metadata"
-            )
-
-
-def reward_model(one: Imported, value: Any, to: str) -> Any:
-    path = one.given.get("reward.reward_model.model_path") or one.given.get("reward_model.model.path")
-    if path and (one.given.get("reward.reward_model.enable") or one.given.get("reward_model.enable")):
-        one.made |= {"algorithm.reward": "score", "roles.reward.model": path}
-    elif one.flow == "ppo":
-        one.made["algorithm.reward"] = "verify"
-
-
-def workers(one: Imported, value: Any, to: str) -> Any:
-    if one.devices == 1:
-        return None
-    one.made.setdefault("runtime", "hybrid")
-    return one.devices
-
-
-def trackers(one: Imported, value: Any, to: str) -> Any:
-    names = value if isinstance(value, list) else [value]
-    one.made[to] = [name for name in names if name in ("wandb", "swanlab", "mlflow", "tensorboard", "trackio")]
-    unknown = [name for name in names if name not in (*one.made[to], "console", "file")]
-    return Left(f"no tracker is called {', '.join(unknown)}; see `braid list trackers`") if unknown else None
-
-
-RULES: dict[str, Callable[[Imported, Any, str], Any]] = {
-    "": lambda one, value, to: None if value in UNSET else value,
-    "flow": flow,
-    "kl": kl,
-    "clip": clip,
-    "correction": correction,
-    "eval_sets": eval_sets,
-    "field_name": of_source,
-    "first": of_source,
-    "lora": lora,
-    "shard": shard,
-    "vllm_more": vllm_more,
-    "verify": verify,
-    "reward_model": reward_model,
-    "workers": workers,
-    "trackers": trackers,
-    **{name: partial(axis, name) for name in ("tensor", "pipeline", "sequence")},
-    "dynamic": lambda one, value, to: one.flow,
-    "at_least_zero": lambda one, value, to: max(0, int(value)),
-    "positive": lambda one, value, to: int(value) if int(value) > 0 else None,
-    "rows": lambda one, value, to: int(value) * int(one.given.get(f"{ROLLOUT}.n") or 1),
-    "reference": lambda one, value, to: value if value not in UNSET and one.made.get("algorithm.kl_coef") else None,
-    "staleness": lambda one, value, to: (
-        int(value) if one.given.get("trainer.v1.trainer_mode") == "separate_async" else None
-    ),
-    "tool_format": lambda one, value, to: (
-        value if one.given.get(f"{ROLLOUT}.multi_turn.enable") and value in TOOL_FORMATS else None
-    ),
-    "optimizer": lambda one, value, to: OPTIMIZERS.get(str(value).lower(), f"torch.optim:{value}"),
-    "vllm": lambda one, value, to: (
-        value if one.given.get(f"{ROLLOUT}.name") == "vllm" and (to, value) not in ONE else None
-    ),
+FRAMEWORKS = {
+    framework.name: framework
+    for framework in (
+        Framework(
+            "verl",
+            re.compile(r"verl[\w.]*\.(?:main_\w+|\w*trainer\w*)$|main_(?:ppo|dapo)(?:\.py)?$"),
+            frozenset({"actor_rollout_ref.", "algorithm.adv_estimator", "data.train_files"}),
+            has_overrides=True,
+            flow=verl_flow,
+            finish=finish_verl,
+        ),
+        Framework(
+            "OpenRLHF",
+            re.compile(r"openrlhf[\w./]*train_\w+(?:\.py)?$"),
+            flow=openrlhf_flow,
+            finish=import_rules.loss_alone,
+        ),
+        Framework(
+            "slime",
+            re.compile(r"(?:^|/)train(?:_async)?\.py$"),
+            flow=lambda given: import_rules.SLIME_FLOWS.get(str(given.get("advantage_estimator", "grpo")), "grpo"),
+        ),
+        Framework(
+            "TRL",
+            re.compile(r"^(?:grpo|rloo|dpo|sft|reward)$|(?:grpo|rloo|dpo|sft|reward)\w*\.py$"),
+            frozenset(
+                {
+                    "model_name_or_path",
+                    "per_device_train_batch_size",
+                    "num_generations",
+                    "max_completion_length",
+                    "output_dir",
+                    "dataset_name",
+                }
+            ),
+            flow=trl_flow,
+            finish=finish_trl,
+        ),
+    )
 }
 
 
-def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the nested keys of a Braid configuration, and verl's keys without a counterpart.
-
-    Raises UserError if it is no file of verl.
-    """
+def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
+    """Return the framework of a configuration or script, and the keys that it sets. Raises UserError for others."""
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
+    if path.suffix not in (".yaml", ".yml"):
+        return read_script(path)
     tree = read_yaml(path)
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold keys and values of verl, as in `algorithm: {{adv_estimator: grpo}}`")
-    table: dict[str, dict[str, Any]] = read_yaml(KEYS)
-    known = {key: row["default"] for key, row in table.items() if "default" in row}
-    for written, value in flat(tree, WHOLE):
-        # A value may be a reference to another key; `+key` is Hydra's syntax for adding a key.
-        if value is not None and value != "???" and value != {} and not str(value).startswith("${"):
-            known[re.sub(r"(^|\.)\++", r"\1", written)] = value
-    one = Imported(known)
-    one.made["flow"] = one.flow
-    for key, value in known.items():
-        row = row_of(key, table)
-        if row is None:
-            one.left[key] = "verl's own configuration has no such key; see docs/coming-from-verl.md"
-        elif "rule" in row or "to" in row:
-            if one.flow in row.get("of", one.flow).split():
-                to = row.get("to", "")
-                values = {str(given).lower(): made for given, made in row.get("values", {}).items()}
-                if not values:
-                    made = RULES[row.get("rule", "")](one, value, to)
-                else:
-                    made = values.get(str(value).lower(), Left(row["else"]) if "else" in row else None)
-                if isinstance(made, Left):
-                    one.left[key] = made
-                elif made is not None:
-                    one.made[to] = made
-        elif row.get("note") == "no counterpart" and value not in (False, 0):
-            one.left[key] = "no counterpart"
-    if one.flow == "ppo":
-        reward_model(one, None, "")
+        raise UserError(f"{path} must hold keys and values, as in `algorithm: {{adv_estimator: grpo}}`")
+    given: dict[str, Any] = {}
+    # `+key` is Hydra's syntax for adding a key.
+    for key, value in flat(tree, WHOLE):
+        given[re.sub(r"(^|\.)\++", r"\1", str(key))] = value
+    for framework in FRAMEWORKS.values():
+        if any(key.startswith(mark) for key in given for mark in framework.marks):
+            return framework, given
+    raise UserError(
+        f"{path} names no model and no data by keys of verl or TRL, as in `actor_rollout_ref: {{model: {{path: ...}}}}`"
+        "; OpenRLHF and slime have scripts, whose names end in .sh"
+    )
+
+
+def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
+    """Return the framework and the keys of the last command of a script that starts one. Raises UserError for none."""
+    found = None
+    for words in read_commands(path):
+        for framework in FRAMEWORKS.values():
+            at = next((n for n, word in enumerate(words) if framework.command.search(word)), None)
+            if at is None or (framework.name == "TRL" and words[at] in ("sft", "dpo") and "trl" not in words[:at]):
+                continue
+            pairs = list((overrides if framework.has_overrides else arguments)(words[at + 1 :]))
+            launched = dict(arguments([word for word in words[:at] if word != "--"]))
+            given = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
+            if framework.name == "TRL" and "num_processes" in launched:
+                given["num_processes"] = launched["num_processes"]
+            if framework.name == "TRL" and isinstance(config := given.pop("config", None), str):
+                given = {**read_source(path.parent / config)[1], **given}
+            found = framework, given
+            break
+    if found is None:
+        names = "verl.trainer.main_ppo, openrlhf.cli.train_ppo_ray, slime's train.py, or trl grpo"
+        raise UserError(f"{path} starts no training that is known, such as {names}")
+    return found
+
+
+def import_config(path: Path) -> tuple[dict[str, Any], dict[str, Outcome]]:
+    """Return the nested keys of a Braid configuration, and what became of each key of the other framework's.
+
+    Raises UserError for a file of no known framework, or one without a model.
+    """
+    framework, given = read_source(path)
+    given = {key: referred(value, given) for key, value in given.items()}
+    known = {key: row["default"] for key, row in framework.table.items() if "default" in row}
+    usable = {
+        key: value
+        for key, value in given.items()
+        if value not in (None, "???", {}) and not UNKNOWN_TO_READERS.search(str(value))
+    }
+    # Keys follow the table's order, so that a rule finds what rows above it have made.
+    order = {key: number for number, key in enumerate(framework.table)}
+    keys = sorted(known | usable, key=lambda key: order.get(key, len(order)))
+    one = Imported(known | usable, path.parent)
+    one.flow = one.made["flow"] = framework.flow(one.given)
+    outcomes = {key: translate(framework, one, key) for key in keys}
+    framework.finish(one)
+    for key in given.keys() - usable.keys():
+        outcomes[key] = without_value(given[key])
+    outcomes = {key: outcomes[key] for key in given if key != COMMAND_LINE}
+    for key, advice in one.advice.items():
+        outcomes[key] = Outcome(DECIDE, advice)
     if "model" not in one.made:
-        raise UserError(
-            f"{path} names no model, as in `actor_rollout_ref: {{model: {{path: Qwen/Qwen3-4B}}}}`; is it one of verl?"
-        )
-    if "trainer.steps" not in one.made:
-        one.left.setdefault("trainer.total_training_steps", "write trainer.steps: verl counts epochs without it")
-    nested: dict[str, Any] = {}
-    for key, value in one.made.items():
-        place = nested
+        raise UserError(f"{path} names no model of {framework.name}; is it a whole configuration?")
+    is_advised = any(outcome.text.startswith("trainer.steps") for outcome in outcomes.values())
+    if "trainer.steps" not in one.made and not is_advised:
+        outcomes["trainer.steps"] = Outcome(DECIDE, f"{framework.name} counts epochs; write trainer.steps")
+    return nested(one.made), outcomes
+
+
+def referred(value: Any, given: Mapping[str, Any]) -> Any:
+    """Return the value that a reference of Hydra names, as in `${data.max_prompt_length}`; others unchanged."""
+    match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    return given.get(match[1], value) if match else value
+
+
+def without_value(value: Any) -> Outcome:
+    """Return what became of a key without a value that can be read."""
+    if value in (None, "???", {}):
+        return Outcome(WITHOUT, "it has no value")
+    return Outcome(DECIDE, f"{shown(value)} is known to the shell or to Hydra alone; write the value")
+
+
+def translate(framework: Framework, one: Imported, key: str) -> Outcome:
+    """Set what Braid's configuration has for one key, and return what became of the key."""
+    row, value = framework.row(key), one.given[key]
+    if row is None:
+        return Outcome(DECIDE, f"{framework.name} has no such key; is it of your own, or of another version?")
+    note, to = row.get("note", "no counterpart"), row.get("to", "")
+    if one.flow not in row.get("of", one.flow).split():
+        return Outcome(WITHOUT, f"{one.flow} has no such setting ({row['of']} has)")
+    if advice := row.get("decide"):
+        return Outcome(DECIDE, advice) if value not in (False, 0) else Outcome(WITHOUT, "it is off")
+    if "to" not in row and "rule" not in row:
+        return Outcome(WITHOUT, note if value not in (False, 0) else f"it is off; {note}")
+    before, together = dict(one.made), len(one.together)
+    values = {str(theirs).lower(): ours for theirs, ours in row.get("values", {}).items()}
+    if values and "rule" not in row:
+        is_known = str(value).lower() in values
+        made = values.get(str(value).lower(), Decide(row.get("else", f"{to} has no value like {shown(value)}")))
+        if is_known and made is None:
+            return Outcome(TRANSLATED, f"{to}, as by default")
+    else:
+        try:
+            one.key = key
+            made = RULES[row.get("rule", "")](one, value, to)
+        except (TypeError, ValueError, KeyError, IndexError):
+            made = Decide(f"{shown(value)} is no value that is known for {to or key}")
+    if isinstance(made, Decide):
+        return Outcome(DECIDE, made)
+    if made is not None:
+        one.made[to] = made
+        return Outcome(TRANSLATED, to)
+    if len(one.together) > together:
+        return Outcome(TRANSLATED, to)
+    changed = [name for name, setting in one.made.items() if name not in before or before[name] != setting]
+    if changed:
+        return Outcome(TRANSLATED, ", ".join(changed))
+    related = to and (to in one.made or any(name.startswith(f"{to}.") for name in one.made))
+    return Outcome(TRANSLATED, to) if related else Outcome(WITHOUT, f"no effect with the other keys; {note}")
+
+
+def nested(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as nested mappings."""
+    tree: dict[str, Any] = {}
+    for key, value in made.items():
+        section = tree
         *sections, last = key.split(".")
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
-    return nested, one.left
-
-
-def row_of(key: str, table: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row of a key: its own, else the first with a matching pattern."""
-    if key in table:
-        return table[key]
-    if key.endswith("_target_"):
-        return {}
-    return next((row for pattern, row in table.items() if "*" in pattern and fnmatchcase(key, pattern)), None)
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return tree
 
 
 def write_imported(path: Path, target: Path) -> Iterator[str]:
-    """Convert a verl configuration to a Braid file, and yield the lines to print.
+    """Convert another framework's configuration to a Braid file, and yield the lines to print.
 
     Raises UserError if the target exists.
     """
     if target.exists():
         raise UserError(f"{target} exists; nothing was overwritten")
-    tree, left = import_config(path)
+    tree, outcomes = import_config(path)
     target.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    for key, outcome in outcomes.items():
+        arrow = "→ " if outcome.kind == TRANSLATED else f"{outcome.kind}: "
+        yield f"{key}  {arrow}{outcome.text}"
     yield f"{target}: {len(list(flat(tree)))} keys; check it with `braid train {target} --dry-run`"
-    for key, what in left.items():
-        yield f"{key}: {what}"
+    counts = Counter(outcome.kind for outcome in outcomes.values())
+    yield f"{len(outcomes)} keys: {', '.join(f'{counts[kind]} {kind}' for kind in (TRANSLATED, DECIDE, WITHOUT))}"
     try:
         parse_config(tree)
     except UserError as error:

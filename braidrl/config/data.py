@@ -164,8 +164,8 @@ class RewardConfig(SandboxConfig):
     wrong_score: float | None = None
     """Score of a wrong answer; by default the recipe's (GRPO 0, DAPO -1)."""
     skip_special_tokens: bool = False
-    """Remove all special tokens from the text for verifiers and records. By default only padding and end-of-sequence
-    tokens are removed, so that a format such as `<think>` can be checked.
+    """Remove all special tokens from the text for verifiers, environments and records. By default only padding and
+    end-of-sequence tokens are removed, so that a format such as `<think>` can be checked.
     """
     max_abs: float = Field(1e6, gt=0)
     """Largest valid absolute score of a verifier or environment; a larger one counts as a failure of the row."""

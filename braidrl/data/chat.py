@@ -3,6 +3,7 @@
 content         text, null or absent beside calls, a list of {type: text, text}     ──▶ text
 arguments       an object, or its JSON as text (OpenAI)                             ──▶ an object
 nulls           null means the same as absent                                       ──▶ absent
+function_call   OpenAI's former field for one call                                  ──▶ tool_calls
 
 Chat templates are untrusted programs: they are rendered with limits of time and size, after a trial in a separate
 process.
@@ -33,6 +34,33 @@ Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, as chat templates take them."""
 TEMPLATE = "chat_template_kwargs"
 """The field of `metadata` with a row's arguments of the chat template."""
+RESERVED = {
+    "conversation": "set prompt_field of the source",
+    "messages": "set prompt_field of the source",
+    "tools": "put them into the field that tools_field of the source names",
+    "chat_template": "set it in the tokenizer's chat_template.jinja",
+    "add_generation_prompt": "remove it: prompts open the assistant's turn, and given responses end it",
+    "continue_final_message": "remove it: a prompt that ends with an assistant's message is continued",
+} | dict.fromkeys(
+    (
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ),
+    "remove it: prompts are tokenised whole, without padding",
+)
+"""Names of `apply_chat_template` that are no arguments of a template, each with its remedy."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message with its reasoning; families name it differently."""
+TRAINED = ("weight", "train", "training", "trainable", "loss", "loss_mask", "step_loss_mask")
+"""Fields of a message that say whether it is trained, 1 or 0, true or false."""
+READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "id", *TRAINED})
+"""Fields of a message that have a meaning of their own, or that templates may leave out."""
 MARK = "the-assistants-turn-stands-here"
 """Text that stands for an assistant's turn where a template is rendered."""
 RENDER_S = 5.0
@@ -70,7 +98,8 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
     """Return a message in the form for chat templates. Raises UserError for calls whose arguments are not JSON."""
     known = {name: value for name, value in message.items() if value is not None}
     # Templates test only whether the name exists.
-    calls = known.pop("tool_calls", None)
+    calls, former = known.pop("tool_calls", None), known.pop("function_call", None)
+    calls = calls or ([former] if former else None)
     content = known.get("content", "")
     if isinstance(content, list) and content:
         texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
@@ -85,7 +114,7 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
             raise UserError(f"a call of a tool is an object with `function`, not {call!r}")
         is_nested = isinstance(call.get("function"), Mapping)
         function = call["function"] if is_nested else call
-        arguments = function.get("arguments")
+        arguments = function.get("arguments", function.get("parameters"))
         if isinstance(arguments, str):
             try:
                 arguments = parse_json(arguments) if arguments.strip() else {}
@@ -93,25 +122,65 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
                 name = function.get("name")
                 fault = f"the arguments of a call of {name!r} are not JSON: {arguments[:80]!r}; write an object"
                 raise UserError(fault) from None
-        function = {**function, "arguments": {} if arguments is None else arguments}
+        named = {key: value for key, value in function.items() if key != "parameters"}
+        function = {**named, "arguments": {} if arguments is None else arguments}
         normal["tool_calls"].append({**call, "function": function} if is_nested else function)
     return normal
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools in a value: a list of objects, or the same as JSON text.
+    """Return the tools in a value: a list of objects or one, each of them or the whole also as JSON text.
 
     Null gives an empty list, anything else None.
     """
-    if value in (None, "", []):
+    try:
+        value = parse_json(value) if isinstance(value, str) and value.strip() else value
+        if isinstance(value, Mapping) and {"name", "function", "type"} & set(value):
+            value = [value]
+        if isinstance(value, list):
+            value = [parse_json(tool) if isinstance(tool, str) else tool for tool in value]
+    except ValueError:
+        return None
+    if value in (None, [], {}) or (isinstance(value, str) and not value.strip()):
         return []
-    if isinstance(value, str):
-        try:
-            value = parse_json(value)
-        except ValueError:
-            return None
     found = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
     return value if found else None
+
+
+def template_arguments(value: Any) -> dict[str, Any]:
+    """Return arguments of a chat template: an object, or its JSON as text; nothing for null.
+
+    Raises UserError for anything else, and for names that are not the template's to read.
+    """
+    if isinstance(value, str):
+        try:
+            value = parse_json(value) if value.strip() else {}
+        except ValueError as error:
+            raise UserError(f"arguments of a chat template are no JSON: {error}; write an object") from None
+    if not isinstance(value, Mapping | None):
+        raise UserError(f"arguments of a chat template are {shown(value)}; write an object")
+    for name in value or ():
+        if name in RESERVED:
+            raise UserError(f"the argument {name!r} of the chat template is reserved; {RESERVED[name]}")
+    return dict(value or {})
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether an assistant's message is trained; by default it is. Raises UserError for other weights than 0 and
+    1.
+    """
+    given = {name: message[name] for name in TRAINED if message.get(name) is not None}
+    for name, value in given.items():
+        if value not in (0, 1) or not isinstance(value, bool | int | float):
+            raise UserError(f"{name!r} of a message is {shown(value)}, and only 0 and 1 are read; write one of them")
+    return all(given.values())
+
+
+def for_template(message: ChatMessage) -> ChatMessage:
+    """Return a message as templates read it: its reasoning under each name that a family has, and without weights."""
+    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+    aliases = dict.fromkeys(REASONING, reasoning) if isinstance(reasoning, str) else {}
+    return {**{name: value for name, value in message.items() if name not in TRAINED}, **aliases}
 
 
 class Overdue(BaseException):

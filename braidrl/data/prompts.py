@@ -37,7 +37,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.chat import UNREAD_TOOLS
+from braidrl.data.chat import READ, UNREAD_TOOLS
 from braidrl.data.conversions import CONVERSIONS
 from braidrl.data.records import place, quiet
 from braidrl.data.sources import Example, Reading
@@ -71,8 +71,8 @@ class Facts:
     """Line of the first example without an answer, if any."""
     unanswered_fields: list[str] = field(default_factory=list)
     """Other fields of that example."""
-    tools_unread: int | None = None
-    """Line of the first example with tools, if the chat template does not show them."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """What of the examples is not used, each with the line of the first one."""
 
 
 class LoadedSource(Sequence[Example]):
@@ -113,8 +113,7 @@ class LoadedSource(Sequence[Example]):
         said = [f"{facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"]
         said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
         said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
-        if facts.tools_unread is not None:
-            said.append(f"{UNREAD_TOOLS}; line {facts.tools_unread} is the first example that has some")
+        said += [f"{note}; line {line} is the first example that has some" for note, line in facts.notes.items()]
         return f"{self.path}: {'; '.join(said)}"
 
     def first_beyond(self, size: int) -> tuple[int, int] | None:
@@ -292,6 +291,27 @@ def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> 
     return temporary / f"{own}{os.getpid()}-{uuid.uuid4().hex}", examples
 
 
+def unread_by(template: PromptTemplate, example: Example, seen: set[tuple[str, str]]) -> Iterator[str]:
+    """Yield what the chat template does not read of an example: tools, arguments and fields of messages.
+
+    Each field is tried once; `seen` has those that were.
+    """
+    if example.tools and ("", "tools") not in seen:
+        seen.add(("", "tools"))
+        if not template.shows_tools:
+            yield UNREAD_TOOLS
+    for name in template.unread_arguments if ("", ",".join(template.arguments)) not in seen else ():
+        yield f"the chat template does not read the argument {name!r}"
+    seen.add(("", ",".join(template.arguments)))
+    for part in (example.prompt, example.response, example.rejected):
+        for message in part if isinstance(part, list) else ():
+            for name in message.keys() - READ:
+                if (message["role"], name) not in seen:
+                    seen.add((message["role"], name))
+                    if template.unread(message["role"], name, message[name]):
+                        yield f"the chat template does not read {name!r} of {message['role']} messages"
+
+
 def rows_of(
     reading: Reading, examples: Iterator[Example], template: PromptTemplate, limit: int, given: int, facts: Facts
 ) -> Iterator[dict[str, Any]]:
@@ -300,27 +320,31 @@ def rows_of(
     Raises UserError for an invalid example, and if no prompt is short enough.
     """
     path, title = reading.source.path, f"Tokenising {reading.source.label}"
+    seen = set[tuple[str, str]]()
     for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), title):
         facts.read += len(batch)
         texts = []
         for example in batch:
             with located(place(path, example.line)):
-                texts.append(template.with_arguments(example.arguments).render(example.prompt, example.tools))
-                if example.tools and facts.tools_unread is None and not template.shows_tools:
-                    facts.tools_unread = example.line
+                own = template.with_arguments(example.arguments)
+                texts.append(own.render(example.prompt, example.tools))
+                for note in unread_by(own, example, seen):
+                    facts.notes.setdefault(note, example.line)
         prompts = template.encode_texts(texts, begins=not template.is_chat)
         for example, ids in zip(batch, prompts, strict=True):
             if not ids:
                 where = place(path, example.line)
                 raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
         facts.shortest = min(facts.shortest or len(prompts[0]), *map(len, prompts), len(prompts[0]))
-        for example, ids in zip(batch, prompts, strict=True):
+        for example, text, ids in zip(batch, texts, prompts, strict=True):
             if len(ids) > limit:
                 continue
-            row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
             with located(place(path, example.line)):
                 answers = [answer for answer in (example.response, example.rejected)[:given] if answer is not None]
-                responses = template.encode_given(example, answers)
+                begin, responses = template.encode_given(example, answers, text)
+                if begin != text:
+                    (ids,) = template.encode_texts([begin], begins=not template.is_chat)
+            row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
             for name, response in zip(RESPONSES, responses, strict=False):
                 row |= {name: response.ids, f"{name}_trained": response.trained}
                 facts.longest_row = max(facts.longest_row, len(ids) + len(response.ids))
@@ -329,6 +353,7 @@ def rows_of(
                 facts.unanswered, facts.unanswered_fields = example.line, list(example.metadata)
             yield row
     facts.left_out, facts.without_form = dict(reading.left_out), reading.without_form
+    facts.notes = {**reading.notes, **facts.notes}
     if not facts.longest_prompt:
         raise UserError(
             f"{path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; the shortest has "

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.config import SourceConfig
-from braidrl.data.chat import ChatMessage, normal_message, tools_of
+from braidrl.data.chat import (
+    TRAINED,
+    ChatMessage,
+    is_trained,
+    normal_message,
+    template_arguments,
+    tools_of,
+)
 from braidrl.data.conversions import CONVERSIONS, UNIQUE
 from braidrl.data.records import (
     NO_FORM,
@@ -34,7 +41,7 @@ from braidrl.data.records import (
     whole_text,
 )
 from braidrl.errors import UserError, located, suggest
-from braidrl.parsing import texts_and_numbers
+from braidrl.parsing import parse_json, texts_and_numbers
 
 Prompt = str | list[ChatMessage]
 Response = str | list[ChatMessage]
@@ -43,8 +50,16 @@ Response = str | list[ChatMessage]
 GROUND_TRUTH = "reward_model.ground_truth"
 CONVERSATIONS, COMPLETION = ("messages", "conversations"), "completion"
 """Fields of supervised data sets on the hub in place of `prompt` and `response`."""
-SHAREGPT = {"human": "user", "gpt": "assistant"}
-"""Roles of messages in the form {from, value}."""
+CALLS = ("function_call", "tool_call")
+SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    **dict.fromkeys(CALLS, "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "function_response", "function"), "tool"),
+    **{role: role for role in ("user", "assistant", "system", "tool", "developer")},
+}
+"""Roles of messages in the form {from, value}. The value of a call is JSON: {name, arguments}, or a list of these."""
 TEMPLATED = ("prompt_field", "tools_field", "template_field", "response_field", "chosen_field", "rejected_field")
 """Fields of a record that only chat templates see."""
 ABSENT = object()
@@ -72,8 +87,8 @@ class LeftOut(Exception):
 class Reading:
     """One pass over a source, which yields its examples in order.
 
-    Afterwards `left_out` has the number of skipped records by reason, and `without_form` the columns without a JSON
-    form.
+    Afterwards `left_out` has the number of skipped records by reason, `without_form` the columns without a JSON form,
+    and `notes` what was not read of a record, with the first line of each.
     """
 
     def __init__(
@@ -97,6 +112,9 @@ class Reading:
         self._convert = (lambda record: record) if source.convert is None else CONVERSIONS.find(source.convert)
         self.left_out: Counter[str] = Counter()
         self.without_form: list[str] = []
+        self.notes: dict[str, int] = {}
+        with located(f"`template` of the source {source.path}"):
+            template_arguments(source.template)
         self._seen: set[bytes] = set()
 
     def __iter__(self) -> Iterator[Example]:
@@ -186,9 +204,14 @@ class Reading:
         functions = [] if tools is ABSENT else tools_of(tools)
         if functions is None and "tools_field" in self._named:
             raise UserError(f"{where}: {source.tools_field!r} is {kind_of(tools)}; write a list of functions")
-        own_arguments = arguments if isinstance(arguments, dict) else {}
-        if arguments is not ABSENT and arguments is not own_arguments and "template_field" in self._named:
-            raise UserError(f"{where}: {source.template_field!r} is {kind_of(arguments)}; write an object")
+        if functions is None:
+            self.notes.setdefault(
+                f"{source.tools_field!r} is {kind_of(tools)} that holds no list of functions, and the model is not "
+                "told of any",
+                line,
+            )
+        with located(f"{where}: {source.template_field!r}"):
+            own_arguments = {} if arguments is ABSENT else template_arguments(arguments)
         # Fields with other names are kept too: a verifier may use the data's own name.
         used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
         metadata = {name: value for name, value in record.items() if name not in used}
@@ -200,6 +223,10 @@ class Reading:
         elif isinstance(answer, int | float) and not isinstance(answer, bool):
             answer = str(answer)  # verifiers compare text
         arguments = {**source.template, **own_arguments}
+        for message in (m for part in (prompt, response, rejected) if isinstance(part, list) for m in part):
+            if message["role"] != "assistant" and any(message.get(name) for name in TRAINED):
+                name = next(name for name in TRAINED if message.get(name))
+                self.notes.setdefault(f"{name!r} of a {message['role']}'s message; only assistants' are trained", line)
         return Example(prompt, answer, response, metadata, line, rejected, functions or [], arguments)
 
 
@@ -211,7 +238,7 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     """
     found = find_required(where, "response", field, record)
     if isinstance(found, list) and found and not is_answer(found[0]) and isinstance(found[0], dict):
-        messages, least = check_messages(where, field, found), 0
+        messages, least = with_system(record, found, check_messages(where, field, found)), 0
     else:
         prompt = prompt_of(source, record, where)
         response = check_response(where, field, found)
@@ -220,9 +247,13 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages, least = [*before, *response], len(before)
     answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
-    if not answers or not (start := answers[-1] if source.train_on == "last" else answers[0]):
+    # An answer at the start has no prompt, and belongs to the next one's.
+    if not (answers := [number for number in answers if number]):
         lacks = "has no assistant's turn behind a prompt; write at least a user's message and an answer"
         raise UserError(f"{where}: {field!r} {lacks}")
+    if not (answers := [number for number in answers if is_trained(messages[number])]):
+        raise LeftOut("the weights of its messages leave no turn to train on")
+    start = answers[-1] if source.train_on == "last" else answers[0]
     return messages[:start], messages[start : answers[-1] + 1]
 
 
@@ -294,7 +325,39 @@ def prompt_of(source: SourceConfig, record: Record, where: str) -> Prompt:
     if not isinstance(prompt, list) or not prompt:
         found = "empty" if prompt in ("", []) else kind_of(prompt)
         raise UserError(f"{where}: {field!r} is {found}; write text, or a list of messages {{role, content}}")
-    return check_messages(where, field, prompt)
+    return with_system(record, prompt, check_messages(where, field, prompt))
+
+
+def with_system(record: Record, given: list[Any], messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return a conversation with the record's `system` in front, which ShareGPT's form has beside its messages."""
+    system = record.get("system")
+    is_sharegpt = isinstance(given[0], dict) and "from" in given[0]
+    if not is_sharegpt or not isinstance(system, str) or not system or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def sharegpt_message(message: Record) -> ChatMessage:
+    """Return a message {from, value} as {role, content}. Raises UserError for an unknown role, and a call that is not
+    JSON.
+    """
+    speaker, said = message["from"], message.get("value")
+    if speaker not in SHAREGPT:
+        raise UserError(
+            f"nothing is known of from={speaker!r}; {suggest(speaker, SHAREGPT)} Write it, or a `convert` of your own"
+        )
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    if speaker not in CALLS:
+        return {**others, "role": SHAREGPT[speaker], "content": said}
+    try:
+        calls = parse_json(said) if isinstance(said, str) else said
+    except ValueError as error:
+        raise UserError(f"the call is not JSON: {error}; write {{name, arguments}}") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise UserError(f"the call is {kind_of(said)} without a name; write {{name, arguments}}")
+    functions = [{"type": "function", "function": call} for call in calls]
+    return {**others, "role": "assistant", "content": None, "tool_calls": functions}
 
 
 def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMessage]:
@@ -303,11 +366,11 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise UserError(f"{where}: message {number} of {field!r} is {kind_of(message)}; write {{role, content}}")
-        if isinstance(message.get("from"), str) and "role" not in message:
-            role, said = message["from"], message.get("value")
-            message = {"role": SHAREGPT.get(role, role), "content": said}
         with located(f"{where}: message {number} of {field!r}"):
+            if isinstance(message.get("from"), str) and "role" not in message:
+                message = sharegpt_message(message)
             found = normal_message(message)
+            is_trained(found)
         if message.get("content") is None and not found.get("tool_calls"):
             found.pop("content")
         content = found.get("content")

@@ -20,7 +20,7 @@ from braidrl.data import chat
 from braidrl.data.records import whole_text
 from braidrl.data.rows import IDENTITY, Rows
 from braidrl.data.sources import Example, Prompt, Response
-from braidrl.errors import UserError
+from braidrl.errors import UserError, located
 
 RENDERED_OTHERWISE = (
     "the chat template renders earlier turns otherwise once the conversation continues, such as without their "
@@ -36,6 +36,14 @@ class Given(NamedTuple):
 
     ids: list[int]
     trained: list[bool]
+
+
+class Turn(NamedTuple):
+    """An assistant's turn of a conversation as rendered, and the text between it and the next one."""
+
+    said: str
+    after: str = ""
+    is_trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,9 @@ class PromptTemplate:
 
     @staticmethod
     def of(tokenizer: Any, data: DataConfig) -> "PromptTemplate":
+        """Return the template that a configuration describes. Raises UserError for reserved arguments."""
+        with located("data.template"):
+            chat.template_arguments(data.template)
         return PromptTemplate(tokenizer, data.chat_template, data.system_prompt, data.template)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "PromptTemplate":
@@ -70,6 +81,46 @@ class PromptTemplate:
         """Return True if the chat template tells the model its tools; some templates do not read them."""
         messages, _ = chat.TRIALS[0]
         return self.is_chat and self.apply(messages, (chat.TOOL,)) != self.apply(messages)
+
+    @cached_property
+    def opening_tag(self) -> str:
+        """Return the tag, such as `<think>`, that the template opens in an assistant's turn; empty text without one."""
+        if not self.is_chat:
+            return ""
+        messages, _ = chat.TRIALS[0]
+        try:
+            tag = OPENING.search(self.apply(messages, opens=True))
+            given = tag and self.apply([*messages, {"role": "assistant", "content": chat.MARK}]).partition(chat.MARK)[0]
+        except UserError:  # the template refuses this conversation; of others nothing is known
+            return ""
+        # The tag may be the name of the role, which a given turn has too.
+        return tag[1] if tag and not str(given).rstrip().endswith(tag[1]) else ""
+
+    def unread(self, role: str, field: str, value: Any) -> bool:
+        """Return True if the chat template writes a message with a field as it does without."""
+        before = [] if role in ("system", "user") else [{"role": "user", "content": "a"}]
+        message: chat.ChatMessage = {"role": role, "content": "a"}
+        try:
+            return self.is_chat and self.apply([*before, {**message, field: value}]) == self.apply([*before, message])
+        except UserError:
+            return False
+
+    @cached_property
+    def unread_arguments(self) -> list[str]:
+        """Return the names of the arguments that the chat template does not read."""
+        template = self.tokenizer.chat_template if self.is_chat else ""
+        if not self.arguments or not isinstance(template, str):
+            return []
+        # Imported here: transformers imports it when it first renders a template.
+        from jinja2 import TemplateSyntaxError, meta
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            names = meta.find_undeclared_variables(environment.parse(template))
+        except TemplateSyntaxError:  # a tag that only transformers knows, such as `generation`
+            return []
+        return [name for name in self.arguments if name not in names]
 
     @cached_property
     def end_id(self) -> int:
@@ -114,7 +165,7 @@ class PromptTemplate:
         settings = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": opens, **self.arguments}
         try:
             with chat.WATCH:
-                text: str = self.tokenizer.apply_chat_template(list(messages), **settings)
+                text: str = self.tokenizer.apply_chat_template([*map(chat.for_template, messages)], **settings)
         except chat.Overdue as error:
             raise UserError(f"the tokenizer's chat template {error} for these messages") from None
         except Exception as error:  # a template is a program and may raise anything
@@ -165,73 +216,120 @@ class PromptTemplate:
         encoded = self.encode_texts(responses)
         return [ids if ids and ids[-1] in (end, self.tokenizer.eos_token_id) else [*ids, end] for ids in encoded]
 
-    def encode_given(self, example: Example, responses: Sequence[Response]) -> list[Given]:
+    def encode_given(self, example: Example, responses: Sequence[Response], opened: str) -> tuple[str, list[Given]]:
         """Tokenise an example's responses: texts, or messages whose answers are trained.
 
-        Raises UserError if rendered otherwise.
+        `opened` is the rendered prompt. Return the prompt before all of the responses, and the responses: where the
+        template opens a turn with a tag that it writes only around reasoning, and a response has none, the prompt ends
+        before the tag. Raises UserError for a turn that the template renders otherwise.
         """
-        found = []
+        begins, found = [], []
         for response in responses:
-            if isinstance(response, str):
-                (ids,) = self.encode_responses([response])
-                found.append(Given(ids, [True] * len(ids)))
-                continue
-            *turns, (final, _) = self._turns(example, response)
-            given, end = Given([], []), self.end_id
-            for said, between in turns:
-                turn, after = self.encode_texts([said, between])
-                # A special token that closes turns is in the text between them, and belongs to the turn.
-                closing = int(after[:1] == [end])
-                given.ids.extend([*turn, *after])
-                given.trained.extend([True] * (len(turn) + closing) + [False] * (len(after) - closing))
-            (turn,) = self.encode_texts([final])
-            given.ids.extend([*turn, end])
-            given.trained.extend([True] * (len(turn) + 1))
-            found.append(given)
-        return found
+            begin, turns = self._turns(example, response, opened)
+            begins.append(begin)
+            found.append(turns)
+        prompt = min(begins, key=len, default=opened)
+        if not all(begin.startswith(prompt) for begin in begins):
+            raise UserError(RENDERED_OTHERWISE)
+        both = zip(begins, found, strict=True)
+        return prompt, [self._encode_turns(begin[len(prompt) :], turns) for begin, turns in both]
 
-    def _turns(self, example: Example, response: list[chat.ChatMessage]) -> list[tuple[str, str]]:
-        """Return each assistant's turn of a conversation as rendered, and the text between it and the next one."""
-        turns: list[tuple[str, str]] = []
+    def _encode_turns(self, begin: str, turns: Sequence[Turn]) -> Given:
+        """Tokenise the turns of a response, whose first one continues the text `begin`."""
+        given, end = Given([], []), self.end_id
+        for number, turn in enumerate(turns):
+            said, after = self.encode_texts([turn.said if number else begin + turn.said, turn.after])
+            is_last = number == len(turns) - 1
+            if is_last:
+                ended = said and said[-1] in (end, self.tokenizer.eos_token_id)
+                after = [] if ended else [end]
+            # A special token that closes turns is in the text between them, and belongs to the turn.
+            closing = int(after[:1] == [end])
+            given.ids.extend([*said, *after])
+            given.trained.extend([turn.is_trained] * (len(said) + closing) + [False] * (len(after) - closing))
+        return given
+
+    def _turns(self, example: Example, response: Response, opened: str) -> tuple[str, list[Turn]]:
+        """Return the prompt before a response, and the response's turns."""
+        if isinstance(response, str):
+            return self._text_turn(example, response, opened)
+        turns: list[Turn] = []
         if not self.is_chat:
             for message in response:
                 if message["role"] == "assistant":
-                    turns.append((message["content"], ""))
+                    if message.get("tool_calls"):
+                        raise UserError("a call of a tool has no text without a chat template; set chat_template: true")
+                    turns.append(Turn(message["content"], "", chat.is_trained(message)))
                 else:
-                    said, between = turns[-1]
-                    turns[-1] = (said, f"{between}\n\n{message['content']}")
-            return turns
+                    turns[-1] = turns[-1]._replace(after=f"{turns[-1].after}\n\n{message['content']}")
+            return opened, turns
         template, before = self.with_arguments(example.arguments), self.messages(example.prompt)
         whole, tools = [*before, *response], example.tools
         full, closing = template.apply(whole, tools), self.tokenizer.decode([self.end_id])
         numbers = [n for n in range(len(before), len(whole)) if whole[n]["role"] == "assistant"]
-        starts = []
+        starts, begin = [], opened
         for number in numbers:
-            opened = template.apply(whole[:number], tools, opens=True)
-            if not full.startswith(opened):
+            is_prompt = number == len(before) and before[-1]["role"] != "assistant"
+            written = opened if is_prompt else template.apply(whole[:number], tools, opens=True)
+            if not full.startswith(written):
                 # The template may open a turn with text that earlier turns do not have, such as an empty `<think>`.
                 marked = [*whole[:number], {"role": "assistant", "content": chat.MARK}]
-                opened = template.apply(marked, tools).partition(chat.MARK)[0]
-            if not full.startswith(opened):
+                written = template.apply(marked, tools).partition(chat.MARK)[0]
+            if not full.startswith(written):
                 raise UserError(RENDERED_OTHERWISE)
-            starts.append(len(opened))
+            starts.append(len(written))
+        if template.opening_tag and opened.startswith(full[: starts[0]]):
+            begin = full[: starts[0]]
         for number, start, stop in zip(numbers, starts, [*starts[1:], len(full)], strict=True):
             segment, content = full[start:stop], whole[number]["content"]
             end = segment.find(closing)
             # Without a special token that closes turns, the turn ends with its content.
             end = segment.find(content) + len(content) if end < 0 else end
-            if content.strip() in segment[:end]:
-                turns.append((segment[:end], segment[end:]))
+            trained = chat.is_trained(whole[number])
+            if trained and (unread := unread_part(whole[number], segment[:end])):
+                raise UserError(
+                    RENDERED_OTHERWISE
+                    if len(numbers) > 1 and not template.unread("assistant", unread, whole[number][unread])
+                    else f"the chat template does not write {unread!r} of a trained message; take a model whose "
+                    "template does, or move it into `content` by a `convert` of your own"
+                )
+            if content.strip() in segment[:end] or not trained:
+                turns.append(Turn(segment[:end], segment[end:], trained))
             elif len(numbers) == 1:
-                # Such a template removes the reasoning even from the trained turn. The turn's own opening tag is not
-                # written twice.
-                tag = OPENING.search(template.render(example.prompt, tools))
-                if tag and content.lstrip().startswith(tag[1]):
-                    content = content.lstrip().removeprefix(tag[1]).removeprefix(tag[0][len(tag[1]) :])
-                turns.append((content, ""))
+                # Such a template removes the reasoning even from the trained turn: its text is the data's own.
+                return opened, [Turn(template._behind_tag(content, opened))]
             else:
                 raise UserError(RENDERED_OTHERWISE)
-        return turns
+        return begin, turns
+
+    def _text_turn(self, example: Example, text: str, opened: str) -> tuple[str, list[Turn]]:
+        """Return the prompt before a response that is text, and the response's only turn.
+
+        If the template opens the turn with a tag, the text's own opening tag is not written twice, and a text without
+        the closing tag is written as the template writes an answer without reasoning.
+        """
+        template = self.with_arguments(example.arguments)
+        tag = template.opening_tag
+        if tag and opened.rstrip().endswith(tag) and f"</{tag[1:]}" not in text:
+            return self._turns(example, [{"role": "assistant", "content": text}], opened)
+        return opened, [Turn(template._behind_tag(text, opened))]
+
+    def _behind_tag(self, text: str, opened: str) -> str:
+        """Return a response without the tag that the template has opened already."""
+        tag, space = self.opening_tag, opened[len(opened.rstrip()) :]
+        if not tag or not opened.rstrip().endswith(tag) or not text.lstrip().startswith(tag):
+            return text
+        return text.lstrip().removeprefix(tag).removeprefix(space)
+
+
+def unread_part(message: chat.ChatMessage, text: str) -> str | None:
+    """Return the field of a message that a rendered turn lacks: its reasoning or its calls."""
+    for name in chat.REASONING:
+        said = message.get(name)
+        if isinstance(said, str) and said.strip() not in text:
+            return name
+    calls = (call.get("function", call) for call in message.get("tool_calls", ()))
+    return None if all(str(call.get("name")) in text for call in calls) else "tool_calls"
 
 
 def retokenized(rows: Rows, generating: Any, own: PromptTemplate) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -139,3 +140,71 @@ TOOL_CALLS = {
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
 """Return a schema in the form that transformers documents."""
+
+
+MARKED = {"city": "</tool_call>", "days": 1}
+HERMES_FORMS = [
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {json.dumps(MARKED)}}}\n</tool_call>',
+    f'<tool_call>{{"name": "get_weather", "parameters": {json.dumps(MARKED)}}}\n',
+    f'<tool_call>{{"function": {{"name": "get_weather", "arguments": {json.dumps(json.dumps(MARKED))}}}}}</tool_call>.',
+]
+
+
+@pytest.mark.parametrize("text", HERMES_FORMS)
+def test_an_end_mark_inside_a_string_and_other_names_of_arguments_are_read(text: str) -> None:
+    assert parse_tool_calls(f"so {text}") == [ToolCall("get_weather", MARKED)]
+    two = parse_tool_calls(f"{text}<tool_call>{{}}</tool_call>")
+    assert two[0] == ToolCall("get_weather", MARKED) and [call.fault is None for call in two] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "text"),
+    [
+        ("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]get_weather[ARGS]{}</s>"),
+        ("mistral", "</s>", "[TOOL_CALLS]get_weather[CALL_ID]call00000[ARGS]{}"),
+        ("deepseek", "<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+    ],
+)
+def test_an_end_mark_inside_a_string_is_read_in_other_formats(name: str, mark: str, text: str) -> None:
+    found = FORMATS[name].rewritten(text.replace("{}", json.dumps({"city": mark}, ensure_ascii=False)), [WEATHER])
+    assert found is not None and parse_tool_calls(found[1]) == [ToolCall("get_weather", {"city": mark})]
+
+
+@pytest.mark.parametrize("depth", [65, 960, 100_000])
+@pytest.mark.parametrize(("name", "text"), [(name, texts[-1]) for name, texts in FORMS.items() if name != "hermes"])
+def test_a_deeply_nested_call_fails_alone(name: str, text: str, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    for nested in (
+        text.replace(ONE, f'{{"city": {deep}}}'),
+        text.replace("Paris", deep),
+        text.replace("'Paris'", deep),
+    ):
+        found = FORMATS[name].rewritten(nested, [WEATHER])
+        calls = parse_tool_calls(found[1]) if found else []
+        assert all(call.fault is not None or isinstance(call.arguments, dict) for call in calls)
+    hermes = parse_tool_calls(f'<tool_call>{{"name": "a", "arguments": {{"x": {deep}}}}}</tool_call>')
+    assert hermes[0].fault is not None
+
+
+def test_environments_see_special_tokens_as_verifiers_do_and_clients_none() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<box>"]})
+    template = TurnTemplate(PromptTemplate(tokenizer))
+    seen = replace(template, hidden=frozenset([tokenizer.eos_token_id]))
+    ids = tokenizer("a<box>4<|im_end|>")["input_ids"]
+    assert (seen.text(ids), template.text(ids)) == ("a<box>4", "a4")
+    call = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    ids = tokenizer(f"<box>{call}<|im_end|>")["input_ids"]
+    assert (seen.text(ids, [WEATHER]), template.text(ids, [WEATHER])) == (f"<box>{call}", call)
+
+
+def test_the_end_of_a_turn_in_llama_2s_form_is_written_once() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }} <|im_end|>{% endif %}{% endfor %}"
+    )
+    template = TurnTemplate(PromptTemplate(tokenizer))
+    assert tokenizer.decode(template.following("b", tokenizer.eos_token_id)) == "<s>[INST] b [/INST]"
+    cut = template.following("b", tokenizer("a")["input_ids"][0])
+    assert tokenizer.decode(cut) == " <|im_end|><s>[INST] b [/INST]"

@@ -29,6 +29,7 @@ from braidrl.agents.turns import TurnTemplate
 from braidrl.algorithms.policy_metrics import reflection_counts, repeats_itself
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
+from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.templates import PromptTemplate
 from braidrl.data.token_columns import VERSIONS, returned_columns
@@ -235,6 +236,11 @@ class Generation:
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate.of(self.tokenizer, self.config.data)
         template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
+        if not self.config.reward.skip_special_tokens and not stage.params["environment"].startswith(AGENTS):
+            # Environments see what verifiers see. Clients of the endpoint see what servers of its protocol send.
+            ends = end_ids_of(self.config.model.expanduser(), self.tokenizer)
+            pad = getattr(self.tokenizer, "pad_token_id", None)
+            template = replace(template, hidden=frozenset(token for token in (*ends, pad) if token is not None))
         sampling = sampling_of(stage, self.config)
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
         if stage.params["environment"].startswith(AGENTS):

@@ -1,0 +1,244 @@
+"""What stands in the data is trained, or a line names it: reasoning, tags, weights, roles, tools and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.prompts import LoadedSource, load_source
+from braidrl.data.sources import Reading
+from braidrl.data.templates import PromptTemplate
+from braidrl.errors import UserError, causes
+from tests.data.conftest import byte_tokenizer
+
+Write = Callable[..., Path]
+BODY = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+GENERATES = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = "{% for m in messages %}" + BODY + "{% endfor %}" + GENERATES
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+OPENING = {
+    # As R1's: the reasoning of given turns is removed, and no turn but the next one has the tag.
+    "removes": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+    + OPENS,
+    # As Qwen3-Thinking's: the last turn has both tags, also around no reasoning.
+    "closes": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>\n"
+    "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}" + OPENS,
+}
+TOOL_CHAT = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}" + CALLS + "<|im_end|>\n{% endfor %}" + GENERATES
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} <|im_end|>{% endif %}{% endfor %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def user(text: str = "q") -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str = "a", **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def load(path: Path, chat: str, *, pairs: bool = False, prompts: bool = False, **source: Any) -> LoadedSource:
+    tokenizer = byte_tokenizer(chat)
+    reading = Reading(SourceConfig(path=path, **source), responses=not (pairs or prompts), pairs=pairs)
+    return load_source(reading, DataConfig(max_prompt_tokens=1000), PromptTemplate(tokenizer))
+
+
+def trained(source: LoadedSource, index: int = 0, which: str = "response") -> tuple[str, str]:
+    """Return the whole text of a row, and its trained parts between bars."""
+    tokenizer = byte_tokenizer(None)
+    response = source.response(index, which)
+    assert response is not None
+    ids, mask = response
+    parts, last = [""], False
+    for token, is_trained in zip(ids.tolist(), mask.tolist(), strict=True):
+        parts += [""] if is_trained and not last else []
+        parts[-1] += tokenizer.decode([token]) if is_trained else ""
+        last = is_trained
+    whole = [*source.prompt(index).tolist(), *ids.tolist()]
+    return tokenizer.decode(whole), "|".join(part for part in parts if part)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_a_template_that_reads_another_familys_name(name: str, write_jsonl: Write) -> None:
+    path = write_jsonl([{"messages": [user(), answer("42", **{name: "six by seven"})]}])
+    assert trained(load(path, OPENING["closes"]))[1] == "six by seven\n</think>\n\n42<|im_end|>"
+    with pytest.raises(UserError, match=r"line 1: the chat template does not write '\w+' .* `convert`"):
+        load(path, CHATML)
+
+
+def test_reasoning_of_earlier_turns_that_the_template_drops_is_refused(write_jsonl: Write) -> None:
+    path = write_jsonl([{"messages": [user(), answer("1", reasoning="r"), user(), answer("2", reasoning="s")]}])
+    with pytest.raises(UserError, match="train_on: last"):
+        load(path, OPENING["closes"])
+    assert trained(load(path, OPENING["closes"], train_on="last"))[1] == "s\n</think>\n\n2<|im_end|>"
+
+
+@pytest.mark.parametrize("form", ["messages", "text", "pair"])
+def test_an_answer_without_reasoning_is_never_inside_an_open_thought(form: str, write_jsonl: Write) -> None:
+    records = {
+        "messages": {"messages": [user(), answer("42")]},
+        "text": {"prompt": "q", "response": "42"},
+        "pair": {"prompt": "q", "chosen": "42", "rejected": "<think>\nhm\n</think>\n41"},
+    }
+    path = write_jsonl([records[form]])
+    pairs = form == "pair"
+    start = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    removes, closes = (load(path, OPENING[name], pairs=pairs) for name in ("removes", "closes"))
+    assert trained(removes) == (f"{start}42<|im_end|>", "42<|im_end|>")
+    assert trained(closes) == (f"{start}<think>\n\n</think>\n\n42<|im_end|>", "\n</think>\n\n42<|im_end|>")
+    if pairs:
+        for source in (removes, closes):
+            assert trained(source, which="rejected")[0] == f"{start}<think>\nhm\n</think>\n41<|im_end|>"
+
+
+@pytest.mark.parametrize("said", ["<think>\nhm\n</think>\n42", "hm\n</think>\n42", "\n<think>\nhm\n</think>\n42"])
+@pytest.mark.parametrize("is_text", [True, False])
+def test_a_tag_that_prompt_and_response_both_open_is_written_once(said: str, is_text: bool, write_jsonl: Write) -> None:
+    path = write_jsonl([{"prompt": "q", "response": said if is_text else [answer(said)]}])
+    whole, _ = trained(load(path, OPENING["removes"]))
+    assert whole.endswith("assistant\n<think>\nhm\n</think>\n42<|im_end|>") and whole.count("<think>") == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([{"weight": 0}, {"weight": 1}], "b<|im_end|>"),
+        ([{"train": True}, {"train": False}], "a<|im_end|>"),
+        ([{"step_loss_mask": 1}, {}], "a<|im_end|>|b<|im_end|>"),
+    ],
+)
+def test_weights_of_messages_decide_which_turns_are_trained(
+    weights: list[dict[str, Any]], expected: str, write_jsonl: Write
+) -> None:
+    first, second = weights
+    path = write_jsonl([{"messages": [user(), answer("a", **first), user("w"), answer("b", **second)]}])
+    source = load(path, CHATML)
+    assert trained(source)[1] == expected
+    assert "weight" not in trained(source)[0]
+
+
+def test_weights_that_leave_nothing_or_are_fractions_are_named(write_jsonl: Write) -> None:
+    kept = {"messages": [{**user(), "weight": 1}, answer()]}
+    source = load(write_jsonl([kept, {"messages": [user(), answer(weight=0)]}]), CHATML)
+    assert len(source) == 1 and "1 records left out because the weights" in source.report()
+    assert "'weight' of a user's message; only assistants' are trained; line 1" in source.report()
+    with pytest.raises(UserError, match=r"line 1: message 2 of 'messages': 'loss' of a message is 0\.5"):
+        load(write_jsonl([{"messages": [user(), answer(loss=0.5)]}]), CHATML)
+
+
+SHAREGPT = [
+    {"from": "human", "value": "2+3?"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+    {"from": "observation", "value": "5"},
+    {"from": "gpt", "value": "five"},
+]
+
+
+def test_sharegpts_calls_and_tool_answers_have_their_own_roles(write_jsonl: Write) -> None:
+    tools = '[{"type": "function", "function": {"name": "add"}}]'
+    path = write_jsonl([{"conversations": SHAREGPT, "tools": tools, "system": "Be kind."}])
+    whole, said = trained(load(path, TOOL_CHAT))
+    assert said == '<call>add {"a": 2}<|im_end|>|five<|im_end|>'
+    assert whole.startswith("add;<|im_start|>system\nBe kind.<|im_end|>") and "<|im_start|>tool\n5<|im_end|>" in whole
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        ({"from": "function_call", "value": "add(2)"}, "the call is not JSON"),
+        ({"from": "tool_call", "value": '{"arguments": {}}'}, "without a name"),
+        ({"from": "observer", "value": "5"}, "from='observer'; Did you mean 'observation'"),
+    ],
+)
+def test_a_role_or_call_that_cannot_be_read_is_named(message: Any, match: str, write_jsonl: Write) -> None:
+    path = write_jsonl([{"conversations": [SHAREGPT[0], message, SHAREGPT[3]]}])
+    with pytest.raises(UserError, match=f"line 1: message 2 of 'conversations': .*{match}"):
+        load(path, TOOL_CHAT)
+
+
+def test_a_call_that_the_template_does_not_write_is_refused(write_jsonl: Write) -> None:
+    with pytest.raises(UserError, match="line 1: the chat template does not write 'tool_calls'"):
+        load(
+            write_jsonl([{"messages": [user(), answer("", function_call={"name": "add", "arguments": "{}"})]}]), CHATML
+        )
+
+
+@pytest.mark.parametrize("form", ["one object", "texts", "text of one object"])
+def test_tools_in_other_forms_reach_the_model(form: str, write_jsonl: Write) -> None:
+    import json
+
+    tools = {"one object": ADD, "texts": [json.dumps(ADD)], "text of one object": json.dumps(ADD)}[form]
+    source = load(write_jsonl([{"prompt": "q", "tools": tools}]), TOOL_CHAT, prompts=True)
+    assert source[0].tools == [ADD] and byte_tokenizer(None).decode(source.prompt(0)).startswith("add;")
+
+
+@pytest.mark.parametrize("tools", ["[{broken", ["add", "{}"], 3])
+def test_tools_that_cannot_be_read_get_a_line(tools: Any, write_jsonl: Write) -> None:
+    path = write_jsonl([{"prompt": "q"}, {"prompt": "q", "tools": tools}])
+    assert "'tools' is " in (said := load(path, TOOL_CHAT, prompts=True).report()) and "line 2 is the first" in said
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "tools", "return_dict", "chat_template"])
+def test_reserved_arguments_of_templates_are_refused_wherever_they_stand(name: str, write_jsonl: Write) -> None:
+    path = write_jsonl([{"prompt": "q", "chat_template_kwargs": {name: True}}])
+    match = f"the argument '{name}' of the chat template is reserved; "
+    with pytest.raises(UserError, match=f"line 1: 'chat_template_kwargs': {match}"):
+        load(path, CHATML, prompts=True)
+    with pytest.raises(UserError, match=f"`template` of the source .*: {match}"):
+        load(path, CHATML, prompts=True, template={name: True})
+    with pytest.raises(UserError, match=f"data.template: {match}"):
+        PromptTemplate.of(byte_tokenizer(CHATML), DataConfig(template={name: True}))
+
+
+def test_template_arguments_may_be_json_text_and_unread_ones_get_a_line(write_jsonl: Write) -> None:
+    template = "{% if loud %}!{% endif %}" + CHATML
+    path = write_jsonl(
+        [
+            {"prompt": "q", "chat_template_kwargs": '{"loud": true}'},
+            {"prompt": "q", "chat_template_kwargs": {"loudd": 1}},
+        ]
+    )
+    source = load(path, template, prompts=True)
+    assert byte_tokenizer(None).decode(source.prompt(0)).startswith("!")
+    assert "does not read the argument 'loudd'; line 2" in source.report()
+    with pytest.raises(UserError, match=r"line 1: 'chat_template_kwargs': .* write an object"):
+        load(write_jsonl([{"prompt": "q", "chat_template_kwargs": "loud"}]), template, prompts=True)
+
+
+def test_fields_of_messages_that_no_template_reads_get_a_line(write_jsonl: Write) -> None:
+    path = write_jsonl([{"messages": [user(), answer(name="x")]}, {"messages": [user(), answer(mask=1, mood="glad")]}])
+    said = load(path, CHATML).report()
+    assert "does not read 'mask' of assistant messages; line 2" in said and "'mood'" in said and "'name'" not in said
+
+
+def test_each_turn_of_llama_2s_form_ends_with_its_end_token_once(write_jsonl: Write) -> None:
+    path = write_jsonl([{"messages": [user("1"), answer("a"), user("2"), answer("b")]}])
+    whole, said = trained(load(path, LLAMA2))
+    assert said == " a <|im_end|>| b <|im_end|>"
+    assert whole == "<s>[INST] 1 [/INST] a <|im_end|><s>[INST] 2 [/INST] b <|im_end|>"
+
+
+def test_an_error_while_data_are_tokenised_ends(write_jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = ValueError("a"), KeyError("b")
+    one.__context__, two.__cause__ = two, one
+    assert list(causes(one)) == [one, two]
+    tokenizer = byte_tokenizer(None)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("broken tokenizer")
+
+    monkeypatch.setattr(type(tokenizer), "__call__", broken)
+    with pytest.raises(RuntimeError, match="broken tokenizer"):
+        load_source(Reading(SourceConfig(path=write_jsonl([{"prompt": "a"}]))), DataConfig(), PromptTemplate(tokenizer))
