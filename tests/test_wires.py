@@ -44,7 +44,13 @@ WIRES = {
         "queue/transfer_queue.py",
         "cli/doctor.py",  # addresses and ports
     },
-    "aiohttp": {"engines/http/http_engine.py", "rewards/services.py", "agents/endpoint.py", "agents/listening.py"},
+    "aiohttp": {
+        "engines/http/http_engine.py",
+        "rewards/services.py",
+        "agents/endpoint.py",
+        "agents/listening.py",
+        "agents/streamed_turns.py",
+    },
     "mcp": {"agents/libraries.py"},
     "redis": {"queue/storage.py"},
     # Formats.

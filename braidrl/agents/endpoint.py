@@ -1,32 +1,41 @@
-"""An OpenAI-compatible endpoint in front of an engine, which trains an external agent as a black box.
+"""An endpoint in front of an engine, which trains an external agent as a black box; `dialects` has the APIs that it
+serves.
 
-agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ session ──token ids──▶ engine
-  ▲                                                         │  what is new in `messages`, tokenised alone
-  └──────────────── the reply as text ◀── token ids, log-probs, versions, appended to the session's trajectory
+agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ dialect ──▶ session ──token ids──▶ engine
+  ▲                                                                 │  what is new in `messages`, tokenised alone
+  └── the reply as text ◀── dialect ◀── token ids, log-probs, versions, appended to the session's trajectory
 
-A session is one row. While the agent's messages extend the conversation, tokens are only appended; other messages (a
-summary, a second conversation) open a new sequence in the same row.
+A session is one row. While the agent's messages extend the last turn, tokens are only appended. Messages that extend an
+earlier turn (a branch, a second agent, another choice) open a new sequence with that turn's tokens; other messages (a
+summary) open one with tokens of their own. No text of the model is ever tokenised again.
 """
 
 import asyncio
+import hashlib
 import hmac
+import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from braidrl.agents.dialects import DIALECTS, ChatDialect
+from braidrl.agents.dialects.dialect import MODEL, THINK, TurnReply, TurnRequest, message_of
 from braidrl.agents.listening import BACKLOG, BoundedConnections
-from braidrl.agents.openai_api import MODEL, TurnReply, TurnRequest, completion, event, events, read, reply
+from braidrl.agents.streamed_turns import TurnStream, first_stop, streamed
 from braidrl.agents.trajectory import Trajectory
 from braidrl.agents.turns import TurnTemplate
-from braidrl.data.chat import ChatMessage
+from braidrl.data.chat import ChatMessage, normal_message
 from braidrl.data.rows import FinishReason, Uid
+from braidrl.data.token_columns import LOG_PROBS
 from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError, shown
@@ -49,66 +58,44 @@ INLINE_BYTES = 16 << 10
 THREADS = 4
 LINGER_S = 1.0
 """Seconds for which the rest of a refused body is read, so that its client sees the answer."""
-PATH = "chat/completions"
-"""The path of turns below a session's URL."""
-WORD_EVERY_S, UNDER_WAY = 10.0, ": the turn is under way\n\n"
-"""The interval and text of the keep-alive comment that a streaming client gets while its turn is in progress."""
-UNFINISHED = "\ufffd"
-"""A decoder's output for bytes that are not a complete character yet."""
+COUNTING = "/count_tokens"
+"""The end of a path that counts the tokens of a request."""
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
 @dataclass
 class EndpointSession:
-    """One row's conversation: its messages, and exactly their tokens."""
+    """One row's conversations: their messages, and exactly their tokens."""
 
     trajectory: Trajectory
-    said: list[ChatMessage] = field(default_factory=list)
-    """All messages so far, including replies, as they were sent."""
+    turns: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    """Where in `trajectory.tokens` the sequence of each conversation so far begins, and where its last turn ends, by
+    the digest of its messages, replies included.
+    """
+    text: str = ""
+    """The last context that was given as a text, and its reply."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a turn, since a row's turns are sequential."""
     requests: int = 0
     """Requests that are being read or answered."""
 
+    def longest_known(self, messages: Sequence[ChatMessage]) -> tuple[int, tuple[int, int]]:
+        """Return how many of the messages are a conversation with a reply, and where its tokens are; 0 if none is."""
+        for known, digest in reversed([*enumerate(digests(messages[:-1]), start=1)]):
+            if digest in self.turns:
+                return known, self.turns[digest]
+        return 0, (0, 0)
 
-class TurnStream:
-    """A turn that is streamed to its client while it is drawn: its tokens, and the pieces of their text that may be
-    sent.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self.name, self.pieces = "", list[str]()
-        self.drawn = asyncio.Event()
-        self._decode, self._stops = decode, stops
-        self._held = max(map(len, stops), default=1) - 1
-        """Characters at the text's end that are not sent yet: a stop text may begin there."""
-        self._tokens: list[int] = []
-        self._text, self._sent, self._from, self._read = "", 0, 0, 0
-
-    def add_token(self, number: int, token: int) -> None:
-        """Add a token by its index in the response, and ignore a token that another engine draws again."""
-        if number == len(self._tokens):
-            self._tokens.append(token)
-            self.drawn.set()
-
-    def add_piece(self) -> bool:
-        """Add the next piece of the text: whole characters that belong to no stop text.
-
-        Return False if there is none yet.
-        """
-        self.drawn.clear()
-        # Decoded with earlier tokens, since a decoder may treat the first token of a text differently.
-        before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
-        if not now.endswith(UNFINISHED):
-            self._text += now[len(before) :]
-            self._from, self._read = self._read, len(self._tokens)
-        # A stop text that is complete begins in the part that was not sent.
-        end = first_stop(self._text, self._stops, self._sent)
-        end = len(self._text) - self._held if end is None else end
-        piece = self._text[self._sent : max(end, self._sent)]
-        self._sent += len(piece)
-        self.pieces += [piece] if piece else []
-        return bool(piece)
+    def remember(self, context: list[ChatMessage] | str | list[int], reply: ChatMessage) -> None:
+        """Record that the last turn of the trajectory answers a context."""
+        end = len(self.trajectory.tokens)
+        if isinstance(context, str):
+            self.text = context + (reply["content"] or "")
+            return
+        self.text = ""
+        if isinstance(context[0], dict):
+            conversation: Any = [*context, reply]
+            self.turns[digests(conversation)[-1]] = (end - self.trajectory.sequence_lengths[-1], end)
 
 
 class Endpoint:
@@ -157,7 +144,11 @@ class Endpoint:
 
     async def __aenter__(self) -> "Endpoint":
         application = web.Application(middlewares=[self._admit])
-        application.router.add_post(f"/sessions/{{name}}/v1/{PATH}", self._handle)
+        for dialect in DIALECTS.values():
+            path = f"/sessions/{{name}}{dialect.path}"
+            application.router.add_post(path, partial(self._handle, dialect, self._answer))
+            if dialect.counted is not None:
+                application.router.add_post(path + COUNTING, partial(self._handle, dialect, self._count))
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
         # A compressed body could have any size.
@@ -207,26 +198,34 @@ class Endpoint:
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Pass a request on to its handler if its key, its session and its path are served."""
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        refused = partial(failed, dialect_of(request.path, request.headers))
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
-            return failed(401, "the API key is not this endpoint's")
+            return refused(401, "the API key is not this endpoint's")
         name = request.match_info.get("name")
         if name is not None and name not in self._sessions:
-            return failed(404, f"no session {name!r} is open")
+            return refused(404, f"no session {name!r} is open")
         try:
             return await handler(request)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
-            served = f"only POST {PATH} and GET models under a session's URL"
-            return failed(404, f"{request.method} {request.path} is not served here: {served}")
+            paths = ", ".join(dialect.path for dialect in DIALECTS.values())
+            served = f"only POST {paths}, and GET /v1/models, under a session's address"
+            return refused(404, f"{request.method} {request.path} is not served here: {served}")
         except UserError as error:
-            return failed(400, str(error))
+            return refused(400, str(error))
         except (EngineError, ConnectionError) as error:
-            return failed(503, str(error))
+            return refused(503, str(error))
 
-    async def _handle(self, http: web.Request) -> web.StreamResponse:
+    async def _handle(
+        self,
+        dialect: ChatDialect,
+        answer: Callable[[web.Request, ChatDialect, EndpointSession, bytes], Awaitable[web.StreamResponse]],
+        http: web.Request,
+    ) -> web.StreamResponse:
+        """Read a request's body within the limits, and answer it."""
         session = self._sessions[http.match_info["name"]]
         if session.requests >= MOST_REQUESTS:
-            return failed(429, f"this row has {MOST_REQUESTS} requests under way; wait for their answers")
+            return failed(dialect, 429, f"this row has {MOST_REQUESTS} requests under way; wait for their answers")
         session.requests += 1
         raw = bytearray()
         try:
@@ -240,36 +239,52 @@ class Endpoint:
                         raise web.HTTPRequestEntityTooLarge(self._body_bytes, len(raw))
                     if self._held_bytes > ALL_BYTES:
                         return failed(
-                            503, "the endpoint reads too many long requests at a time; send this one again later"
+                            dialect,
+                            503,
+                            "the endpoint reads too many long requests at a time; send this one again later",
                         )
             with self._connections.busy(http.protocol):
-                return await self._answer(http, session, bytes(raw))
+                return await answer(http, dialect, session, bytes(raw))
         except TimeoutError:
             if not limit.expired():
                 raise
-            return failed(408, f"the request's body did not arrive within {BODY_S:g} s")
+            return failed(dialect, 408, f"the request's body did not arrive within {BODY_S:g} s")
         finally:
             session.requests -= 1
             self._held_bytes -= len(raw)
 
-    async def _answer(self, http: web.Request, session: EndpointSession, raw: bytes) -> web.StreamResponse:
-        try:
-            body = parse_json(raw, finite=False)
-        except ValueError as error:
-            raise UserError(f"the body is not JSON: {error}") from error
-        asked = read(body if isinstance(body, dict) else {})
-        stream = TurnStream(self.template.text, asked.stops)
-        turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
+    async def _answer(
+        self, http: web.Request, dialect: ChatDialect, session: EndpointSession, raw: bytes
+    ) -> web.StreamResponse:
+        asked, is_long = dialect.read(json_object(raw)), len(raw) > INLINE_BYTES
+
+        def begin() -> tuple[TurnStream, "asyncio.Future[TurnReply]"]:
+            stream = TurnStream(self.template.text, asked.stops)
+            return stream, asyncio.ensure_future(self._turn(session, asked, stream, is_long))
+
         if asked.stream:
-            return await streamed(http, asked, turn, stream)
-        made = await turn
-        choice = {"message": made.message, "finish_reason": made.reason}
-        return web.json_response(completion(asked, made.name, choice, made))
+            return await streamed(http, dialect, asked, begin)
+        replies = [await begin()[1] for _ in range(asked.choices)]
+        return web.json_response(dialect.answer(asked, replies))
+
+    async def _count(
+        self, http: web.Request, dialect: ChatDialect, session: EndpointSession, raw: bytes
+    ) -> web.StreamResponse:
+        """Count the tokens of a context, which leaves the row as it is."""
+        assert dialect.counted is not None
+        asked = dialect.read(json_object(raw))
+        async with session.lock:
+            ids, opens = await self._tokenised(session, asked, len(raw) > INLINE_BYTES)
+            return web.json_response(dialect.counted(len(ids) + (0 if opens else len(session.trajectory.sequence))))
 
     async def _models(self, http: web.Request) -> web.Response:
         name = http.match_info.get("model", MODEL)
+        # What OpenAI's clients read, and what Anthropic's do.
         one = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
-        return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
+        began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began))
+        one |= {"type": "model", "display_name": name, "created_at": began, "lifecycle": "active"}
+        listed = {"object": "list", "data": [one], "has_more": False, "first_id": name, "last_id": name}
+        return web.json_response(one if "model" in http.match_info else listed)
 
     async def _turn(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream, is_long: bool) -> TurnReply:
         """Generate a row's next turn, one at a time, and remember the conversation up to it."""
@@ -279,21 +294,12 @@ class Endpoint:
                 raise UserError("the session of this row is closed")
             if trajectory.turns >= MOST_TURNS:
                 raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
-            try:
-                if is_long:
-                    loop = asyncio.get_running_loop()
-                    ids, opens = await loop.run_in_executor(self._threads, self._context, session, asked)
-                else:
-                    ids, opens = self._context(session, asked)
-            # A chat template may raise any exception for a client's message.
-            except Exception as error:
-                said = shown(str(error))[1:-1]
-                raise UserError(
-                    f"the messages are none for the chat template: {type(error).__name__}: {said}"
-                ) from error
+            ids, opens = await self._tokenised(session, asked, is_long)
             stops = (*self.sampling.stop, *asked.stops)
             sampling = replace(self.sampling, max_tokens=asked.limit or self.sampling.max_tokens, stop=stops)
             name = stream.name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
+            context = ids if opens else [*trajectory.sequence, *ids]
+            stream.context, stream.opened = len(context), self._opens_reasoning(context)
             # A possible tool call is sent when it is complete.
             on_token = stream.add_token if asked.stream and not asked.tools else None
             # The row is unchanged if this fails: the client may repeat its request.
@@ -310,65 +316,86 @@ class Endpoint:
             )
             text = self.template.text(tokens, asked.tools)
             # The reply lacks the stop text that ended it, whose tokens are trained on all the same.
-            text = text[: first_stop(text, asked.stops)]
-            message = reply(text, bool(asked.tools))
-            session.said = [*asked.messages, message]
+            end = first_stop(text, asked.stops)
+            stop = None if end is None else next(each for each in asked.stops if text.startswith(each, end))
+            message = message_of(text[:end], bool(asked.tools))
+            await self._run(is_long, session.remember, asked.context, message)
             reason = "tool_calls" if "tool_calls" in message else REASONS[trajectory.finish_reason]
-            return TurnReply(name, message, reason, len(trajectory.sequence) - len(tokens), len(tokens))
+            log_probs = trajectory.per_token[LOG_PROBS].tolist()
+            log_probs = log_probs[len(log_probs) - len(tokens) :]
+            return TurnReply(name, message, reason, context, tokens, log_probs, stop, stream.opened)
+
+    async def _tokenised(self, session: EndpointSession, asked: TurnRequest, is_long: bool) -> tuple[list[int], bool]:
+        """Return the token ids to append before the reply, and whether these open a new sequence.
+
+        Raises UserError for messages that the chat template refuses.
+        """
+        try:
+            return await self._run(is_long, self._context, session, asked)
+        # A chat template may raise any exception for a client's message.
+        except Exception as error:
+            said = shown(str(error))[1:-1]
+            raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {said}") from error
+
+    async def _run(self, is_long: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function, in a thread if it takes long."""
+        if not is_long:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[list[int], bool]:
         """Return the token ids to append before the reply, and whether these open a new sequence."""
-        known, messages = len(session.said), asked.messages
-        # Client libraries add empty fields.
-        before, said = (
-            [{name: value for name, value in message.items() if value is not None and value != []} for message in some]
-            for some in (messages[:known], session.said)
-        )
-        if known and len(messages) > known and before == said:
-            return self.template.following(messages[known:], session.trajectory.sequence[-1], asked.tools), False
-        return self.template.first(messages, asked.tools), True
+        given, template, trajectory = asked.context, self.template, session.trajectory
+        if isinstance(given, str):
+            if session.text and given.startswith(session.text):
+                return template.template.encode_texts([given[len(session.text) :]])[0], False
+            return template.template.encode_texts([given], begins=True)[0], True
+        if isinstance(given[0], int):
+            ids: Any = given
+            if not 0 <= min(ids) <= max(ids) < len(template.template.tokenizer):
+                raise UserError(f"a token id lies between 0 and {len(template.template.tokenizer) - 1}")
+            held = trajectory.sequence if trajectory.sequence_lengths else []
+            continues = bool(held) and ids[: len(held)] == held
+            return (ids[len(held) :], False) if continues else (ids, True)
+        messages: Any = given
+        known, (begin, end) = session.longest_known(messages)
+        if not known:
+            return template.first(messages, asked.tools), True
+        ids = template.following(messages[known:], trajectory.tokens[end - 1], asked.tools)
+        is_last = end == len(trajectory.tokens)
+        return (ids, False) if is_last else ([*trajectory.tokens[begin:end], *ids], True)
+
+    def _opens_reasoning(self, context: Sequence[int]) -> bool:
+        """Return True if a context ends with the tag that begins reasoning."""
+        tail: str = self.template.template.tokenizer.decode(context[-len(THINK) :], skip_special_tokens=False)
+        return tail.rstrip().endswith(THINK)
 
 
-async def streamed(
-    http: web.Request, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", stream: TurnStream
-) -> web.StreamResponse:
-    """Stream a turn as events while its tokens are drawn, with a keep-alive comment every `WORD_EVERY_S`, and the rest
-    at its end.
-
-    Raises UserError or EngineError if the turn fails before anything was sent.
-    """
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    is_over = False
+def json_object(raw: bytes) -> Mapping[str, Any]:
+    """Return a body's JSON object, empty for another value. Raises UserError for a text that is not JSON."""
     try:
-        while not is_over:
-            coming = asyncio.ensure_future(stream.drawn.wait())
-            await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-            coming.cancel()
-            is_over, has_drawn = turn.done(), stream.drawn.is_set()
-            sent: Iterable[str] = ()
-            if is_over:
-                error = turn.exception()
-                if error is not None and not answer.prepared:
-                    raise error
-                failure = [event({"error": {"message": str(error)}})]
-                sent = failure if error else events(asked, turn.result().name, stream.pieces, turn.result())
-            elif stream.add_piece():
-                sent = events(asked, stream.name, stream.pieces, None)
-            elif not has_drawn:
-                sent = (UNDER_WAY,)
-            for each in sent:
-                if not answer.prepared:
-                    await answer.prepare(http)
-                await answer.write(each.encode())
-    except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
-        await asyncio.wait((turn,))
-    return answer
+        body = parse_json(raw, finite=False)
+    except ValueError as error:
+        raise UserError(f"the body is not JSON: {error}") from error
+    return body if isinstance(body, dict) else {}
 
 
-def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
-    """Return the first position from `begin` on at which a text has one of the stop texts; None if it has none."""
-    return min((place for stop in stops if (place := text.find(stop, begin)) >= 0), default=None)
+def digests(messages: Sequence[ChatMessage]) -> list[bytes]:
+    """Return a digest of each beginning of a conversation, by its messages' contents."""
+    found, digest = [], hashlib.sha256()
+    for message in messages:
+        # Client libraries add empty fields.
+        known = {name: value for name, value in normal_message(message).items() if value is not None and value != []}
+        digest.update(json.dumps(known, sort_keys=True).encode() + b"\n")
+        found.append(digest.digest())
+    return found
 
 
-def failed(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+def dialect_of(path: str, headers: Mapping[str, str]) -> ChatDialect:
+    """Return the API in whose form an error of a request is answered."""
+    found = (dialect for dialect in DIALECTS.values() if path.removesuffix(COUNTING).endswith(dialect.path))
+    return next(found, DIALECTS["messages" if "anthropic-version" in headers else "chat"])
+
+
+def failed(dialect: ChatDialect, status: int, message: str) -> web.Response:
+    return web.json_response(dialect.error(status, message), status=status)

@@ -23,16 +23,15 @@ import asyncio
 import concurrent.futures
 import importlib.util
 import inspect
-import json
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from braidrl.agents.tool_calls import CALL_ID, ToolCall, parse_tool_calls
+from braidrl.agents.libraries import LIBRARIES
+from braidrl.agents.tool_turns import ToolTurns
 from braidrl.agents.turns import Context, Observation, outcome_of
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry, check_call, check_settings, import_function
@@ -60,15 +59,8 @@ class Environment(Protocol):
 
 ENVIRONMENTS = PluginRegistry("environment", {}, methods=("reset", "step"))
 """A user's class, or function of all texts so far; names with a scheme are looked up in `LIBRARIES`."""
-COLLIDES = ", where versions collide into an environment of its own, whose interpreter is rollout.environment.python"
-LIBRARIES = {
-    "gem": ("gem-llm", "`pip install 'braidrl[gem]'`"),
-    "mcp": ("mcp", "`pip install 'braidrl[mcp]'`"),
-    "openenv": ("openenv", f"`pip install openenv`{COLLIDES}"),
-    "verifiers": ("verifiers", f"`pip install 'verifiers>=0.1.14,<0.4'`{COLLIDES}"),
-}
-"""The package that each scheme needs; `libraries` has a function for each."""
-AGENTS = AGENT, VERIFIERS = ("agent:", "verifiers:")
+AGENT = "agent:"
+AGENTS = (AGENT, *(f"{scheme}:" for scheme, library in LIBRARIES.items() if library.is_agent))
 """The beginnings of agents' names, which play against an endpoint."""
 
 
@@ -89,59 +81,6 @@ class FunctionEnvironment:
         return await called(self.function, list(self.texts), self.example, **self.settings)
 
 
-class ToolTurns(ABC):
-    """A task with tools: a turn with calls is answered with their results; a turn without calls is the final answer.
-
-    the model's turn ──parse──▶ calls, all at once ──▶ one `tool` message for each, in the order of the calls
-    """
-
-    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Set the functions' JSON schemas, in the format of chat templates."""
-        self.tools = list(tools)
-        self._names = [tool["function"]["name"] for tool in tools]
-        self.example: dict[str, Any] = {}
-
-    async def reset(self, example: dict[str, Any]) -> Context | None:
-        self.example = example
-        return None
-
-    async def step(self, text: str) -> Observation:
-        calls = parse_tool_calls(text)
-        if not calls:
-            answer = self.answered(text)
-            return await answer if inspect.isawaitable(answer) else answer
-        results = await asyncio.gather(*(self.result(call) for call in calls))
-        # Some chat templates need the name and an id.
-        ids = map(CALL_ID.format, range(len(calls)))
-        return Observation(
-            [
-                {"role": "tool", "name": call.name, "tool_call_id": own, "content": result}
-                for call, own, result in zip(calls, ids, results, strict=True)
-            ]
-        )
-
-    @abstractmethod
-    def answered(self, text: str) -> Observation | Awaitable[Observation]:
-        """Score the final answer, which ends the trajectory."""
-
-    @abstractmethod
-    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call the tool `name` with `arguments`, and return its result, text or JSON. The model reads any exception."""
-
-    async def result(self, call: ToolCall) -> str:
-        """Return the function's result or its error, as text for the model."""
-        if call.fault is None and call.name not in self._names:
-            return f"error: no tool is called {call.name!r}; there are {', '.join(self._names)}"
-        if call.fault is not None or call.arguments is None:
-            return f"error: {call.fault}"
-        try:
-            found = await self.call(call.name, call.arguments)
-        # The model reads a tool's exception, and may correct its next call.
-        except Exception as error:
-            return f"error: {type(error).__name__}: {error}"
-        return found if isinstance(found, str) else json.dumps(found)
-
-
 def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Return a factory of environments, one for each trajectory, or for an agent's name the agent: a function of the
     endpoint's address and the example.
@@ -155,11 +94,9 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
         check_call(f"rollout.environment: {name}", agent, "base_url", "example", settings=settings)
         return partial(agent, **settings)
     if scheme in LIBRARIES:
-        check_library(name)
-        # Here, and by name: it imports this module.
-        make = getattr(importlib.import_module("braidrl.agents.libraries"), scheme)
-        check_settings(f"rollout.environment.params: {scheme}:", make, settings)
-        return make(rest, **settings)
+        LIBRARIES[scheme].check(name)
+        check_settings(f"rollout.environment.params: {scheme}:", LIBRARIES[scheme].find, settings)
+        return LIBRARIES[scheme].find(rest, **settings)
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
         check_call(f"rollout.environment: {name}", found, "texts", "example", settings=settings)
@@ -172,14 +109,6 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     return partial(found, **settings)
 
 
-def check_library(name: str) -> None:
-    """Raise UserError if the library of an environment, such as `gem:name`, is not installed."""
-    scheme = name.partition(":")[0]
-    package, install = LIBRARIES[scheme]
-    if importlib.util.find_spec(scheme) is None:
-        raise UserError(f"environment {name} needs {package}; install it with {install}")
-
-
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
     """Raise UserError for a name that is neither an environment nor an agent.
 
@@ -187,8 +116,9 @@ def check_environment(name: str, settings: Mapping[str, Any], python: Path | Non
     """
     if name.startswith(AGENTS) and importlib.util.find_spec("aiohttp") is None:
         raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
-    if python is None and name.startswith(VERIFIERS):
-        check_library(name)  # its environment may take long to load
+    library = LIBRARIES.get(name.partition(":")[0])
+    if python is None and library is not None and library.is_agent:
+        library.check(name)  # its environment may take long to load
     elif python is None:
         environments(name, settings)
 

@@ -1,12 +1,13 @@
 """Environments of other libraries: games of gem-llm, tools of an MCP server, environments of an OpenEnv server, and
 environments of `verifiers`, which run their own loop.
 
-`environments` calls the function of a name's scheme with the rest of the name and the settings, if the library is
-installed.
+Each library is a value of `LIBRARIES`. `environments` looks a name's scheme up there, and calls its `find` with the
+rest of the name and the settings, if the library is installed.
 """
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import json
 import logging
@@ -23,7 +24,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from braidrl.agents.environments import ToolTurns
+from braidrl.agents.tool_turns import ToolTurns
 from braidrl.agents.turns import Observation
 from braidrl.errors import UserError, suggest
 from braidrl.importing import import_function
@@ -284,3 +285,34 @@ def verifiers(name: str, /, **settings: Any) -> Callable[[str, dict[str, Any]], 
         return float(done["reward"])
 
     return play
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of environments."""
+
+    find: Callable[..., Callable[..., Any]]
+    """Returns a factory of environments, given a name and settings, or for an agent the agent."""
+    module: str
+    """The module that shows that it is installed."""
+    package: str
+    install: str
+    is_agent: bool = False
+    """Its environments have their own loop, and play against the endpoint."""
+
+    def check(self, name: str) -> None:
+        """Raise UserError if the library, of which an environment has this name, is not installed."""
+        if importlib.util.find_spec(self.module) is None:
+            raise UserError(f"environment {name} needs {self.package}; install it with {self.install}")
+
+
+COLLIDES = ", where versions collide into an environment of its own, whose interpreter is rollout.environment.python"
+LIBRARIES = {
+    "gem": Library(gem, "gem", "gem-llm", "`pip install 'braidrl[gem]'`"),
+    "mcp": Library(mcp, "mcp", "mcp", "`pip install 'braidrl[mcp]'`"),
+    "openenv": Library(openenv, "openenv", "openenv", f"`pip install openenv`{COLLIDES}"),
+    "verifiers": Library(
+        verifiers, "verifiers", "verifiers", f"`pip install 'verifiers>=0.1.14,<0.4'`{COLLIDES}", is_agent=True
+    ),
+}
+"""The libraries by scheme, the beginning of a name such as `gem:game:GuessTheNumber-v0-easy`."""

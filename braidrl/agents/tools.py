@@ -7,7 +7,8 @@ from typing import Any
 import torch  # noqa: F401
 from transformers.utils import get_json_schema
 
-from braidrl.agents.environments import ToolTurns, called
+from braidrl.agents.environments import called
+from braidrl.agents.tool_turns import ToolTurns
 
 
 class ToolEnvironment(ToolTurns):

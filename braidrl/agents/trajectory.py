@@ -4,7 +4,9 @@ a generate stage, from trajectories or from single responses.
 context ──▶ actions ──▶ observation ──▶ actions | context ──▶ actions          | a new sequence of the same row
 """
 
+import hashlib
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from braidrl.agents.turns import EnvironmentFailed
-from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.ragged import Ragged, observation_mask
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.token_columns import VERSIONS, TokenColumn, padded, returned_columns, token_columns
 from braidrl.engines.engine import Engine
@@ -47,6 +49,10 @@ class Trajectory:
     sequence_lengths: list[int] = field(default_factory=list)
     turn_lengths: list[int] = field(default_factory=list)
     """The number of tokens sampled in each turn."""
+    turn_starts: list[int] = field(default_factory=list)
+    """Where in `tokens` each turn begins."""
+    rewards: list[float] = field(default_factory=list)
+    """The reward after each turn so far; turns after the last one that was rewarded have none yet."""
     per_token: dict[str, Tensor] = field(default_factory=dict)
     """The engine's columns: of the sampled tokens of all turns, or of all tokens of the row."""
     score: float = 0.0
@@ -96,6 +102,8 @@ class Trajectory:
             raise ValueError(f"row {self.uid}: a sequence must begin with at least one token")
         if opens:
             self.sequence_lengths.append(0)
+        if per_token is not None:
+            self.turn_starts.append(len(self.tokens))
         self.tokens.extend(tokens)
         self.actions.extend([per_token is not None] * len(tokens))
         self.sequence_lengths[-1] += len(tokens)
@@ -155,11 +163,17 @@ class Trajectory:
         self.failure, self.detail, self.killed = failed.reason, failed.detail, failed.killed
 
     def add_reward(self, reward: float, correct: bool | None, max_abs: float) -> None:
-        """Add an observation's reward and verdict. Raises EnvironmentFailed for a score beyond the limit."""
+        """Add an observation's reward, which the last turn has earned, and its verdict.
+
+        Raises EnvironmentFailed for a score beyond the limit.
+        """
         score = self.score + reward
         if not abs(score) <= max_abs:
             raise EnvironmentFailed("reward", f"the score is {score:g}, and reward.max_abs is {max_abs:g}")
         self.score = score
+        if self.turns:
+            self.rewards += [0.0] * (self.turns - len(self.rewards))
+            self.rewards[-1] += reward
         self.correct = self.correct if correct is None else correct
 
 
@@ -188,6 +202,9 @@ def trajectory_columns(
     correct = [t.score >= limits.correct_score if t.correct is None else t.correct for t in trajectories]
     # The score of a failed trajectory says nothing about its actions, nor about its group's prompt.
     counted = [t.finish_reason is not FinishReason.ERROR for t in trajectories]
+    mask, sequences = generated["action_mask"], generated["sequence_lengths"]
+    assert isinstance(mask, Ragged) and isinstance(sequences, Ragged)
+    observed = mask.with_values(observation_mask(mask, sequences).to(torch.int64))
     return {
         "prompt": Ragged.from_rows(prompts, torch.int64),
         "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
@@ -196,7 +213,24 @@ def trajectory_columns(
         "correct": torch.tensor(correct, dtype=torch.float32),
         "reward": score.clone(),
         "statistics_mask": torch.tensor(counted, dtype=torch.float32),
+        "observation_tokens": observed.row_sums(),
+        "turn_lengths": Ragged.from_rows([t.turn_lengths for t in trajectories], torch.int64),
+        "turn_rewards": Ragged.from_rows(
+            [[*t.rewards, *[0.0] * (t.turns - len(t.rewards))] for t in trajectories], torch.float32
+        ),
+        "turn_states": Ragged.from_rows([turn_states(t) for t in trajectories], torch.int64),
     }
+
+
+def turn_states(trajectory: Trajectory) -> list[int]:
+    """Return a number for each turn, equal for turns before which the model saw the same tokens, from the turn before
+    or its sequence's beginning on.
+    """
+    turns = zip(trajectory.turn_starts, trajectory.turn_lengths, strict=True)
+    ends = [0, *(start + length for start, length in turns)]
+    seen = (trajectory.tokens[end:start] for end, start in zip(ends, trajectory.turn_starts, strict=False))
+    digests = (hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).digest() for tokens in seen)
+    return [int.from_bytes(digest, "little", signed=True) for digest in digests]
 
 
 def response_columns(rows: Rows, finished: Sequence[Response], columns: Sequence[str] = ()) -> dict[str, Column]:

@@ -11,4 +11,5 @@ from braidrl.algorithms import (  # noqa: F401
     row_losses,
     shaping,
     token_advantages,
+    turn_advantages,
 )

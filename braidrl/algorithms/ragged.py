@@ -118,6 +118,17 @@ class Ragged:
         return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
 
+def observation_mask(action_mask: Ragged, sequence_lengths: Ragged) -> Tensor:
+    """Return True at the observation tokens, (N,) bool: those that are no actions, after their sequence's first action.
+
+    What stands before it is a prompt, or a context whose actions an earlier sequence has.
+    """
+    acted = action_mask.values.to(torch.int64).cumsum(0)
+    starts = offsets_of(sequence_lengths.values)[:-1]
+    before = torch.nn.functional.pad(acted, (1, 0))[starts].repeat_interleave(sequence_lengths.values)
+    return ~action_mask.values & (acted > before)
+
+
 def offsets_of(lengths: Tensor) -> Tensor:
     """Return the running sum of `lengths` (B,) with a leading 0, (B + 1,) int64."""
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))

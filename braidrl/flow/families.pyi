@@ -52,6 +52,25 @@ class AdvantageNames:
             lam: λ: 0 looks one token ahead, 1 looks to the end of the row.
         """
 
+    def gigpo(
+        self, *, weight: float = 1.0, gamma: float = 1.0, scale: bool = True, epsilon: float = 1e-06,
+        id: str | None = None, when: When = ..., after: Sequence[str] = ...
+    ) -> Stage:
+        """Return A_{i,k} = A^E_i + w·A^S_{i,k}: advantages of whole episodes and of turns from one state, (by
+        turn).
+
+        A^E normalises the rewards R of a group's rows, equation 3. A^S normalises the returns to go Σ_{l ≥ k}
+        γ^(l − k)·r_{i,l} of all turns of a group that begin in one state, equations 6 and 7; a state that occurs
+        once gives 0. GiGPO, arXiv 2505.10978. A state is what the model saw before the turn, so that its
+        baseline depends on no later act.
+
+        Args:
+            weight: w, the weight of the turns' advantages.
+            gamma: Discount per turn in the returns to go.
+            scale: Divide by the deviation; without it rewards are only centred.
+            epsilon: Added to the deviation.
+        """
+
     def group_centered(
         self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
@@ -76,6 +95,22 @@ class AdvantageNames:
     ) -> Stage:
         """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv
         2602.02710.
+        """
+
+    def mt_grpo(
+        self, *, weight: float = 1.0, scale: bool = True, epsilon: float = 1e-06, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
+    ) -> Stage:
+        """Return A_{i,k} = Â_i + w·Σ_{l ≥ k} Â_{i,l}: the outcome's advantage, and those of the turns' own rewards.
+
+        Multi-turn GRPO, arXiv 2505.11821: Â_{i,l} normalises the rewards of turn l in the group, and Â_i the
+        outcomes, which are the rows' rewards without those of turns before the last. The sum over l runs to the
+        longest row's end, since turns that a row did not reach count with reward 0.
+
+        Args:
+            weight: w, the weight of the turns' own rewards.
+            scale: Divide by the group's deviation; without it rewards are only centred.
+            epsilon: Added to the deviation.
         """
 
     def optimal_baseline(
@@ -121,6 +156,31 @@ class AdvantageNames:
     ) -> Stage:
         """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per
         iteration. arXiv 2310.12773.
+        """
+
+    def turn_gae(
+        self, *, gamma: float = 1.0, lam: float = 1.0, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
+    ) -> Stage:
+        """Return GAE with turns as steps, A_k = Σ_l (γλ)^l·δ_{k+l}, and the returns A_k + V_k at each of a turn's
+        tokens.
+
+        δ_k = r_k + γ·V_{k+1} − V_k, where V_k is the value at the turn's first action token and V = 0 after the
+        last turn. GAE, arXiv 1506.02438, equation 16.
+
+        Args:
+            gamma: Discount per turn.
+            lam: λ: 0 looks one turn ahead, 1 looks to the end of the row.
+        """
+
+    def turn_returns(
+        self, *, gamma: float = 1.0, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+    ) -> Stage:
+        """Return A_{i,k} = G_{i,k} − (1/N) Σ_j G_{j,1}, with the return to go G_{i,k} = Σ_{l ≥ k} γ^(l −
+        k)·r_{i,l}.
+
+        REINFORCE with returns to go, and the group's mean return as the baseline of all turns. A row that the
+        statistics leave out has advantage 0.
         """
 
     def whiten(

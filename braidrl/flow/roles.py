@@ -118,6 +118,7 @@ class Role:
         decay: float | None = None,
         ptx_coef: float | None = None,
         positive_coef: float | None = None,
+        observation_coef: float | None = None,
         id: str | None = None,
         when: When = ALWAYS,
         after: Sequence[str] = (),
@@ -135,6 +136,7 @@ class Role:
             decay: Share of the old weights in each copy (EMA); above 0.5 the role needs weights of float32.
             ptx_coef: Weight of the likelihood of pre-training text.
             positive_coef: Weight of the likelihood of right answers.
+            observation_coef: Weight of the likelihood of observations in episodes.
         """
         source = source.name if isinstance(source, Role) else source
         params = {
@@ -148,6 +150,7 @@ class Role:
             "decay": decay,
             "ptx_coef": ptx_coef or None,
             "positive_coef": positive_coef or None,
+            "observation_coef": observation_coef or None,
         }
         return make_stage("update", self.name, params, id=id, when=when, after=after)
 

@@ -31,7 +31,19 @@ GENERATED = (
     "version",
 )
 # Columns of an episode with an environment; its prompt is the environment's first context.
-PLAYED = ("prompt", "prompt_length", *GENERATED, "score", "correct", "reward", "statistics_mask")
+TURNS = ("turn_lengths", "turn_rewards", "turn_states")
+# Columns with one entry for each turn of an episode.
+PLAYED = (
+    "prompt",
+    "prompt_length",
+    *GENERATED,
+    "score",
+    "correct",
+    "reward",
+    "statistics_mask",
+    "observation_tokens",
+    *TURNS,
+)
 # Number of reflection phrases in a response.
 COUNTED = ("reflections",)
 # Columns to which each reward source adds its score: the next source reads the sum so far.
@@ -83,6 +95,7 @@ ROLE_TYPES: dict[str, dict[str, type]] = {
         "decay": float,
         "ptx_coef": float,
         "positive_coef": float,
+        "observation_coef": float,
     },
 }
 """The types of a role's stages, the methods of `Role`, with the types of their parameters; `object` is a choice among
@@ -94,6 +107,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 1 << 24),
     "ptx_coef": (0, 1e6),
     "positive_coef": (0, 1e6),
+    "observation_coef": (0, 1e6),
 }
 """Parameter -> the smallest and the largest valid value."""
 NAMES_OF_TYPES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
@@ -164,7 +178,11 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
     old = params.get("old")
     if old is not None and old not in OLD:
         raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
-    likelihood = {"ptx_tokens": params.get("ptx_coef"), "correct": params.get("positive_coef")}
+    likelihood = {
+        "ptx_tokens": params.get("ptx_coef"),
+        "correct": params.get("positive_coef"),
+        "observation_tokens": params.get("observation_coef"),
+    }
     reads, optional, computed = {column for column, weight in likelihood.items() if weight}, list[str](), set[str]()
     for entry in entries.values():
         computed |= {*entry.reads, *entry.optional}
@@ -173,10 +191,11 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
     if "old_log_probs" in reads:
         source = {"rollout": {"rollout_log_probs"}, "recompute": {log_probs_column(role)}}
         reads = reads - {"old_log_probs"} | source.get(old or "", set())
-    one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
+    one_of = (("advantages", "turn_advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
-    optional = [*optional, "loss_mask", "finish_reason", *monitored]
+    by_turn = ["turn_lengths"] if one_of else []
+    optional = [*optional, "loss_mask", "finish_reason", *monitored, *by_turn]
     return Signature(kind=Kind.TRAIN, reads=columns, optional=tuple(optional), one_of=one_of)
 
 

@@ -7,7 +7,7 @@
 Auxiliary likelihood terms, supervised losses in the same optimizer step, have their own sums and denominators:
 
     policy sums / their count + ptx_coef · Σ −log π(text) / ptx tokens + positive_coef · Σ −log π(right answers) / their
-    tokens
+    tokens + observation_coef · Σ −log π(observations) / their tokens
 
 All tensors are flat over the A action tokens of a micro-batch;
 `offsets` (B + 1,) delimits its rows.
@@ -23,7 +23,7 @@ from torch import Tensor
 from braidrl.algorithms import registry
 from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.kl import estimate
-from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.ragged import Ragged, observation_mask
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
 from braidrl.errors import UserError
@@ -35,15 +35,15 @@ LossSums = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """One term: `coefficient` times the mean of −log π over action tokens: `ptx` of attached texts, `positive` of
-    correct rows.
+    """One term: `coefficient` times the mean of −log π over tokens: `ptx` of attached texts, `positive` over actions of
+    correct rows, `observation` over what environments said after a row's first action.
     """
 
     name: str
     coefficient: float
     loss: Entry
     denominator: str
-    """The global count that the sum is divided by: `ptx_tokens` or `positive_tokens`."""
+    """The global count that the sum is divided by: `ptx_tokens`, `positive_tokens` or `observation_tokens`."""
     entropy_coef: float = 0.0
     whole_groups: bool = False
 
@@ -54,13 +54,20 @@ class Likelihood:
         """
         if self.name == "positive":
             return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
-        tokens: Ragged = rows["ptx_tokens"]
-        first = torch.zeros(len(tokens.values), dtype=torch.bool)
-        first[tokens.offsets[:-1][tokens.lengths > 0]] = True
+        rows = trained_rows(rows) if self.name == "observation" else rows
         columns: dict[str, Any] = {name: rows[name] for name in IDENTITY}
-        columns["tokens"], columns["action_mask"] = tokens, tokens.with_values(~first)
-        columns["sequence_lengths"] = Ragged(tokens.lengths, torch.arange(len(tokens) + 1))
-        columns["action_tokens"] = (tokens.lengths - 1).clamp(min=0)
+        if self.name == "observation":
+            columns["tokens"], columns["sequence_lengths"] = rows["tokens"], rows["sequence_lengths"]
+            mask: Ragged = rows["action_mask"]
+            columns["action_mask"] = mask.with_values(observation_mask(mask, rows["sequence_lengths"]))
+            columns["action_tokens"] = rows["observation_tokens"]
+        else:
+            tokens: Ragged = rows["ptx_tokens"]
+            first = torch.zeros(len(tokens.values), dtype=torch.bool)
+            first[tokens.offsets[:-1][tokens.lengths > 0]] = True
+            columns["tokens"], columns["action_mask"] = tokens, tokens.with_values(~first)
+            columns["sequence_lengths"] = Ragged(tokens.lengths, torch.arange(len(tokens) + 1))
+            columns["action_tokens"] = (tokens.lengths - 1).clamp(min=0)
         texts = Rows(columns)
         return texts.take(texts["action_tokens"] > 0)
 
@@ -109,7 +116,7 @@ class Objective:
                 chosen[key] = entry_of(CHOICES[key], settings.pop("name")), settings
         auxiliary = [
             Likelihood(name, coefficient, registry.losses[loss], f"{name}_tokens")
-            for name, loss in (("ptx", "ptx"), ("positive", "sft"))
+            for name, loss in (("ptx", "ptx"), ("positive", "sft"), ("observation", "sft"))
             if (coefficient := params.get(f"{name}_coef", 0.0))
         ]
         loss, aggregation = chosen["loss"], chosen["aggregate"]
@@ -232,9 +239,12 @@ class Lookup:
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
-    """Return a column for losses, payload flat (A,), index (B,), or None; an `advantage` per row is repeated as
-    `advantages`.
+    """Return a column for losses, payload flat (A,), index (B,), or None; as `advantages` also `turn_advantages`,
+    repeated over each turn's action tokens, or an `advantage` per row.
     """
+    if column == "advantages" and column not in rows and "turn_advantages" in rows:
+        lengths: Ragged = rows["turn_lengths"]
+        return rows["turn_advantages"].values.repeat_interleave(lengths.values).to(device)
     if column == "advantages" and column not in rows and "advantage" in rows:
         per_row = rows["advantage"].to(offsets.device)
         return per_row.repeat_interleave(offsets.diff()).to(device)
@@ -274,7 +284,7 @@ def per_token_of(entry: Entry, value: Any, count: int, name: str = "") -> Tensor
     return value
 
 
-COUNTED = ("action_tokens", "group", "loss_mask", "finish_reason", "ptx_length", "correct")
+COUNTED = ("action_tokens", "group", "loss_mask", "finish_reason", "ptx_length", "correct", "observation_tokens")
 """The index columns that `denominators` reads."""
 
 
@@ -288,6 +298,8 @@ def denominators(index: Rows) -> dict[str, float]:
         counts["ptx_tokens"] = float((index["ptx_length"] - 1).clamp(min=0).sum())
     if "correct" in index:
         counts["positive_tokens"] = float(index["action_tokens"][index["correct"] > 0].sum())
+    if "observation_tokens" in used:
+        counts["observation_tokens"] = float(used["observation_tokens"].sum())
     return counts
 
 

@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 import torch
 
-from braidrl.agents.endpoint import Endpoint, TurnStream
+from braidrl.agents.endpoint import Endpoint
 from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer
+from braidrl.agents.streamed_turns import TurnStream
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
@@ -107,7 +108,7 @@ def test_unsupported_requests_get_an_error_and_leave_the_row_unchanged() -> None
                 endpoint.open(Trajectory((0, 0, 0)))
             answers = [
                 await post(url, user, audio=True),
-                await post(url, user, n=2),
+                await post(url, user, n=9),
                 await post(url, []),
                 await post(url, ["a"]),
                 await post(url, [{"role": "user", "content": "a " * 60}]),
@@ -120,7 +121,14 @@ def test_unsupported_requests_get_an_error_and_leave_the_row_unchanged() -> None
     assert statuses == (400, 400, 400, 400, 400, 404)
     for message, part in zip(
         messages,
-        ["'audio' is not served", "n must be 1", "`messages` must be", "a message is", "leaves no room", "no session"],
+        [
+            "'audio' is not served",
+            "n must be at most 8",
+            "`messages` must be",
+            "a message is",
+            "leaves no room",
+            "no session",
+        ],
         strict=True,
     ):
         assert part in message
@@ -293,7 +301,7 @@ def test_a_client_finds_the_model_and_gets_errors_for_other_paths() -> None:
     listed, named, unknown, wrong, stranger = asyncio.run(run())
     assert listed[0] == 200 and [model["id"] for model in listed[1]["data"]] == ["actor"]
     assert named[0] == 200 and named[1]["id"] == "org/mine"
-    assert unknown[0] == 404 and "only POST chat/completions and GET models" in unknown[1]["error"]["message"]
+    assert unknown[0] == 404 and "only POST /v1/chat/completions" in unknown[1]["error"]["message"]
     assert wrong[0] == 404 and stranger[0] == 404 and "no session" in stranger[1]["error"]["message"]
 
 

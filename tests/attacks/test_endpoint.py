@@ -19,7 +19,8 @@ import aiohttp
 import pytest
 
 from braidrl.agents import endpoint as endpoints
-from braidrl.agents.endpoint import MOST_REQUESTS, Endpoint, TurnStream
+from braidrl.agents.endpoint import MOST_REQUESTS, Endpoint
+from braidrl.agents.streamed_turns import TurnStream
 from braidrl.agents.tool_calls import FORMATS
 from braidrl.agents.trajectory import Trajectory
 from braidrl.engines.requests import SamplingParams

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import braidrl.flow
-from braidrl.agents.endpoint import PATH
-from braidrl.agents.openai_api import LIMITS, MOST_STOPS, UNSUPPORTED, USUAL
+from braidrl.agents.dialects import DIALECTS
+from braidrl.agents.dialects.chat import LIMITS, UNSUPPORTED, USUAL
+from braidrl.agents.dialects.dialect import MOST_CHOICES, MOST_STOPS
 from braidrl.cli.commands import app
 from braidrl.data.rows import FinishReason
 from braidrl.flow.recipes import load_flow
@@ -74,7 +75,7 @@ def test_the_readmes_install_covers_its_runtimes_and_data() -> None:
 def test_the_page_of_agents_has_every_path_and_every_refused_field() -> None:
     page = (DOCS / "agents.md").read_text()
     assert all(f"`{name}`" in page for name in (*UNSUPPORTED, *USUAL, *LIMITS)) and f"up to {MOST_STOPS}" in page
-    assert f"`POST {PATH}`" in page
+    assert f"up to {MOST_CHOICES}" in page and all(f"`POST {one.path}`" in page for one in DIALECTS.values())
 
 
 def test_every_verifier_and_command_is_named_where_one_looks_for_it() -> None:

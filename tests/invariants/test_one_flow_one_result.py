@@ -32,7 +32,7 @@ FLOWS: dict[str, dict[str, Any]] = {
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "epochs": 2, "learning_rate": 3e-3},
     },
     "episodes": {
-        "flow": "grpo",
+        "flow": str(ROOT / "tests" / "runtimes" / "turn_credit.yaml"),
         "rollout": {"max_response_tokens": 4, "environment": PLAYED},
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },

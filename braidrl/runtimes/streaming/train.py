@@ -175,8 +175,9 @@ class Trainer:
         with self._busy(stage, rows.uids() if piece.positions else ()) as span:
             columns: dict[str, Any] = {}
             if stage.scope is Scope.GROUP and self.world.size > 1:
-                # Groups lie on several ranks: each rank computes the index columns of all.
-                parts = self.world.gather("index columns", pack_rows(rows.index) if piece.positions else None)
+                # Groups lie on several ranks: each rank computes the stage for all rows, from what it reads of them.
+                read = [*rows.index, *(name for name in (*stage.reads, *stage.optional) if name in rows.payload)]
+                parts = self.world.gather("columns of groups", pack_rows(rows.only(read)) if piece.positions else None)
                 index = Rows.cat([unpack_rows(part) for part in parts if part]).ordered()
                 standing = {uid: place for place, uid in enumerate(index.uids())}
                 whole = Rows(self.executor.run(stage, index, span.sums))
