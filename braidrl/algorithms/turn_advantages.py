@@ -8,8 +8,8 @@ Here i is a row of a group of N rows, k one of its K_i turns, r_{i,k} its reward
 
 A baseline of turn k must not depend on what the model does in turn k or later. How many turns a row has is such an act
 where the policy may end the episode: a mean of r_{·,l} over the rows that reached turn l, subtracted from the rewards
-of turns l ≥ k, pays −E[r_{·,l}] for each further turn. Therefore a turn that a row did not reach counts with reward 0
-here, in the mean and in the row (verl-project/verl#7244).
+of turns l ≥ k, pays −E[r_{·,l}] for each further turn. Therefore means are of returns from the turn itself on, or a
+turn that a row did not reach counts with reward 0, in the mean and in the row (verl-project/verl#7244).
 """
 
 import torch
@@ -65,18 +65,23 @@ def turn_gae(
 def turn_returns(
     turn_rewards: Ragged, reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, gamma: float = 1.0
 ) -> Ragged:
-    """Return A_{i,k} = G_{i,k} − (1/N) Σ_j G_{j,1}, with the return to go G_{i,k} = Σ_{l ≥ k} γ^(l − k)·r_{i,l}.
+    """Return A_{i,k} = G_{i,k} − mean of G_{j,k} over the group's rows j that reached turn k, with the returns to go
+    G_{i,k} = Σ_{l ≥ k} γ^(l − k)·r_{i,l}.
 
-    REINFORCE with returns to go, and the group's mean return as the baseline of all turns. A row that the statistics
-    leave out has advantage 0.
+    REINFORCE with returns to go. This baseline depends on no act of turn k or later: all that reached turn k count,
+    however they went on. A row that the statistics leave out has advantage 0.
     """
-    groups = Groups(group, statistics_mask)
     to_go = sums_to_go(with_rest(turn_rewards, reward), gamma)
-    is_first = torch.cat([to_go.values.new_ones(1, dtype=torch.bool), is_row_end(to_go)[:-1]])[: len(to_go.values)]
-    whole = to_go.with_values(to_go.values.double() * is_first).row_sums()
-    baseline = groups.means(whole)[groups.index]
-    centered_turns = (to_go.values - to_go.spread(baseline)) * to_go.spread(groups.counted)
-    return to_go.with_values(centered_turns.to(to_go.values.dtype))
+    position = torch.arange(len(to_go.values)) - to_go.spread(to_go.offsets[:-1])
+    peers = peers_of(to_go, group, position, statistics_mask)
+    return to_go.with_values(centered(to_go.values, peers).to(to_go.values.dtype))
+
+
+def peers_of(turns: Ragged, group: Tensor, key: Tensor, statistics_mask: Tensor | None) -> Groups:
+    """Return the turns of a group that have the same key, (by turn), as groups."""
+    both = torch.stack([turns.spread(group), key], dim=1)
+    _, peers = torch.unique(both, dim=0, return_inverse=True)
+    return Groups(peers, None if statistics_mask is None else turns.spread(statistics_mask))
 
 
 @advantages.register(
@@ -151,8 +156,6 @@ def gigpo(
     groups = Groups(group, statistics_mask)
     of_row = normalized(reward, groups, scale, epsilon)
     to_go = sums_to_go(with_rest(turn_rewards, reward), gamma)
-    both = torch.stack([to_go.spread(group), turn_states.values], dim=1)
-    _, anchor = torch.unique(both, dim=0, return_inverse=True)
-    anchors = Groups(anchor, to_go.spread(groups.counted.to(reward.dtype)))
+    anchors = peers_of(to_go, group, turn_states.values, statistics_mask)
     total = to_go.spread(of_row) + weight * normalized(to_go.values, anchors, scale, epsilon)
     return to_go.with_values(total.to(to_go.values.dtype))

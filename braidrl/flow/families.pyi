@@ -176,11 +176,11 @@ class AdvantageNames:
     def turn_returns(
         self, *, gamma: float = 1.0, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return A_{i,k} = G_{i,k} − (1/N) Σ_j G_{j,1}, with the return to go G_{i,k} = Σ_{l ≥ k} γ^(l −
-        k)·r_{i,l}.
+        """Return A_{i,k} = G_{i,k} − mean of G_{j,k} over the group's rows j that reached turn k, with the returns
+        to go G_{i,k} = Σ_{l ≥ k} γ^(l − k)·r_{i,l}.
 
-        REINFORCE with returns to go, and the group's mean return as the baseline of all turns. A row that the
-        statistics leave out has advantage 0.
+        REINFORCE with returns to go. This baseline depends on no act of turn k or later: all that reached turn k
+        count, however they went on. A row that the statistics leave out has advantage 0.
         """
 
     def whiten(

@@ -69,8 +69,9 @@ def test_turn_returns_are_the_plain_loops(case: tuple[Rewards, list[int], list[l
     sums = [to_go(turns, gamma) for turns in completed(rewards, added)]
     wanted = []
     for row, turns in enumerate(sums):
-        baseline = statistics.fmean(sums[j][0] for j in range(len(sums)) if groups[j] == groups[row])
-        wanted.append([value - baseline for value in turns])
+        peers = [other for other, number in zip(sums, groups, strict=True) if number == groups[row]]
+        means = [statistics.fmean(other[k] for other in peers if len(other) > k) for k in range(len(turns))]
+        wanted.append([value - mean for value, mean in zip(turns, means, strict=True)])
     close(run("turn_returns", rewards, groups, added, gamma=gamma), wanted)
 
 
