@@ -38,6 +38,7 @@ from braidrl.engines.spanning import OneOf
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
+from braidrl.training.compute.rope import most_positions
 from braidrl.training.loading import load_decoder, read_model_config
 from braidrl.training.lora import adapter_config
 from braidrl.training.parallel.layouts import DataParallel
@@ -196,7 +197,7 @@ def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
     config, engines = deployment.config, deployment.engines
     rollout, own, longest = config.rollout, settings_of(role, config), config.max_sequence_tokens
     path, dtype = own.model.expanduser(), DTYPES[rollout.dtype] if rollout.dtype else own.dtype
-    longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
+    longest = min(longest, most_positions(read_model_config(path).get_text_config().to_dict()) or longest)
     processes = max(1, engines.count) * engines.ranks_per_node
     options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
     if not rollout.is_reproducible and (modes := vllm_log_prob_modes(training_sampling(config))):

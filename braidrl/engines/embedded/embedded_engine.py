@@ -36,9 +36,9 @@ from braidrl.engines.engine import EngineError, EngineMemory
 from braidrl.engines.requests import EngineRow, Response, SamplingParams, computed_in
 from braidrl.engines.sampling import batch_sampling, sample, scaled
 from braidrl.engines.stepping import SteppingEngine
-from braidrl.training.compute.attention import PackedSequences
-from braidrl.training.compute.slots import PrefillSequences, Prefix, SlotCache, SlotStep, round_up
-from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body
+from braidrl.training.compute.rope import RopeLengths
+from braidrl.training.compute.slots import Prefix, SlotCache, SlotStep, round_up
+from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, prefill, run_body
 from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of
 from braidrl.training.memory.footprint import cache_bytes
@@ -202,14 +202,8 @@ class Prompts:
             parts[-1][name] = ids
             held += len(ids)
         for part in parts:
-            lengths = [len(ids) for ids in part.values()]
-            filler = -sum(lengths) % ROW_MULTIPLE
-            sequences = PackedSequences.of([*lengths, filler], model.device)
-            packed = torch.cat([*part.values(), torch.zeros(filler, dtype=torch.int64)])
-            keeping = PrefillSequences(sequences)
-            run_body(model, packed[None].to(model.device), sequences.position_ids(), keeping)
-            self.prefixes |= dict(zip(part, keeping.prefixes(len(lengths)), strict=True))
-            self.computed_tokens += sum(lengths)
+            self.prefixes |= dict(zip(part, prefill(model, list(part.values()), ROW_MULTIPLE), strict=True))
+            self.computed_tokens += sum(len(ids) for ids in part.values())
 
 
 class EmbeddedEngine(SteppingEngine):
@@ -252,6 +246,7 @@ class EmbeddedEngine(SteppingEngine):
         # States of mixers and caches of cohorts need not stay where a recorded step has found them.
         recorded = compile and slices is None and model.device.type == "cuda" and plan == PACKED
         self._graphs = StepGraphs(CudaRecorder) if recorded else None
+        self._rope_lengths = RopeLengths.of(model.config)
         self._by_rows, self._cohorts = plan.by_rows, Cohorts(model)
         self._cache, self._prompts = SlotCache(self.slots, model.dtype, model.device), Prompts()
         self._log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
@@ -314,6 +309,8 @@ class EmbeddedEngine(SteppingEngine):
                 self._has_changed = True
             if self._has_changed:
                 self._look_at_rows()
+            if self._rope_lengths and not self._by_rows:
+                self._compute_grown_rows()
             self.tokens_generated += len(self._rows)
             tokens, ended = self._decode()
             slots = set(ended.nonzero().flatten().tolist())
@@ -349,6 +346,21 @@ class EmbeddedEngine(SteppingEngine):
         self._rows |= new
         self._states.begin(new, self.seed)
         self._has_changed = True
+
+    def _compute_grown_rows(self) -> None:
+        """Compute the keys and values of rows again whose next token changes the factors of their rope.
+
+        transformers' `generate` does so too (Phi-3): a row's log-probs are those of its tokens so far, alone.
+        """
+        grown: dict[int, Tensor] = {}
+        for slot, row in self._rows.items():
+            drawn = self._steps - row.started
+            length = len(row.request.prompt) + drawn
+            if drawn and self._rope_lengths.kind(length) != self._rope_lengths.kind(length - 1):
+                grown[slot] = torch.cat([row.request.prompt, self._states.tokens[slot, : drawn - 1].cpu()])
+        if grown:
+            for slot, prefix in zip(grown, prefill(self.model, list(grown.values()), ROW_MULTIPLE), strict=True):
+                self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)
 
     def _decode(self) -> tuple[Tensor, Tensor]:
         """Draw one token for each slot of the step, (B,), and mark rows that reached a stop token or their limit,

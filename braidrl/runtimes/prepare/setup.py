@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
+from braidrl.training.compute.rope import RopeLengths, most_positions
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.loading import (
     check_model,
@@ -47,6 +49,7 @@ from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings
 
 Check = Callable[[Callable[[], Any]], Any]
 """Runs a check: at once, or collecting its UserError and continuing with the next."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -281,13 +284,35 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
                 f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or "
                 "rollout.max_response_tokens"
             )
-    positions: int | None = model_settings(config.model).get("max_position_embeddings")
+    positions = most_positions(model_settings(config.model))
     needed = max(trained, longest(held_out, responses))
     if positions is not None and needed > positions:
         raise UserError(
             f"rows may have {needed} tokens, prompt and response together, and {config.model} has "
-            "max_position_embeddings "
-            f"{positions}; lower data.max_prompt_tokens or rollout.max_response_tokens"
+            f"max_position_embeddings {positions}; lower data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+    if generates and config.model.expanduser().is_dir():
+        warn_of_rope(config, needed)
+
+
+def warn_of_rope(config: Config, longest_row: int) -> None:
+    """Say where an engine's log-probs differ from the trainer's because the rope's factors depend on the length."""
+    length = RopeLengths.of(read_model_config(config.model)).shortest
+    if length is None or longest_row <= length:
+        return
+    if config.rollout.engine == "embedded":
+        logger.warning(
+            "model: rows longer than %d tokens have other rope factors: each token is drawn with those of its row as it "
+            "stood, and trained with those of the whole row; old=recompute corrects rows that cross this length",
+            length,
+        )
+    else:
+        logger.warning(
+            "model: rows longer than %d tokens have other rope factors, and %s may compute every row with those of the "
+            "longest: keep prompts and responses together within %d tokens, or write old=recompute",
+            length,
+            config.rollout.engine,
+            length,
         )
 
 

@@ -83,6 +83,10 @@ class AttentionContext(ABC):
         """Run a mixer's own forward per sequence; argument tensors (1, N, ...) hold the tokens of all sequences."""
         return forward(*given, **named)
 
+    def row_lengths(self, positions: Tensor) -> Tensor:
+        """Return the length of each token's own sequence, (B, N), given the positions (..., B, N) of the call."""
+        return lengths_in_batch(positions)
+
 
 running: ContextVar[AttentionContext | None] = ContextVar("running", default=None)
 """The context of the current forward pass."""
@@ -96,6 +100,12 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
         yield
     finally:
         running.reset(token)
+
+
+def lengths_in_batch(positions: Tensor) -> Tensor:
+    """Return the length of each token's row, (B, N), where positions (..., B, N) are those of B rows from the start."""
+    longest = positions.amax(-1, keepdim=True).expand_as(positions) + 1
+    return longest if longest.dim() == 2 else longest.flatten(0, -3).amax(0)
 
 
 @cache
@@ -259,6 +269,10 @@ class PackedSequences(AttentionContext):
         unchanged = begin == len(places) and torch.equal(places, torch.arange(begin))
         order = None if unchanged else (torch.cat(tokens).to(device), places.to(device))
         return self._arranged.setdefault(multiple, RowBatches(numbers, shapes, order))
+
+    def row_lengths(self, positions: Tensor) -> Tensor:
+        lengths = torch.tensor(self.lengths, device=positions.device)
+        return lengths.repeat_interleave(lengths)[None]
 
     def position_ids(self) -> Tensor:
         """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""

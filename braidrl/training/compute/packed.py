@@ -35,6 +35,7 @@ from braidrl.training.compute.attention import (
     attend_equal,
     attend_plainly,
 )
+from braidrl.training.compute.rope import SAME, RopeLengths
 
 Predict = Callable[..., dict[str, Tensor]]
 """Computes the predictions of a packed micro-batch by name."""
@@ -158,7 +159,7 @@ class Packed:
         return replace(filled, sequence_lengths=(*self.sequence_lengths, *lengths), families=families)
 
 
-def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packed:
+def pack(rows: Rows, device: torch.device, share_prompts: bool = False, rope_lengths: RopeLengths = SAME) -> Packed:
     """Pack rows for one forward pass, with `share_prompts` each prompt once.
 
     Raises ValueError if an action begins a sequence.
@@ -179,7 +180,7 @@ def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packe
         tokens.offsets[1:] - 1,
     )
     if share_prompts:
-        families = families_of(rows)
+        families = families_of(rows, rope_lengths)
         assert families is not None, "rows of several sequences, or without actions, share no prompts"
         # The place of each token in the shared packing, (N,), and for each place there a token of the rows.
         places, chosen, total = torch.empty(len(tokens.values), dtype=torch.int64), list[Tensor](), 0
@@ -199,44 +200,44 @@ def pack(rows: Rows, device: torch.device, share_prompts: bool = False) -> Packe
     return packed.to(device)
 
 
-def families_of(rows: Rows) -> list[Family] | None:
-    """Group rows by group and tokens before the first action; return None if a row has several sequences or no
-    action.
+def families_of(rows: Rows, rope_lengths: RopeLengths = SAME) -> list[Family] | None:
+    """Group rows by group, tokens before the first action and rope factors; return None if a row has several sequences
+    or no action.
     """
     lengths = rows["tokens"].lengths
     if not torch.equal(rows["sequence_lengths"].values, lengths):
         return None
     offsets, actions = rows["action_mask"].offsets.tolist(), rows["action_mask"].values
-    found: dict[tuple[int, bytes], list[tuple[int, int, int]]] = {}
+    found: dict[tuple[Any, ...], list[tuple[int, int, int]]] = {}
     tokens, groups = rows["tokens"].values, rows["group"].tolist()
     for row, (start, end) in enumerate(pairwise(offsets)):
         sampled = actions[start:end].nonzero()
         first = int(sampled[0]) if len(sampled) else 0
         if first == 0:
             return None
-        name = (groups[row], tokens[start : start + first].numpy().tobytes())
+        name = (groups[row], rope_lengths.kind(end - start), tokens[start : start + first].numpy().tobytes())
         found.setdefault(name, []).append((row, first, end - start - first))
     return [
         Family(members[0][1], tuple(m[2] for m in members), tuple(m[0] for m in members)) for members in found.values()
     ]
 
 
-def saves_enough(rows: Rows) -> bool:
+def saves_enough(rows: Rows, rope_lengths: RopeLengths = SAME) -> bool:
     """Return whether sharing prompts saves at least LEAST_SAVED of the tokens."""
     if not len(rows):
         return False
-    families = families_of(rows)
+    families = families_of(rows, rope_lengths)
     total = len(rows["tokens"].values)
     return families is not None and total - sum(family.tokens for family in families) >= LEAST_SAVED * total
 
 
-def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
+def plan_shared(rows: Rows, max_tokens: int, rope_lengths: RopeLengths = SAME) -> list[list[int]]:
     """Return each micro-batch's rows, counting shared prompts once and splitting families.
 
     Raises UserError for a row over the limit.
     """
     parts: list[Family] = []
-    for family in families_of(rows) or []:
+    for family in families_of(rows, rope_lengths) or []:
         start, held = 0, family.prompt
         for i, length in enumerate(family.responses):
             if i > start and held + length > max_tokens:
@@ -260,6 +261,12 @@ class SharedPrompts(AttentionContext):
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Raise ValueError: models with mixers cannot share prompts."""
         raise ValueError(f"{type(module).__name__} cannot continue a prompt's state in several responses")
+
+    def row_lengths(self, positions: Tensor) -> Tensor:
+        """Return for each token a length that has the rope factors of its family."""
+        longest = torch.tensor([f.prompt + max(f.responses, default=0) for f in self.families], device=positions.device)
+        tokens = torch.tensor([f.tokens for f in self.families], device=positions.device)
+        return longest.repeat_interleave(tokens)[None]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D).

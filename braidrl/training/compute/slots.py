@@ -207,6 +207,10 @@ class PrefillSequences(AttentionContext):
         )
         return found
 
+    def row_lengths(self, positions: Tensor) -> Tensor:
+        """Return lengths with each prompt's last token, which the first decode step computes."""
+        return self.sequences.row_lengths(positions) + 1
+
     def prefixes(self, count: int) -> list[Prefix]:
         lengths = list(self.sequences.lengths)
         parts = [(keys.split(lengths, 1), values.split(lengths, 1)) for keys, values in self._keys_values]

@@ -9,11 +9,12 @@ structure.
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +22,8 @@ from braidrl.errors import UserError
 from braidrl.training.compute import attention
 from braidrl.training.compute.cpu_layers import derived
 from braidrl.training.compute.experts import EXPERTS
+from braidrl.training.compute.rope import use_row_lengths
+from braidrl.training.compute.slots import PrefillSequences, Prefix
 
 PARTS = {
     "embedding": ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in", "tokens_embed", "w"),
@@ -124,6 +127,7 @@ def body_of(model: Any) -> Body:
 def use_plan(model: Any, plan: ForwardPlan) -> None:
     """Prepare a model in place for `run_body`."""
     setattr(model, PLAN, plan)
+    use_row_lengths(model)
     model.set_experts_implementation(EXPERTS)  # where transformers lets a mixture choose one
     for module in model.modules() if plan.mixers else ():
         kind: Any = type(module)
@@ -176,6 +180,20 @@ def run_body(
     with attention.attending(context):
         found: Tensor = decoder(**given).last_hidden_state
     return found
+
+
+def prefill(model: Any, prompts: Sequence[Tensor], multiple: int = 1) -> list[Prefix]:
+    """Compute the keys, values and states of prompts, given without their last tokens, in one packed forward pass.
+
+    The pass has a multiple of `multiple` tokens.
+    """
+    lengths = [len(ids) for ids in prompts]
+    filler = -sum(lengths) % multiple
+    sequences = attention.PackedSequences.of([*lengths, filler], model.device)
+    packed = torch.cat([ids.to(model.device) for ids in (*prompts, torch.zeros(filler, dtype=torch.int64))])
+    keeping = PrefillSequences(sequences)
+    run_body(model, packed[None], sequences.position_ids(), keeping)
+    return keeping.prefixes(len(lengths))
 
 
 def disable_dropout(config: Any) -> list[str]:

@@ -25,6 +25,10 @@ LEFT_OUT = {
 VOCABULARY = 96
 HEAD_WIDTH = 16
 WINDOW = 6
+LENGTH = 8
+"""The length beyond which a twin's rope has other factors: shorter than some of the proof's rows, and their prompts."""
+LONG = {"longrope", "su"}
+"""Kinds of rope with two sets of factors."""
 MOST_LAYERS = 8
 LAYERS = (
     "num_hidden_layers",
@@ -169,6 +173,8 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
             found[name] = sizes.small_value(name, value)
         elif re.search(r"soft_?cap", name) and isinstance(value, float) and value > 0:
             found[name] = 1.0  # as small as the tiny model's scores, so that the cap takes effect
+        elif name == "initializer_range" and isinstance(value, float):
+            found[name] = 0.02  # wider weights would magnify rounding, and the twin's are random in any case
         elif name == "head_dim" and value is None:
             found[name] = head_width
         elif name == "num_attention_heads_per_layer" and isinstance(value, list):
@@ -374,8 +380,28 @@ def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
                 rope[key] = [half - 2 * third, third, third]
         return rope
 
+    kinds, original = set[str](), None
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(given.get(key), dict):
             found[key] = shortened(given[key])
-    if isinstance(given.get("max_position_embeddings"), int) and not given.get("rope_parameters"):
-        found["max_position_embeddings"] = min(given["max_position_embeddings"], 512)
+            for rope in (found[key], *(value for value in found[key].values() if isinstance(value, dict))):
+                kinds.add(str(rope.get("rope_type", rope.get("type"))))
+                if kinds & LONG and isinstance(rope.get("original_max_position_embeddings"), int):
+                    original, rope["original_max_position_embeddings"] = (
+                        rope["original_max_position_embeddings"],
+                        LENGTH,
+                    )
+    most = given.get("max_position_embeddings")
+    if not isinstance(most, int):
+        return
+    if kinds & LONG:
+        # Rows on both sides of the length; the ratio of both lengths scales the attention.
+        original = given.get("original_max_position_embeddings", original)
+        if isinstance(given.get("original_max_position_embeddings"), int):
+            found["original_max_position_embeddings"] = LENGTH
+        if original:
+            found["max_position_embeddings"] = max(LENGTH, most * LENGTH // original)
+    elif "dynamic" in kinds:
+        found["max_position_embeddings"] = LENGTH
+    elif not given.get("rope_parameters"):
+        found["max_position_embeddings"] = min(most, 512)

@@ -104,6 +104,10 @@ class ShardedAttention(AttentionContext):
             start += length
         return torch.cat(outputs)[None]
 
+    def row_lengths(self, positions: Tensor) -> Tensor:
+        every = self.sequences.row_lengths(positions)
+        return every.chunk(self.groups.tokens.size(), -1)[self.groups.tokens.rank()]
+
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer over all tokens of this rank's sequences, with an all-to-all before and after it."""
         own, order, places, sent, arriving = self._exchange

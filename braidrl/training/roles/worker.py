@@ -39,6 +39,7 @@ from braidrl.training.backends import BACKENDS, Advance, BackendSpec, ShardedBac
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
 from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_enough
+from braidrl.training.compute.rope import RopeLengths
 from braidrl.training.decoders.body import PACKED, checkpoint_activations, plan_of_model, run_body, set_training
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.loading import load_decoder, load_scorer
@@ -83,6 +84,7 @@ class RoleWorker(ShardedBackend):
         self.max_tokens, self.lora = own.max_tokens, own.lora if spec.train else None
         # A sharded model is read part by part, except with adapters, which are initialised on the full model.
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
+        self.rope_lengths = RopeLengths.of(self.model.config)
         self.base_shapes = shapes_of(self.model)
         if self.lora:
             lora.add_adapters(self.model, self.lora, self.config.seed)
@@ -164,7 +166,11 @@ class RoleWorker(ShardedBackend):
         return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in wanted.items()}
 
     def shares_prompts(self, rows: Rows) -> bool:
-        return self.config.trainer.share_prompts and plan_of_model(self.model) == PACKED and saves_enough(rows)
+        return (
+            self.config.trainer.share_prompts
+            and plan_of_model(self.model) == PACKED
+            and saves_enough(rows, self.rope_lengths)
+        )
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
         """Pack rows into micro-batches of at most `max_tokens`, with `whole_groups` by group, plus empty ones up to all
@@ -174,14 +180,14 @@ class RoleWorker(ShardedBackend):
         # planned for.
         plan, shares = list[list[int]](), self.shares_prompts(rows)
         if shares and not whole_groups:
-            plan = plan_shared(rows, self.max_tokens)
+            plan = plan_shared(rows, self.max_tokens, self.rope_lengths)
         elif len(rows):
             groups = rows["group"].tolist() if whole_groups else None
             plan = plan_micro_batches(rows["tokens"].lengths.tolist(), self.max_tokens, rows.uids(), groups)
         found = []
         for numbers in plan:
             part = rows.take(numbers)
-            found.append(MicroBatch(numbers, part, pack(part, self.device, shares)))
+            found.append(MicroBatch(numbers, part, pack(part, self.device, shares, self.rope_lengths)))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
         none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
         tokens, offsets = {"input_ids": one, "position_ids": one}, torch.zeros(1, dtype=torch.int64)

@@ -1,0 +1,156 @@
+"""Rotary embeddings whose factors depend on a row's length: longrope (two sets of factors) and dynamic NTK (a set for
+each length).
+
+positions, lengths of their rows ──one call for each set of factors──▶ transformers' own forward ──▶ cos, sin of each
+                                                                                                     token's own set
+
+transformers chooses the factors by the greatest position of a call, so one long row would change all rows beside it.
+Here each token gets the factors of its own row, from the same forward.
+
+Shapes: B rows of a batch, N tokens of each.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from inspect import unwrap
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from braidrl.training.compute.attention import lengths_in_batch, running
+from braidrl.training.compute.cpu_layers import derived
+
+SCALED = ("yarn", "dynamic", "linear", "longrope", "llama3")
+"""Kinds of rope that compute positions beyond those of the training before it."""
+FARTHEST = 1 << 62
+"""More than any position."""
+
+
+@dataclass(frozen=True)
+class RopeLengths:
+    """The lengths at which a model's rope changes its factors."""
+
+    switches: tuple[int, ...] = ()
+    """Rows longer than one of these have other factors (longrope)."""
+    growing: int | None = None
+    """Each row that is longer has factors of its own (dynamic NTK)."""
+
+    @staticmethod
+    def of(config: Any) -> "RopeLengths":
+        """Return the lengths of a model's configuration."""
+        switches, growing = set[int](), None
+        text = config.get_text_config()
+        for rope in rope_settings(text):
+            kind = str(rope.get("rope_type", ""))
+            if kind == "longrope":
+                switches.add(int(rope["original_max_position_embeddings"]))
+            elif "dynamic" in kind:
+                growing = int(text.max_position_embeddings)
+        return RopeLengths(tuple(sorted(switches)), growing)
+
+    def __bool__(self) -> bool:
+        return bool(self.switches) or self.growing is not None
+
+    def kind(self, length: int) -> tuple[int, int]:
+        """Return a key that rows with equal factors share."""
+        growth = 0 if self.growing is None else max(0, length - self.growing)
+        return sum(length > switch for switch in self.switches), growth
+
+    @property
+    def shortest(self) -> int | None:
+        """Return the longest row whose factors are those of every shorter row; None if all rows have the same."""
+        return min([*self.switches, *([] if self.growing is None else [self.growing])], default=None)
+
+
+SAME = RopeLengths()
+"""The lengths of a rope whose factors are the same for all rows."""
+
+
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """Return the rope settings of a text configuration: one, or one for each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(found, dict):
+        return []
+    parts = [value for value in found.values() if isinstance(value, dict)]
+    return parts or [found]
+
+
+def most_positions(settings: Mapping[str, Any]) -> int | None:
+    """Return the longest row (tokens) that a text model's settings in config.json allow; None if they set no limit.
+
+    A rope that scales positions allows `factor` times the positions of the training before it.
+    """
+    positions = settings.get("max_position_embeddings")
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(positions, int) or not isinstance(rope, dict):
+        return positions if isinstance(positions, int) else None
+    most = positions
+    for part in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        kind, factor = part.get("rope_type", part.get("type")), part.get("factor")
+        original = part.get("original_max_position_embeddings")
+        if kind in SCALED and isinstance(factor, int | float) and factor > 1:
+            most = max(most, int(factor * (original if isinstance(original, int) else positions)))
+    return most
+
+
+def use_row_lengths(model: nn.Module) -> None:
+    """Make a model's rotary embeddings compute each token with the factors of its own row."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if any(map(depends_on_length, _kinds_of(module))) and not hasattr(kind, "plain_forward"):
+            module.__class__ = derived(kind, rotary_forward)
+
+
+def depends_on_length(kind: str) -> bool:
+    return kind == "longrope" or "dynamic" in kind
+
+
+def rotary_forward(self: Any, x: Tensor, position_ids: Tensor, *given: Any, **named: Any) -> Any:
+    """Return the rotary embedding of positions (..., B, N), each by the factors of its row."""
+    if x.is_meta:
+        return unwrap(self.plain_forward)(x, position_ids, *given, **named)
+    context, result = running.get(), None
+    lengths = lengths_in_batch(position_ids) if context is None else context.row_lengths(position_ids)
+    for length, most, rows in _sets_of_factors(self, lengths):
+        _forget(self)
+        # transformers looks at the greatest position of a call.
+        last = torch.full_like(position_ids[..., :1], length - 1)
+        computed = self.plain_forward(x, torch.cat([position_ids.clamp(max=most), last], -1), *given, **named)
+        parts = [part[..., :-1, :] for part in (computed if isinstance(computed, tuple) else (computed,))]
+        before = parts if result is None else result
+        result = [torch.where(rows[..., None], new, old) for new, old in zip(parts, before, strict=True)]
+    assert result is not None
+    return tuple(result) if isinstance(computed, tuple) else result[0]
+
+
+def _kinds_of(module: nn.Module) -> list[str]:
+    kinds = getattr(module, "rope_type", None)
+    return [kinds] if isinstance(kinds, str) else list(kinds.values()) if isinstance(kinds, dict) else []
+
+
+def _sets_of_factors(module: Any, lengths: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Iterate over the sets of factors, those of shorter rows first: a length that has the set, the greatest position
+    of rows that have it, and the tokens (B, N) of rows that have it or a later one.
+    """
+    known = RopeLengths.of(module.config)
+    if known.growing is not None:
+        every = torch.cat([lengths.flatten(), lengths.new_tensor(known.switches)]).clamp(min=known.growing)
+        for length in every.unique().tolist():
+            yield length, length - 1, lengths >= length
+        return
+    for before, end in pairwise((0, *known.switches, FARTHEST)):
+        yield before + 1 if end == FARTHEST else end, end - 1, lengths > before
+
+
+def _forget(module: Any) -> None:
+    """Remove what a rotary embedding keeps of earlier calls."""
+    for name in list(vars(module)):
+        if name.endswith("max_seq_len_cached"):
+            setattr(module, name, module.original_max_seq_len)
+        elif name.endswith("long_inv_freq"):
+            delattr(module, name)
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if name.endswith("original_inv_freq"):
+            module.register_buffer(name.replace("original_", ""), buffer, persistent=False)
