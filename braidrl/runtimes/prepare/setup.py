@@ -302,8 +302,8 @@ def warn_of_rope(config: Config, longest_row: int) -> None:
         return
     if config.rollout.engine == "embedded":
         logger.warning(
-            "model: rows longer than %d tokens have other rope factors: each token is drawn with those of its row as it "
-            "stood, and trained with those of the whole row; old=recompute corrects rows that cross this length",
+            "model: rows longer than %d tokens have other rope factors: each token is drawn with those of its row "
+            "as it stood, and trained with those of the whole row; old=recompute corrects rows that cross this length",
             length,
         )
     else:
