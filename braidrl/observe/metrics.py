@@ -17,6 +17,7 @@ from torch import Tensor
 
 from braidrl.errors import UserError
 from braidrl.observe.trackers import TrackedRun, Trackers
+from braidrl.parsing import parse_json
 
 FILE_NAME = "metrics.jsonl"
 REQUIRED_KEYS = (
@@ -86,9 +87,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
+            record = parse_json(line)
         except ValueError:
-            raise UserError(f"{path}, line {number}: not a JSON object; remove the line to read the rest") from None
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: not a JSON object; remove the line to read the rest")
+        records.append(record)
     return records
 
 

@@ -33,6 +33,8 @@ RESPONSE_TEXT = "response_text"
 SCHEMA_KEY = b"braidrl.columns"
 # No dictionary encoding for numbers: it compares values, and would merge -0.0 with 0.0, and different NaNs.
 FILE_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": [PROMPT_TEXT, RESPONSE_TEXT]}
+TOKEN_IDS, FINITE, OF_EVERY_TOKEN = ("tokens", "prompt"), ("score", "correct", "reward"), ("action_mask", "length")
+"""Columns of token ids, index columns that must be finite, and columns with the length or a value of each token."""
 DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
 
 
@@ -183,6 +185,29 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
             columns[name] = Ragged.from_lengths(values, torch.from_numpy(lengths // width))
     rows = Rows(columns)
     return rows.ordered() if len(files) > 1 and size == 1 else rows
+
+
+def check_rows(path: Path, rows: Rows, vocabulary: int) -> None:
+    """Raise UserError for a recording that no run can have made: lengths that do not fit, ids that are none of the
+    model's tokens, or numbers that are not finite.
+    """
+    for name, column in rows.items():
+        if isinstance(column, Objects):
+            continue
+        values = column.values if isinstance(column, Ragged) else column
+        trained = isinstance(column, Ragged) or name.rpartition(".")[2] in FINITE
+        if values.is_floating_point() and trained and not bool(values.isfinite().all()):
+            raise UserError(f"{path}: column {name} has numbers that are not finite; record the step again")
+        ids = name.rpartition(".")[2] in TOKEN_IDS
+        if ids and len(values) and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
+            raise UserError(f"{path}: column {name} has ids beyond the model's {vocabulary} tokens; record it again")
+    for prefix in {name.removesuffix("tokens") for name in rows if name.rpartition(".")[2] == "tokens"}:
+        lengths = rows[prefix + "tokens"].lengths
+        for name in (prefix + one for one in OF_EVERY_TOKEN if prefix + one in rows):
+            column = rows[name]
+            count = column.lengths if isinstance(column, Ragged) else column
+            if not torch.equal(count.long(), lengths):
+                raise UserError(f"{path}: column {name} does not fit the number of tokens of its rows; record it again")
 
 
 def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -22,9 +22,10 @@ from braidrl.data.token_columns import returned_columns
 from braidrl.engines.requests import Response
 from braidrl.flow import Kind
 from braidrl.flow.signatures import columns_of
-from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
+from braidrl.observe.rollouts import check_rows, parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import decoded, responses
 from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.training.loading import model_settings
 
 TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))
 """The columns needed for the texts of a row."""
@@ -73,6 +74,8 @@ class RowStore:
     def __init__(self, prepared: Prepared) -> None:
         config, sources, texts, self.flow = prepared.config, prepared.sources, prepared.texts, prepared.flow
         self.config, self.tokenizer, self.eval_sources = config, prepared.tokenizer, prepared.eval_sources
+        # The embedding may have more rows than the tokenizer has tokens.
+        self.vocabulary = max(len(self.tokenizer), int(model_settings(config.model).get("vocab_size") or 0))
         self.ends = end_ids_of(config.model.expanduser(), self.tokenizer)
         self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
@@ -113,7 +116,9 @@ class RowStore:
                 count = self.flow.recorded_stages
                 sampled = {name for stage in self.flow.stages[:count] for name in stage.writes}
                 later = {name for stage in self.flow.stages[count:] for name in stage.writes}
-                return read_rollouts(path, rank, ranks).without(later - sampled)
+                rows = read_rollouts(path, rank, ranks).without(later - sampled)
+                check_rows(path, rows, self.vocabulary)
+                return rows
             case Surplus(path):
                 files = parts_of(path)
                 if len(files) < ranks:

@@ -15,6 +15,7 @@ from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError
 from braidrl.observe.rollouts import (
     DTYPES,
+    check_rows,
     join_parts,
     part_path,
     read_rollouts,
@@ -146,6 +147,49 @@ def test_recordings_are_found_by_step_and_evaluation(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == [9, 10]
     assert recorded_evaluations(tmp_path) == ["gsm8k-step-1"]
     assert recorded_steps(tmp_path, "gsm8k-step-1") == [5]
+
+
+def recorded_row(**changes: Any) -> Rows:
+    """A row of two prompt tokens and three actions, with changed columns."""
+    columns: dict[str, Any] = {
+        "prompt": Ragged.from_lengths(torch.tensor([1, 2]), torch.tensor([2])),
+        "tokens": Ragged.from_lengths(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([5])),
+        "action_mask": Ragged.from_lengths(torch.tensor([0, 0, 1, 1, 1]).bool(), torch.tensor([5])),
+        "rollout_log_probs": Ragged.from_lengths(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([3])),
+        "length": torch.tensor([5]),
+        "score": torch.tensor([0.5]),
+        "score_other": torch.tensor([float("nan")]),
+    }
+    return Rows({**columns, **changes})
+
+
+EDITED: dict[str, tuple[Any, str]] = {
+    "log-probs that are NaN": (
+        {"rollout_log_probs": Ragged.from_lengths(torch.tensor([-1.0, float("nan"), -3.0]), torch.tensor([3]))},
+        "rollout_log_probs",
+    ),
+    "log-probs that are infinite": (
+        {"rollout_log_probs": Ragged.from_lengths(torch.tensor([-1.0, -float("inf"), -3.0]), torch.tensor([3]))},
+        "rollout_log_probs",
+    ),
+    "a score that is NaN": ({"score": torch.tensor([float("nan")])}, "score"),
+    "a length of 10**9": ({"length": torch.tensor([10**9])}, "length"),
+    "a negative length": ({"length": torch.tensor([-5])}, "length"),
+    "a mask of another row": (
+        {"action_mask": Ragged.from_lengths(torch.tensor([1, 1]).bool(), torch.tensor([2]))},
+        "action_mask",
+    ),
+    "negative ids": ({"tokens": Ragged.from_lengths(torch.tensor([1, 2, -3, 4, 5]), torch.tensor([5]))}, "tokens"),
+    "ids beyond the vocabulary": ({"prompt": Ragged.from_lengths(torch.tensor([1, 99]), torch.tensor([2]))}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("kind", EDITED)
+def test_edited_recording_is_refused_with_its_column(kind: str, tmp_path: Path) -> None:
+    changes, named = EDITED[kind]
+    check_rows(tmp_path, recorded_row(), 9)
+    with pytest.raises(UserError, match=f"column {named} "):
+        check_rows(tmp_path, recorded_row(**changes), 9)
 
 
 def test_file_not_recorded_by_a_run_is_refused(tmp_path: Path) -> None:

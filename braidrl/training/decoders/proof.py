@@ -19,6 +19,7 @@ import io
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -33,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 from braidrl.errors import UserError, first_line
 from braidrl.native.building import cache_folder
 from braidrl.observe.metrics import whole_file
+from braidrl.parsing import parse_json
 from braidrl.training.compute.attention import PackedSequences, parameters_of
 from braidrl.training.compute.rope import RopeLengths
 from braidrl.training.compute.slots import SlotCache, SlotStep
@@ -75,6 +77,15 @@ UNNAMED = (
     "label2id",
 )
 """Settings that do not affect a model's structure."""
+CODE = ("training", "engines", "native", "algorithms")
+"""The rooms of Braid on whose code a proof depends."""
+MEASUREMENT_BYTES = 1 << 16
+MEASURED: tuple[dict[str, Any], ...] = (
+    {"refused": str},
+    {"mixers": list, "by_rows": bool, "decoding": str},
+    {"name": str, "value": (int, float), "bound": (int, float), "note": str},
+)
+"""Names and types in a file of the cache."""
 KNOWN: dict[str, dict[str, Any]] = {}
 """What `remembered` has read or measured in this process."""
 
@@ -406,14 +417,14 @@ def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> Forwa
 def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what this machine has measured of a configuration, or measure it and keep it."""
     settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
-    # A proof also depends on transformers and on all code that trains and decodes.
-    text = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code_digest() + proof_device()
+    # A proof also depends on torch, on transformers, and on all code that trains and decodes.
+    versions = transformers.__version__ + torch.__version__ + model_digest(type(config).__module__) + code_digest()
+    text = json.dumps(settings, sort_keys=True, default=str) + versions + proof_device()
     key = f"{about}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if key not in KNOWN:
         path = cache_folder() / f"{key}.json"
-        try:
-            known = json.loads(path.read_text())
-        except (OSError, ValueError):
+        known = kept_measurement(path)
+        if known is None:
             known = measure()
             # Several processes may prove a model at once.
             with whole_file(path) as unfinished:
@@ -422,11 +433,37 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
     return KNOWN[key]
 
 
+def kept_measurement(path: Path) -> dict[str, Any] | None:
+    """Return what a file of the cache holds; None if that is no measurement, which is then made again."""
+    try:
+        known = parse_json(path.read_bytes(), MEASUREMENT_BYTES, finite=False)
+    except (OSError, ValueError):
+        return None
+    for fields in MEASURED:
+        if isinstance(known, dict) and known.keys() == fields.keys():
+            fitting = all(isinstance(known[name], kind) and known[name] == known[name] for name, kind in fields.items())
+            return known if fitting and all(isinstance(part, str) for part in known.get("mixers", ())) else None
+    return None
+
+
 @cache
 def code_digest() -> str:
-    """Return a digest of the code that trains and decodes."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    """Return a digest of the code that trains and decodes, with its kernels."""
+    package = Path(__file__).parents[2]
+    files = (file for room in CODE for file in (package / room).rglob("*") if file.suffix in (".py", ".c", ".h"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+@cache
+def model_digest(name: str) -> str:
+    """Return a digest of transformers' files of a model, beside the module of its configuration, and of those that all
+    models share.
+    """
+    file = getattr(sys.modules[name], "__file__", None)
+    own = sorted(Path(file).parent.glob("*.py")) if file else []
+    shared = sorted(path for path in Path(transformers.__file__).parent.glob("*.py"))
+    states = "".join(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns};" for path in shared)
+    return hashlib.sha256(b"".join(path.read_bytes() for path in own) + states.encode()).hexdigest()
 
 
 def proof_device() -> str:

@@ -180,13 +180,62 @@ def test_proof_is_measured_again_after_a_change_of_the_code_that_decodes(
 
     def measure() -> dict[str, Any]:
         measured.append("again")
-        return {}
+        return {"refused": ""}
 
     config, read = config_of("qwen3"), Path.read_bytes
     for _ in range(2):
         remembered(config, "decoder", measure)
     monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + b"#" * (file.name == "slots.py"))
     remembered(config, "decoder", measure)
+    assert len(measured) == 2
+
+
+WHOLE = {"mixers": ["A"], "by_rows": False, "decoding": ""}
+BROKEN = {
+    "a list": "[]",
+    "nothing": " ",
+    "half an object": '{"mixers": [',
+    "a number": "3",
+    "other names": '{"plan": []}',
+    "a name that lacks": '{"mixers": [], "by_rows": false}',
+    "a text for a list": '{"mixers": "A", "by_rows": false, "decoding": ""}',
+    "numbers for names": '{"mixers": [1], "by_rows": false, "decoding": ""}',
+    "a bound that is NaN": '{"name": "a", "value": 0.0, "bound": NaN, "note": ""}',
+    "deep lists": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_kept_proof_that_is_broken_is_measured_again(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[str] = []
+
+    def measure() -> dict[str, Any]:
+        measured.append("again")
+        return WHOLE
+
+    for count, text in enumerate(("", BROKEN[kind], ""), start=1):
+        monkeypatch.setattr(proof, "KNOWN", {})
+        if text:
+            (file,) = tmp_path.rglob("decoder-*.json")
+            file.write_text(text)
+        assert remembered(config_of("qwen3"), "decoder", measure) == WHOLE and len(measured) == min(count, 2)
+
+
+@pytest.mark.parametrize("file", ["slots.py", "modeling_qwen3.py", "embedded_engine.py", "attention.c"])
+def test_proof_depends_on_the_files_that_compute(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    read, config, measured = Path.read_bytes, config_of("qwen3"), list[str]()
+    for ends in (b"", b"#"):
+        for digest in ("code_digest", "model_digest"):
+            monkeypatch.setattr(
+                proof, digest, getattr(proof, digest).__wrapped__ if ends == b"" else getattr(proof, digest)
+            )
+        monkeypatch.setattr(proof, "KNOWN", {})
+        monkeypatch.setattr(Path, "read_bytes", lambda path, ends=ends: read(path) + ends * (path.name == file))
+        remembered(config, "decoder", lambda: (measured.append("again"), WHOLE)[1])
     assert len(measured) == 2
 
 
