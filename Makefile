@@ -59,9 +59,16 @@ AGAINST ?= HEAD
 same: .venv/installed
 	$(BIN)/python tools/same.py $(AGAINST) --only "$(ONLY)"
 
-# Libraries of environments whose versions collide with others', in an environment of their own on top of .venv. openenv's page for
+# Libraries of environments whose versions collide with others', in environments of their own on top of .venv. openenv's page for
 # browsers (gradio) and its judges (openai) are left out.
-environments: build/environments-venv/installed
+environments: build/environments-venv/installed build/verifiers-venv/installed
+
+build/verifiers-venv/installed: verifiers-requirements.txt | .venv/installed
+	test -x build/verifiers-venv/bin/python || $(BIN)/python -m venv build/verifiers-venv
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  $$(build/verifiers-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
+	build/verifiers-venv/bin/pip $(INSTALL) -r verifiers-requirements.txt
+	touch $@
 
 build/environments-venv/installed: environments-requirements.txt | .venv/installed
 	test -x build/environments-venv/bin/python || $(BIN)/python -m venv build/environments-venv

@@ -27,15 +27,12 @@ from typing import Any
 from braidrl.agents.tool_turns import ToolTurns
 from braidrl.agents.turns import Observation
 from braidrl.errors import UserError, suggest
-from braidrl.importing import import_function
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import Score
 
 HTTP, WEBSOCKET = ("http://", "https://"), ("ws://", "wss://")
 NOT_SAID = ("metadata",)
 """Fields of an OpenEnv observation that are not for the model."""
-KEY_VARIABLE = "BRAID_ENDPOINT_KEY"
-"""The variable of the endpoint's key for clients of `verifiers`, in the trajectory's process."""
 # gem uses the process's random state, which all of its environments share.
 GEM_LOCK = threading.Lock()
 
@@ -250,41 +247,21 @@ class OpenEnvEnvironment:
         return str(observation[self._observation])
 
 
-def verifiers(name: str, /, **settings: Any) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
-    """Return a function that plays a row against the endpoint, as an agent does. Raises UserError for an unsupported
-    version.
+def verifiers(
+    name: str, /, *, harness: str = "null", **settings: Any
+) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
+    """Return a function that plays a row against the endpoint, as an agent does. Raises UserError if there is no such
+    taskset.
 
-    verifiers:NAME       an environment that is installed     verifiers:file.py  a file of yours with `load_environment`
+    verifiers:NAME       a taskset that is installed        verifiers:file.py      a file of yours that exports one
 
-    A row plays the example of the environment's own data with its group's index; the environment's rubric gives the
-    score. `settings` are arguments of its `load_environment`.
+    A row plays the task with its group's number, in the `harness` of this name; the task's rewards give the score.
+    `settings` are those of the taskset's configuration.
     """
-    os.environ.setdefault("VF_LOG_LEVEL", "ERROR")
-    import datasets
-    import verifiers
+    # Imported here: it is installed in an environment of its own, and takes seconds to import.
+    from braidrl.agents.verifiers_tasks import Tasks
 
-    datasets.disable_progress_bars()
-    if not hasattr(verifiers, "load_environment"):
-        raise UserError(
-            f"environment verifiers:{name}: verifiers {verifiers.__version__} has no load_environment; install "
-            "'verifiers>=0.1.14,<0.4'"
-        )
-    if name.endswith(".py"):
-        environment = import_function(f"{name}:load_environment")(**settings)
-    else:
-        environment = verifiers.load_environment(name, **settings)
-    examples = environment.get_dataset()
-
-    async def play(url: str, example: dict[str, Any]) -> float:
-        os.environ[KEY_VARIABLE] = example["api_key"]
-        client = verifiers.types.ClientConfig(api_key_var=KEY_VARIABLE, api_base_url=url, max_retries=0)
-        chosen = dict(examples[example["group"] % len(examples)])
-        done = await environment.run_rollout(chosen, client, "actor", {})
-        if done.get("error"):
-            raise RuntimeError(f"its rollout failed: {done['error']}"[:600])
-        return float(done["reward"])
-
-    return play
+    return Tasks(name, harness, settings)
 
 
 @dataclass(frozen=True)
@@ -302,7 +279,8 @@ class Library:
 
     def check(self, name: str) -> None:
         """Raise UserError if the library, of which an environment has this name, is not installed."""
-        if importlib.util.find_spec(self.module) is None:
+        package = self.module.partition(".")[0]
+        if importlib.util.find_spec(package) is None or importlib.util.find_spec(self.module) is None:
             raise UserError(f"environment {name} needs {self.package}; install it with {self.install}")
 
 
@@ -312,7 +290,7 @@ LIBRARIES = {
     "mcp": Library(mcp, "mcp", "mcp", "`pip install 'braidrl[mcp]'`"),
     "openenv": Library(openenv, "openenv", "openenv", f"`pip install openenv`{COLLIDES}"),
     "verifiers": Library(
-        verifiers, "verifiers", "verifiers", f"`pip install 'verifiers>=0.1.14,<0.4'`{COLLIDES}", is_agent=True
+        verifiers, "verifiers.v1", "verifiers", f"`pip install 'verifiers>=0.4'`{COLLIDES}", is_agent=True
     ),
 }
 """The libraries by scheme, the beginning of a name such as `gem:game:GuessTheNumber-v0-easy`."""

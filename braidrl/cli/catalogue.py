@@ -44,10 +44,9 @@ SCHEMES = {
     ),
     "openenv:ADDRESS": "An environment that a server of OpenEnv has, such as openenv:http://127.0.0.1:8000.",
     "verifiers:NAME": (
-        "An environment of the package verifiers, or a file with load_environment; it talks to an endpoint as agents "
-        "do."
+        "A taskset of the package verifiers, installed or of a file; its harness talks to an endpoint as agents do."
     ),
-    "agent:MODULE:FUNCTION": "A whole agent with its own loop, which talks to an OpenAI-compatible endpoint.",
+    "agent:MODULE:FUNCTION": "A whole agent with its own loop; its endpoint has OpenAI's and Anthropic's APIs.",
     "MODULE:CLASS": "Your own: a class with reset and step, or a function of all texts so far.",
 }
 SECTIONS = re.compile(r"\n\s*(?:Args|Returns|Raises):.*", re.DOTALL)

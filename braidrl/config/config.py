@@ -124,6 +124,10 @@ class ClusterConfig(Section):
     """Seconds without a message from a worker after which the run ends."""
 
 
+LIBRARIES = ("agent", "gem", "mcp", "openenv", "verifiers")
+"""Keys of `rollout.environment` that name an environment of a library, or an agent."""
+
+
 class EnvironmentConfig(SandboxConfig):
     """The environment of multi-turn trajectories."""
 
@@ -131,7 +135,7 @@ class EnvironmentConfig(SandboxConfig):
     name: str | None = None
     """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address`, `verifiers:name` or
     `agent:module:function`, for generate stages that do not name one. It gives the score and the reward; the flow's
-    `verify` is then omitted.
+    `verify` is then omitted. `{gem: name}` is the same as `{name: "gem:name"}`, and so for each library and `agent`.
     """
     params: dict[str, Any] = {}
     """Keyword arguments for it."""
@@ -160,6 +164,19 @@ class EnvironmentConfig(SandboxConfig):
     """Python interpreter of its processes, if its library is installed in another virtual environment; by default
     Braid's.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_library(cls, value: Any) -> Any:
+        """Read `{library: name}` as `{name: library:name}`."""
+        named = [key for key in LIBRARIES if key in value] if isinstance(value, dict) else []
+        if not named:
+            return value
+        if len(named) > 1 or value.get("name") is not None:
+            keys = " and ".join([*named, *(["name"] if value.get("name") is not None else [])])
+            raise ValueError(f"{keys} each name an environment; keep one")
+        others = {key: each for key, each in value.items() if key not in (*named, "name")}
+        return {**others, "name": f"{named[0]}:{value[named[0]]}"}
 
     @model_validator(mode="after")
     def _fits_the_sandbox(self) -> "EnvironmentConfig":

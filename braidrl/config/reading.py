@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from braidrl.config.config import Config
+from braidrl.config.config import LIBRARIES, Config
 from braidrl.errors import Problems, UserError, shown, suggest
 from braidrl.importing import relative_to
 from braidrl.parsing import MOST_LEVELS, check_levels, parse_yaml, read_yaml, texts_and_numbers
@@ -27,6 +27,9 @@ UNION_MEMBER = re.compile(r"[\[(<]|^(str|int|float|bool)$")
 """A part of an error's location that pydantic adds to the keys."""
 READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)(\.path)?|rollout\.servers\.folder")
 """Keys with input paths, which are searched in the folder of the configuration file."""
+
+LIBRARY = re.compile(rf"rollout\.environment\.({'|'.join(LIBRARIES)})")
+"""Keys with the name of a library's environment, which may be a file of the user."""
 
 GONE: dict[str, tuple[object, str]] = {
     "rollout.check_weights": (False, "rollout.max_log_prob_gap ends a run whose engine has other weights; remove it"),
@@ -92,6 +95,11 @@ def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = 
         return [found_beside(folder, part, place, unless_here) for part in value]
     if not isinstance(value, str):
         return value
+    library = LIBRARY.fullmatch(place)
+    if library is not None:
+        whole = f"{library[1]}:{value}"
+        found = relative_to(folder, relative_to(Path.cwd(), whole) if unless_here else whole)
+        return found.removeprefix(f"{library[1]}:")
     is_path = READ_FROM.fullmatch(place) or (place == "flow" and value.endswith((".yaml", ".yml")))
     if is_path:
         here = unless_here and Path(value).exists()

@@ -17,10 +17,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from braidrl.agents.environments import environments
+from braidrl.agents.libraries import LIBRARIES
 from braidrl.agents.player import EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import Limits, Trajectory
 from braidrl.config import EnvironmentConfig, load_config
+from braidrl.config.config import LIBRARIES as NAMED_BY
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
@@ -32,7 +34,9 @@ from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_templ
 from tests.tiny import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OPENENV = EXAMPLES.parent / "build" / "environments-venv" / "bin" / "python"
+OPENENV, VERIFIERS = (
+    EXAMPLES.parent / "build" / f"{name}-venv" / "bin" / "python" for name in ("environments", "verifiers")
+)
 SERVER = EXAMPLES / "tool_arithmetic" / "server.py"
 LIMITS = Limits(at_once=3, timeout_s=60, max_turns=4, max_sequence_tokens=4000)
 
@@ -175,7 +179,7 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
 
 
 def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp_path: Path) -> None:
-    if not OPENENV.parents[1].joinpath("installed").exists():
+    if not VERIFIERS.parents[1].joinpath("installed").exists():
         pytest.skip("make environments has not installed verifiers")
     demo.prepare(tmp_path, seed=1)
     config = load_config(
@@ -190,12 +194,14 @@ def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp
             "threads=1",
             "rollout.environment.params.count=1",
             f"rollout.environment.name=verifiers:{EXAMPLES / 'tool_arithmetic' / 'verifiers_sums.py'}",
-            f"rollout.environment.python={OPENENV}",
+            f"rollout.environment.python={VERIFIERS}",
         ],
     )
     run = train(config)
     rows = read_rollouts(rollout_path(run, 1))
     assert (len(rows), failures(run), read_metrics(run)[-1]["environment/turns"]) == (3, [], 1)
+    gap = read_metrics(run)[-1]["train/rollout_log_prob_gap"]
+    assert gap < 1e-5, "the tokens trained are those that were generated"
     text = AutoTokenizer.from_pretrained(config.model).decode(rows["tokens"][0])
     assert re.match(r"<user> ?what is \d plus \d ?<end>", text), "the question comes from the environment's own data"
 
@@ -210,3 +216,15 @@ def test_invalid_environment_settings_are_refused_by_name() -> None:
     ):
         with pytest.raises(UserError, match=message):
             environments(name, params)
+
+
+def test_an_environment_is_named_by_its_library_or_as_a_name(tmp_path: Path) -> None:
+    assert set(NAMED_BY) == {"agent", *LIBRARIES}
+    (tmp_path / "mine.py").write_text("async def solve(base_url, example): ...\n")
+    written = tmp_path / "config.yaml"
+    for form in ("{agent: mine.py:solve, timeout_s: 5}", "{name: 'agent:mine.py:solve', timeout_s: 5}"):
+        written.write_text(f"flow: grpo\nmodel: m\ndata: {{train: t}}\nrollout: {{environment: {form}}}\n")
+        found = load_config(written).rollout.environment
+        assert (found.name, found.timeout_s) == (f"agent:{tmp_path / 'mine.py'}:solve", 5.0)
+    with pytest.raises(UserError, match="gem and mcp each name an environment"):
+        load_config(written, ["rollout.environment={gem: a, mcp: b}"])
