@@ -47,11 +47,18 @@ def measure(threads: int) -> dict[str, float]:
     for name in DTYPES:
         a, b = (torch.randn(SIDE, SIDE).to(getattr(torch, name)) for _ in range(2))
         ways: list[Callable[[], Any]] = [partial(torch.matmul, a, b)]
-        if torch.backends.mkldnn.is_available() and name != "float64":
+        if name in fast_dtypes():
             ways.append(partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], ""))
         found[f"{name}_operations_per_second"] = max(2 * SIDE**3 / shortest(way) for way in ways)
     store = torch.ones(NUMBERS)
     return {**found, "bytes_per_second": store.nbytes / shortest(store.sum)}
+
+
+def fast_dtypes() -> list[str]:
+    """Return the dtypes in which oneDNN multiplies on this processor; without bfloat16 units it refuses bfloat16."""
+    if not torch.backends.mkldnn.is_available():
+        return []
+    return ["float32", *(["bfloat16"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
 
 def shortest(work: Callable[[], Any]) -> float:

@@ -1,5 +1,5 @@
-"""Measure a device with `braid plan --measure`, predict three placements of one configuration by these rates, and run
-them.
+"""Measure a device by a run (`braid plan --calibrate`), predict three placements of one configuration by these rates,
+and run them.
 
     python -m benchmarks.planning.placements FOLDER [ROUNDS]
 
@@ -54,7 +54,8 @@ def main(root: Path, rounds: int) -> dict[str, Any]:
     for case in PLACEMENTS:
         files[case.name].write_text(json.dumps(configuration(case, root)))
     rates = root / "rates.yaml"
-    said = plan(root, files["alone"], "--measure", "--rates", rates)
+    train_apart(files["alone"], "name=calibration")
+    said = plan(root, "--calibrate", root / "calibration", "--rates", rates)
     seconds: dict[str, list[float]] = {case.name: [] for case in PLACEMENTS}
     guessed = {}
     for number in range(rounds):
@@ -70,7 +71,7 @@ def main(root: Path, rounds: int) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": describe(1),
         "cores": os.cpu_count(),
-        "measure": said,
+        "calibration": said,
         "placements": found,
         "same_order": orders[0] == orders[1],
         "best_plan": plan(

@@ -1,7 +1,8 @@
 """The `braid` command: its subcommands and exit codes. A user error is a message of one line; `--debug` adds the
 traceback.
 
-The other modules of this room each do the work of one subcommand, which imports them when it runs.
+The other modules of this room each do the work of one subcommand, which imports them after it has read the
+configuration: a wrong key is named before torch is loaded.
 """
 
 import atexit
@@ -85,24 +86,26 @@ def train(
 ) -> None:
     """Train a flow. The first line of output is the run folder."""
     from braidrl.config import load_config
-    from braidrl.runtimes.run import train as run_training
-    from braidrl.runtimes.saving.folders import run_config
-    from braidrl.runtimes.start import start_fork_server
 
-    if resume is not None:
-        file, changed = split(settings)
-        if file is not None:
-            raise UserError(f"--resume takes its configuration from the run folder; write key=value, not {file}")
-        config = run_config(resume, changed)
+    file, changed = split(settings)
+    if newest_whole and resume is None:
+        raise UserError("--newest-whole is for --resume; a new run has no checkpoint")
+    if resume is None:
+        config = load_config(file, changed, every=dry)
+    elif file is not None:
+        raise UserError(f"--resume takes its configuration from the run folder; write key=value, not {file}")
     else:
-        config = load_config(*split(settings), every=dry)
+        from braidrl.runtimes.saving.folders import run_config
+
+        config = run_config(resume, changed)
     if dry:
         from braidrl.cli.dry_run import dry_run
 
         dry_run(config)
         return
-    if newest_whole and resume is None:
-        raise UserError("--newest-whole is for --resume; a new run has no checkpoint")
+    from braidrl.runtimes.run import train as run_training
+    from braidrl.runtimes.start import start_fork_server
+
     start_fork_server(config)
     run_training(config, resume=resume, newest_whole=newest_whole, replay=replay, rollout_only=rollout_only)
 
@@ -114,13 +117,14 @@ def evaluate(settings: Settings = None) -> None:
     """
     from braidrl.config import load_config
     from braidrl.config.reading import given_keys
-    from braidrl.runtimes.evaluation import evaluate_model
-    from braidrl.runtimes.start import start_fork_server
-    from braidrl.training.loading import has_score_head
 
     # The training flow does not matter: a policy generates and is verified, a model with a score head scores pairs.
     file, changed = split(settings)
     config = load_config(file, changed, flow="grpo")
+    from braidrl.runtimes.evaluation import evaluate_model
+    from braidrl.runtimes.start import start_fork_server
+    from braidrl.training.loading import has_score_head
+
     if "flow" not in given_keys(file, changed) and has_score_head(config.model):
         config = load_config(file, changed, flow="reward_model")
     start_fork_server(config)
@@ -165,10 +169,12 @@ def data(settings: Settings = None) -> None:
     """Show the data of a configuration: counts, lengths, samples as the model sees them, and skipped records with
     reasons.
     """
-    from braidrl.cli.show_data import show_data
     from braidrl.config import load_config
 
-    show_data(load_config(*split(settings), flow="grpo"))
+    config = load_config(*split(settings), flow="grpo")
+    from braidrl.cli.show_data import show_data
+
+    show_data(config)
 
 
 @app.command("import-config")
@@ -234,18 +240,22 @@ def plan(
     calibrate: Annotated[list[Path] | None, typer.Option(help="A run to fit rates to, saved to --rates.")] = None,
 ) -> None:
     """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
-    from braidrl.cli.plan_command import Wanted, calibrated
-    from braidrl.cli.plan_command import plan as find_plans
     from braidrl.config import load_config
-    from braidrl.observe.progress import Terminal
 
     if calibrate:
+        from braidrl.cli.plan_command import calibrated
+
         file = rates or Path("rates.yaml")
         calibrated(calibrate, devices, file)
         say(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
         return
+    config = load_config(*split(settings))
+    from braidrl.cli.plan_command import Wanted
+    from braidrl.cli.plan_command import plan as find_plans
+    from braidrl.observe.progress import Terminal
+
     wanted = Wanted(devices, lengths, seconds or (), rates, max_staleness, time_limit)
-    find_plans(load_config(*split(settings)), wanted, overlay, trace, Terminal())
+    find_plans(config, wanted, overlay, trace, Terminal())
 
 
 @app.command()

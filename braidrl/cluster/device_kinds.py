@@ -17,7 +17,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from braidrl.config.reading import explain
-from braidrl.config.section import Section
+from braidrl.config.section import MOST_PROCESSES, Section
 from braidrl.errors import UserError, suggest
 from braidrl.parsing import LOADER, read_yaml
 
@@ -122,4 +122,6 @@ def read_cluster(text: str) -> Cluster:
     for group in groups:
         if group.kind not in kinds:
             raise UserError(f"--devices: no kind of device is called {group.kind!r}. {suggest(group.kind, kinds)}")
+    if (size := sum(group.size for group in groups)) > MOST_PROCESSES:
+        raise UserError(f"--devices: {text} are {size:,} devices, and a run has at most {MOST_PROCESSES:,} processes")
     return Cluster(groups=tuple(groups), kinds={group.kind: kinds[group.kind] for group in groups})

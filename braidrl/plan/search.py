@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from braidrl.cluster.device_kinds import NodeGroup
+from braidrl.config.section import MOST_PROCESSES
 from braidrl.errors import UserError
 from braidrl.flow import Kind
 from braidrl.flow.batches import Sizes
@@ -130,12 +131,14 @@ class Search:
         for group in problem.cluster.groups:
             for nodes in (2**power for power in range(1, 11)):
                 wider = group.model_copy(update={"nodes": group.nodes * nodes})
+                if wider.size > MOST_PROCESSES:
+                    break
                 if self.choices.of_set(roles, wider, wider.size):
                     smallest = f"{wider.nodes}x{wider.devices}x{wider.kind}"
                     raise UserError(f"{refused}; the smallest that fits is --devices {smallest}")
         largest = max(problem.models.values(), key=lambda model: model.use.shape.parameters)
         raise UserError(
-            f"{refused}, nor of a thousand times as many devices: {largest.role} has "
+            f"{refused}, nor of up to {MOST_PROCESSES:,} devices: {largest.role} has "
             f"{largest.use.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
         )
 

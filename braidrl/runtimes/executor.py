@@ -30,9 +30,9 @@ from braidrl.runtimes.memory.residency import Residency
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Accumulated, Objective, UpdateCounts, with_group_tokens
-from braidrl.training.optimizer import CONFIGURED, StepOverrides
+from braidrl.training.optimizer import CONFIGURED, StepOverrides, learning_rate
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.role_settings import own_tokenizer
+from braidrl.training.role_settings import own_tokenizer, settings_of
 from braidrl.training.roles.checkpoint import Write
 from braidrl.training.roles.copies import RoleCopy
 from braidrl.training.roles.worker import make_worker, torch_worker
@@ -249,6 +249,10 @@ class StageExecutor:
             sums.add(f"loss/{role}", loss, int(counted))
         if norm is not None and counted:
             sums.add(f"{role}/grad_norm", norm)
+        if counted:
+            peak, given = settings_of(role, self.config).learning_rate, overrides.learning_rate
+            rate = learning_rate(iteration, self.config.trainer, peak) if given is None else given
+            sums.add(f"{role}/learning_rate", rate)
 
     def objective(self, stage: Stage) -> Objective:
         """Return the objective of a train stage; a session's stages need not be in the flow."""

@@ -33,11 +33,18 @@ from braidrl.runtimes.prepare.setup import set_up_torch, vocabulary_lines
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.fingerprints import fingerprints
-from braidrl.runtimes.saving.folders import held_alone, identity, new_run_folder, unused_folder, write_config
+from braidrl.runtimes.saving.folders import (
+    held_alone,
+    identity,
+    new_run_folder,
+    unused_folder,
+    with_changes,
+    write_config,
+)
 from braidrl.runtimes.sizing import check_engine_memory, prepared_to_fit
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import check_runtime, start_controller
-from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, summary
+from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, LearningWatch, step_metrics, summary
 from braidrl.training.objective import NAMES_A_TOKEN
 from braidrl.training.role_settings import unusual_rates
 
@@ -87,6 +94,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.interrupts = Interrupts(alone=world is None)
         self.records = any("tokens" in stage.writes for stage in flow.stages[: flow.recorded_stages])
         self.gaps, reward = GapWatch(config.rollout.max_log_prob_gap), config.reward
+        self.learning = LearningWatch(flow, self.progress.print)
         self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.step, self.version, self.restarts = 0, 0, restarts
@@ -149,7 +157,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """
         if resume_step is not None:
             accepted = self.config.trainer.model_copy(update={"accept_changes": []})
-            write_config(self.folder, self.config.model_copy(update={"trainer": accepted}))
+            for line in with_changes(self.folder, self.config.model_copy(update={"trainer": accepted})):
+                self.progress.print(line)
         run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
         # A new run that ends here loses nothing; a resumed one continues without a tracker.
         trackers = Trackers(self.config.trackers, run, self.progress.print, must_open=resume_step is None)
@@ -302,6 +311,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.metrics.write(metrics)
                 self.metrics.trackers.write_samples(step, lambda: samples_of_step(self.folder, step))
         self.progress.print(summary(metrics))
+        self.learning.note(metrics)
         try:
             self.failed.check(step, result.sums)
             # Rows of a replay, and stale rows, come from other weights than those that they train.

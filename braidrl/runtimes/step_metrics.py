@@ -15,7 +15,7 @@ from torch import Tensor
 from braidrl.algorithms.policy_metrics import effective_sample_share, explained_variance, group_shares, mean_where
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import FailedStep, UserError
-from braidrl.flow import Flow, Kind
+from braidrl.flow import Flow, Kind, Scope
 from braidrl.observe.metrics import FAILURE, REQUIRED_KEYS, Sums
 from braidrl.runtimes.interfaces import IterationResult
 from braidrl.runtimes.memory.budget import in_units
@@ -40,6 +40,20 @@ GAP_JUMP = 20.0
 """A gap this many times the largest earlier one is a jump."""
 GAP_FLOOR = 0.01
 """In nats per token; a gap below this never ends a run."""
+STEPS_WITHOUT_SIGNAL = 3
+"""Steps after which a run that learns nothing is told why."""
+NO_SIGNAL = {
+    "groups/no_signal_fraction": (
+        "the rewards of every group's responses were equal, so that no group taught anything: the prompts are too "
+        "hard or too easy, the verifier does not find the answers (see the responses in rollouts/ or `braid "
+        "report`), rollout.samples_per_prompt is small, or rollout.temperature is 0"
+    ),
+    "response/truncated_fraction": (
+        "every response was cut: rollout.max_response_tokens is too small, or the model writes no end token, as a "
+        "base model does without a chat template; name what ends a response by rollout.stop"
+    ),
+}
+"""Shares of a step that are 1 if nothing can be learned from it, with the likely causes."""
 
 
 def step_metrics(
@@ -188,6 +202,23 @@ class GapWatch:
                 "is not saved. "
                 "Go on from the last checkpoint, or with a higher rollout.max_log_prob_gap if both are meant to differ"
             )
+
+
+class LearningWatch:
+    """Says once why a run learns nothing: several steps in a row had no signal, or all responses were cut."""
+
+    def __init__(self, flow: Flow, say: Callable[[str], object]) -> None:
+        """Start; `say` prints a line. Equal rewards are no fault where advantages do not compare a group's rows."""
+        compares = any(s.scope is Scope.GROUP and s.type.startswith("advantage.") for s in flow.stages)
+        self._say = say
+        self._steps = {name: 0 for name in NO_SIGNAL if compares or not name.startswith("groups/")}
+
+    def note(self, metrics: Mapping[str, float | int | None]) -> None:
+        """Take a step's metrics, and print a line with the likely causes after some such steps in a row."""
+        for name in self._steps:
+            self._steps[name] = self._steps[name] + 1 if metrics.get(name) == 1.0 else 0
+            if self._steps[name] == STEPS_WITHOUT_SIGNAL:
+                self._say(f"{name} was 1 for {STEPS_WITHOUT_SIGNAL} steps: {NO_SIGNAL[name]}")
 
 
 class FailureWatch:

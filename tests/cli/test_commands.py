@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +262,18 @@ def test_data_shows_counts_lengths_and_examples_as_the_model_sees_them(workshop:
     assert "least" in train and "█" in train and train.count("── example") == 5
     assert f"── example 0, record {records.index(small[0]) + 1}\n{small[0]['prompt']}" in held_out
     assert f"── answer: {small[0]['answer']}" in held_out
+
+
+def test_a_wrong_key_is_named_before_torch_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("{flow: grpo, model: none, data: {train: none.jsonl}, trainer: {stepz: 3}}")
+    asked = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from braidrl.cli.commands import app\n"
+        "for command in ('train', 'eval', 'data', 'plan'):\n"
+        f"    error = CliRunner().invoke(app, [command, {str(file)!r}]).exception\n"
+        "    print(command, 'trainer.stepz' in str(error), 'torch' in sys.modules)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [f"{command} True False" for command in ("train", "eval", "data", "plan")]

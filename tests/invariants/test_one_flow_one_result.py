@@ -44,6 +44,10 @@ FLOWS: dict[str, dict[str, Any]] = {
         "flow": str(ROOT / "tests" / "runtimes" / "following.yaml"),
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
+    "two actors": {
+        "flow": str(ROOT / "tests" / "runtimes" / "two_actors.yaml"),
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
+    },
     "dapo with refills": {
         "flow": "dapo",
         "algorithm": {"overlong_cache": 2},
@@ -72,6 +76,7 @@ FEW = [
     ("diamond", "standalone", 1),
     ("episodes", "split", 2),
     ("following", "colocate", 2),
+    ("two actors", "standalone", 1),
     ("dapo with refills", "colocate", 4),
     ("dapo with surplus", "colocate", 2),
 ]
@@ -84,7 +89,7 @@ EVERYTHING = [
 
 # The ranks, the number of them that generate, and the flows that they run one after the other.
 WORLDS: list[tuple[int, list[str]]] = [
-    (2, ["grpo", "diamond", "dapo with surplus", "episodes", "following"]),
+    (2, ["grpo", "diamond", "dapo with surplus", "episodes", "following", "two actors"]),
     (4, ["ppo", "dapo with refills", "dapo with more than it needs"]),
 ]
 

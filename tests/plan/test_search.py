@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from braidrl.cluster.device_kinds import Cluster, NodeGroup
+from braidrl.cluster.device_kinds import Cluster, NodeGroup, read_cluster
+from braidrl.config.section import MOST_PROCESSES
 from braidrl.errors import UserError
 from braidrl.flow.batches import Sizes
 from braidrl.plan.choices import Choice, Choices, SetChoice, in_order
@@ -148,6 +149,18 @@ def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_fits
         UserError, match=r"fit on no allocation of 1x1xtest; the smallest that fits is --devices \d+x1xtest"
     ):
         Search(asked).hybrid()
+
+
+def test_models_that_fit_on_no_number_of_devices_are_refused_in_a_line(tmp_path: Path) -> None:
+    """Layouts for thousands of nodes are tried up to the most processes of a run, and no further."""
+    asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(64, 8, 1))
+    with pytest.raises(UserError, match=f"nor of up to {MOST_PROCESSES:,} devices: .* choose a kind with more memory"):
+        Search(asked).hybrid()
+
+
+def test_more_devices_than_a_run_has_processes_are_refused() -> None:
+    with pytest.raises(UserError, match=f"--devices: 9000x8xH100-80GB are 72,000 devices.*{MOST_PROCESSES:,}"):
+        read_cluster("9000x8xH100-80GB")
 
 
 def test_mixed_kinds_put_each_set_on_one_kind(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,32 @@ def write_config(folder: Path, config: Config) -> None:
     text = yaml.dump(absolute(config).model_dump(mode="json"), Dumper=DUMPER, sort_keys=False)
     with whole_file(folder / "config.yaml") as unfinished:
         unfinished.write_text(text, encoding="utf-8")
+
+
+def with_changes(folder: Path, config: Config) -> list[str]:
+    """Write a resumed run's configuration; return a line for each changed key, and one that names the file in which
+    the configuration before is kept.
+    """
+    path = folder / "config.yaml"
+    kept = next(folder / f"config.{n}.yaml" for n in count(1) if not (folder / f"config.{n}.yaml").exists())
+    before = flat(parse_yaml(read_text(path), "its text"))
+    path.replace(kept)
+    write_config(folder, config)
+    after = flat(parse_yaml(read_text(path), "its text"))
+    changed = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+    lines = [f"{key}={new} from here on, before {old}" for key, (old, new) in changed.items() if old != new]
+    if not lines:
+        kept.unlink()
+        return []
+    return [*lines, f"the configuration before is kept in {kept}"]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by their dotted keys."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
+    return values
 
 
 def new_run_folder(config: Config) -> Path:

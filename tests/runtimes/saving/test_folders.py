@@ -11,6 +11,7 @@ import pytest
 from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.parsing import parse_yaml
 from braidrl.runtimes.run import train
 from braidrl.runtimes.saving.folders import (
     absolute,
@@ -18,6 +19,7 @@ from braidrl.runtimes.saving.folders import (
     named_output,
     new_run_folder,
     run_config,
+    with_changes,
     written_whole,
 )
 from tests.tiny import ROOT, Workshop
@@ -115,3 +117,16 @@ def test_a_folder_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
         fail_half_way(tmp_path / "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
     assert (tmp_path / "whole" / "weights").read_text() == "all" and latest_checkpoint(tmp_path) is None
+
+
+def test_a_resumed_run_shows_what_changed_and_keeps_both_configurations(tmp_path: Path) -> None:
+    before = config(tmp_path)
+    folder = new_run_folder(before)
+    changed = before.model_copy(update={"trainer": before.trainer.model_copy(update={"learning_rate": 3e-5})})
+    line, kept = with_changes(folder, changed)
+    assert "trainer.learning_rate=3e-05" in line and f"before {before.trainer.learning_rate}" in line
+    assert run_config(folder).trainer.learning_rate == 3e-5
+    earlier = parse_yaml((folder / "config.1.yaml").read_text(), "the configuration")
+    assert str(folder / "config.1.yaml") in kept
+    assert earlier["trainer"]["learning_rate"] == before.trainer.learning_rate
+    assert with_changes(folder, changed) == [] and not (folder / "config.2.yaml").exists()

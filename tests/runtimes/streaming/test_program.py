@@ -42,7 +42,7 @@ from tests.tiny import (
     write_model,
 )
 
-DIAMOND = str(Path(__file__).parents[1] / "diamond.yaml")
+DIAMOND, TWO_ACTORS = (str(Path(__file__).parents[1] / name) for name in ("diamond.yaml", "two_actors.yaml"))
 LONGEST_FIRST = f"{Path(__file__).parents[3]}/examples/longest_first.py:longest_first"
 """A user's own sampler, in a file outside the package."""
 MANY = 2000
@@ -63,6 +63,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     },
     "prompt-mean": {"flow": "dapo", "algorithm": {"aggregate": "prompt-mean"}, "trainer": {"rows_per_update": 4}},
     "diamond": {"flow": DIAMOND, "trainer": {"rows_per_update": 8}},
+    "two actors": {"flow": TWO_ACTORS, "trainer": {"rows_per_update": 8}},
     "ppo": {
         "flow": "ppo",
         "algorithm": {"reward": "verify", "kl_target": 1.0},
@@ -161,6 +162,7 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
         ),
         ("diamond", {"dispatch_rows": 1, "sampler": LONGEST_FIRST}),
         ("ppo", {"workers": {"critic": 2}}),
+        ("two actors", {"workers": {"rival.generate": 2}}),
         ("played", {"workers": {"actor.generate": 2}, "dispatch_rows": 3}),
     ],
 )
