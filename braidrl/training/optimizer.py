@@ -23,7 +23,8 @@ from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
 from braidrl.training.lora import import_optional
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.weights.shards import as_dtensor, local_shard, shard_of
+from braidrl.weights.checkpoint_files import block_in
+from braidrl.weights.shards import as_dtensor, local_shard
 
 MASTER_BYTES = 4
 OPTIMIZERS = PluginRegistry(
@@ -233,7 +234,7 @@ class MasterOptimizer:
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             name = (stored or {}).get(name, name)
             if parameter.dtype != master.dtype and name in files:
-                master.copy_(shard_of(files[name], parameter))
+                master.copy_(block_in(files, name, parameter))
 
     def collect(self, name: str) -> None:
         """Direct the gradients of later backward passes to this denominator's sum."""

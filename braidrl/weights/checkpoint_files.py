@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from braidrl.errors import UserError
 from braidrl.weights.boxes import Box
+from braidrl.weights.shards import box_of, shard_of
 
 HEAD = "score.weight"
 """The head of a scalar model; it starts at zero if the directory has none."""
@@ -50,6 +51,15 @@ class WeightFiles(Mapping[str, Tensor]):
     def shape(self, name: str) -> torch.Size:
         """Return a tensor's shape without reading the tensor."""
         return torch.Size(self._files[name].get_slice(name).get_shape())
+
+    def block(self, name: str, box: Box) -> Tensor:
+        """Return a block of a tensor; only its part of the file is read."""
+        return box.of(self[name])
+
+
+def block_in(files: Mapping[str, Tensor], name: str, parameter: Tensor) -> Tensor:
+    """Return this rank's block of a saved tensor, sharded like `parameter`."""
+    return files.block(name, box_of(parameter)) if isinstance(files, WeightFiles) else shard_of(files[name], parameter)
 
 
 def shapes_in(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -87,12 +97,19 @@ class ParameterReader:
                 loaded = self._read.get(parameter)
                 if loaded is None:
                     name, shape = self._on_meta[parameter], parameter.shape
-                    values = torch.zeros(shape) if name == HEAD and name not in self._files else self._files[name]
-                    if values.shape != shape:
-                        raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(shape)}")
-                    if name in self._boxes:
-                        values = self._boxes[name].of(values)
+                    values = self._values(name, shape)
                     # Copy: the mapped tensor would change with the file. Only the copied part of the file is read.
                     copied = values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
                     loaded = self._read[parameter] = nn.Parameter(copied)
                 setattr(part, leaf, loaded)
+
+    def _values(self, name: str, shape: torch.Size) -> Tensor:
+        """Return a tensor, or the block of it that is wanted."""
+        if name == HEAD and name not in self._files:
+            return torch.zeros(shape)
+        files, box = self._files, self._boxes.get(name)
+        is_block = box is not None and isinstance(files, WeightFiles) and files.shape(name) == shape
+        values = files.block(name, box) if is_block else files[name]  # type: ignore[attr-defined]
+        if not is_block and values.shape != shape:
+            raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(shape)}")
+        return values if is_block or box is None else box.of(values)

@@ -19,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from operator import mul
@@ -396,25 +396,38 @@ class FilePart(WeightPart):
 
 @dataclass
 class FilePublisher:
-    """A publisher that writes a file per machine for its engines and servers; ranks without an engine write too."""
+    """A publisher that writes a file per machine for its engines and servers; ranks without an engine write too.
+
+    Under streaming it keeps the versions that engines may still load.
+    """
 
     writer: WeightWriter
     parts: Parts
     engine: PublishedEngine | None
-    _file: WeightFile | None = None
+    files: dict[int, WeightFile] = field(default_factory=dict)
+    """The files of versions that are kept."""
+
+    def write(self, version: int, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
+        """Write a version beside those that are kept; the arguments are those of `WeightWriter.write`."""
+        file = self.files[version] = self.writer.write(parts, named)
+        return file
 
     def publish(self, version: int) -> TransferVolume:
         # An engine that restarts reads the current file, so the previous one is freed only after the next is published.
-        before, self._file = self._file, self.writer.write(self.parts())
+        before, self.files = self.files, {version: self.writer.write(self.parts())}
         try:
             if self.engine is not None:
-                self.engine.publish(version, self._file)
+                self.engine.publish(version, self.files[version])
         finally:
-            if before is not None:
-                before.close()
+            for file in before.values():
+                file.close()
         return self.writer.transfer.traffic
 
+    def forget(self, versions: Iterable[int]) -> None:
+        """Free versions that no engine loads any more."""
+        for version in versions:
+            if (file := self.files.pop(version, None)) is not None:
+                file.close()
+
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.forget(list(self.files))

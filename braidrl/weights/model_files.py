@@ -61,6 +61,7 @@ class ModelFiles(WeightFiles):
                     self._shapes[name] = value.shape
             self._files = dict.fromkeys(self._made_by)
         self._last: tuple[Any, dict[str, Tensor]] = (None, {})
+        self._hub: HubNames | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._made_by:
@@ -70,6 +71,25 @@ class ModelFiles(WeightFiles):
             values = {source: self._read(source) for _, source, _ in parts}
             self._last = parts, converted(self._model, conversion, parts, values)
         return self._last[1][name]
+
+    def block(self, name: str, box: Box) -> Tensor:
+        """Return a block of a tensor. Of experts, which the hub has one by one, only those in the block are read."""
+        if name not in self._made_by:
+            return box.of(self._read(name))
+        self._hub = self._hub or HubNames(self._model)
+        parts = self._hub.blocks_of(name, self._shapes[name])
+        if parts is None or any(target not in self._stored for target, _, _ in parts):
+            return box.of(self[name])
+        found: Tensor | None = None
+        for target, shape, place in parts:
+            if (held := place.overlap(box)) is None:
+                continue
+            starts = [at - start for at, start in zip(held.offsets, place.offsets, strict=True)]
+            lacking = len(place.sizes) - len(shape)
+            values = Box(tuple(starts[lacking:]), held.sizes[lacking:]).of(self._read(target))
+            found = torch.empty(box.sizes, dtype=values.dtype) if found is None else found
+            held.of(found, box).copy_(values.view(held.sizes))
+        return torch.empty(box.sizes) if found is None else found
 
     def without(self, names: Set[str]) -> "ModelFiles":
         """Remove tensors by name; return self."""
@@ -168,7 +188,7 @@ class HubNames:
         """
         found: dict[str, WeightPart] = {}
         for name, part in parts.items():
-            blocks = self._blocks_of(name, part.shape)
+            blocks = self.blocks_of(name, part.shape)
             if blocks is None:
                 return None
             for target, shape, box in blocks:
@@ -182,7 +202,7 @@ class HubNames:
                     found[target] = WeightPart([target], part.block(held).view(inner.sizes), (torch.Size(shape), inner))
         return found
 
-    def _blocks_of(self, name: str, shape: torch.Size) -> list[tuple[str, torch.Size, Box]] | None:
+    def blocks_of(self, name: str, shape: torch.Size) -> list[tuple[str, torch.Size, Box]] | None:
         """Return the hub's tensors that are made of a tensor: name, shape, and the block that each is; None if one is
         no block.
 

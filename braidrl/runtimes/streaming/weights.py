@@ -24,7 +24,7 @@ from braidrl.engines.deployment import Deployment
 from braidrl.engines.factory import file_writer
 from braidrl.runtimes.streaming.work import WeightLocation, Weights
 from braidrl.weights.collective import OfferedWeights, WeightOffer
-from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter, remove_version
+from braidrl.weights.file import WEIGHTS, FilePublisher, WeightFile, WeightWriter, remove_version
 from braidrl.weights.shards import Parts, snapshot
 
 
@@ -67,7 +67,7 @@ class VersionWriter:
         ranks = Ranks(background_group()) if world.size > 1 else Ranks()
         config, transport = deployment.config, deployment.transport
         own, limit_s = parts(), config.cluster.wait_limit_s
-        self.writer = file_writer(own, ranks, config) if transport is None else None
+        self.publisher = FilePublisher(file_writer(own, ranks, config), parts, None) if transport is None else None
         self.bytes = sum(part.tensor.shape.numel() * part.tensor.dtype.itemsize for part in own.values())
         self.offer: WeightOffer | None = None
         if transport is not None:
@@ -76,7 +76,6 @@ class VersionWriter:
         elif deployment.launcher == "ray" and world.first:
             # Its machine has the whole file.
             self.offer = WeightOffer(Ranks(), ip, limit_s, torch.device("cpu"))
-        self._files: dict[int, WeightFile] = {}
 
     def begin(self) -> Callable[[], WeightLocation]:
         """Return a call that publishes the current weights; a thread may make it while they are read, but not changed.
@@ -92,16 +91,17 @@ class VersionWriter:
         def publish() -> WeightLocation:
             location = WeightLocation(number, self.bytes)
             with beside:
-                if self.writer is None:
+                if self.publisher is None:
                     kept = snapshot(parts)
                     if torch.cuda.is_initialized():
                         torch.cuda.current_stream().synchronize()
                     assert self.offer is not None
                     location.offer = self.offer.keep(number, kept)
                     return location
-                file = self._files[number] = self.writer.write(parts, self._path(self.writer, number))
+                writer = self.publisher.writer
+                file = self.publisher.write(number, parts, self._path(writer, number))
             location.path = str(file.path)
-            location.machines = () if self.writer.in_folder else list(self.writer.machines)
+            location.machines = () if writer.in_folder else list(writer.machines)
             if self.offer is not None:
                 location.offer = self.offer.keep(number, file.parts())
             return location
@@ -114,11 +114,10 @@ class VersionWriter:
 
     def forget(self, numbers: Collection[int]) -> None:
         """Free versions that no engine loads any more, and their files on this machine."""
-        for number in numbers:
-            file = self._files.pop(number, None)
-            if file is not None:
-                file.close()
-            if self.offer is not None:
+        if self.publisher is not None:
+            self.publisher.forget(numbers)
+        if self.offer is not None:
+            for number in numbers:
                 self.offer.forget(number)
 
 

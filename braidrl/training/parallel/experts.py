@@ -23,20 +23,32 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from braidrl.errors import UserError
 from braidrl.training.compute.experts import EXPERTS
 from braidrl.training.parallel.sequence import AllToAll
-from braidrl.weights.boxes import chunk
+from braidrl.weights.boxes import Box, chunk
 
 EXPERT, COPIES = "expert", "copies"
 """The dimensions of the mesh of experts: ranks with other experts, and ranks with the same."""
 
 
-def experts_of(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of a layer that hold experts as stacked matrices (experts, out, in)."""
+def experts_of(layer: nn.Module) -> list[Any]:
+    """Return the modules of a layer, or a model, that hold experts as stacked matrices (experts, out, in)."""
     return [
         module
         for module in layer.modules()
         if isinstance(getattr(module, "num_experts", None), int)
-        and any(p.dim() == 3 and len(p) == module.num_experts for p in module.parameters(recurse=False))
+        and any(p.dim() == 3 for p in module.parameters(recurse=False))
     ]
+
+
+def own_experts(model: nn.Module, rank: int, ranks: int) -> dict[str, Box]:
+    """Return the block of each stack of experts that one of `ranks` holds, by the stack's name."""
+    names, found = {id(p): name for name, p in model.named_parameters()}, {}
+    for module in experts_of(model):
+        check_experts(module.num_experts, ranks)
+        start, count = chunk(module.num_experts, rank, ranks)
+        for parameter in module.parameters(recurse=False):
+            if len(parameter) == module.num_experts:
+                found[names[id(parameter)]] = Box.whole(parameter.shape).along(0, start, start + count)
+    return found
 
 
 def is_of_experts(parameter: Tensor) -> bool:
@@ -55,12 +67,13 @@ def check_experts(experts: int | None, ranks: int, key: str = "trainer.layout") 
         )
 
 
-def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Keep a rank's experts of a layer, in place, and have them exchange tokens; return their modules.
+def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[Any]:
+    """Keep a rank's experts of a layer in place, and have them exchange tokens; return their modules.
 
-    `mesh` has the dimension `expert` alone. Raises UserError for experts that transformers computes one by one.
+    The layer may hold these experts alone already. `mesh` has the dimension `expert` alone. Raises UserError for
+    experts that transformers computes one by one.
     """
-    modules: list[Any] = list(experts_of(layer))
+    modules = experts_of(layer)
     for module in modules:
         if not hasattr(module, "has_gate"):
             raise UserError(
@@ -70,8 +83,10 @@ def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         check_experts(module.num_experts, mesh.size())
         start, count = chunk(module.num_experts, mesh.get_local_rank(), mesh.size())
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if len(parameter) == module.num_experts:
-                own = parameter.detach()[start : start + count].clone(memory_format=torch.contiguous_format)
+            if len(parameter) in (module.num_experts, count):
+                own = parameter.detach()
+                if len(own) != count:  # a model that was read in full
+                    own = own[start : start + count].clone(memory_format=torch.contiguous_format)
                 whole = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
                 setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         module.forward = Dispatch(module, mesh.get_group())

@@ -37,9 +37,10 @@ from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
-from braidrl.training.parallel.experts import COPIES, EXPERT, is_of_experts, shard_experts
+from braidrl.training.parallel.experts import COPIES, EXPERT, is_of_experts, own_experts, shard_experts
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.sequence import TokenGroups, predict_own_tokens
+from braidrl.weights.boxes import Box
 from braidrl.weights.shards import NamedTensor, by_tensor
 
 BUCKET_BYTES = 64 << 20
@@ -140,6 +141,13 @@ class DataParallel(Ranks):
         if tied and self.pipeline is not None and self.pipeline.embedding_group is not None:
             self.tied_embedding.append(model.get_input_embeddings().weight)
         return predict
+
+    def expert_boxes(self, model: nn.Module) -> dict[str, Box]:
+        """Return the block of each stack of experts that this rank reads, by its name in the full model."""
+        if self.expert_mesh is None:
+            return {}
+        mesh = self.expert_mesh[EXPERT]
+        return own_experts(model, mesh.get_local_rank(), mesh.size())
 
     def _shard(self, module: Any, mesh: DeviceMesh) -> None:
         # Gradients are reduced in float32 for any weight dtype; loss sums are divided once, at `step`.

@@ -51,10 +51,10 @@ from braidrl.training.parallel.pipeline import HIDDEN
 from braidrl.training.role_settings import merges_adapters, settings_of
 from braidrl.training.roles import checkpoint
 from braidrl.weights.boxes import pattern_of
-from braidrl.weights.checkpoint_files import HEAD, ParameterReader, shapes_in
+from braidrl.weights.checkpoint_files import HEAD, ParameterReader, block_in, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.model_files import HubNames, ModelFiles
-from braidrl.weights.shards import WeightPart, local_shard, shapes_of, shard_of, storages, weight_parts
+from braidrl.weights.shards import WeightPart, local_shard, shapes_of, storages, weight_parts
 
 FAST_LAYERS = {"cpu": compile_layers, "cuda": use_kernels}
 """Functions that switch a model to faster kernels, by device type."""
@@ -97,7 +97,8 @@ class RoleWorker(ShardedBackend):
         files = ModelFiles(self.path, self.model)
         # All pipeline ranks but the last pass hidden states on.
         predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
-        self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
+        reader = ParameterReader(self.path, self.model, self.ranks.expert_boxes(self.model), files)
+        self.compute = self.ranks.parallelize(self.model, predict, reader)
         # Only after sharding: the full model may be too large for one device.
         self.model.to(self.device).eval()
         for name, parameter in self.model.named_parameters():
@@ -398,7 +399,7 @@ class RoleWorker(ShardedBackend):
                 f"{folder} holds another model than {self.path}; resume with the configuration it was made with"
             ) from error
         for name, parameter in kept.items():
-            local_shard(parameter).copy_(shard_of(saved[name], parameter))
+            local_shard(parameter).copy_(block_in(saved, name, parameter))
         if self.optimizer is not None:
             self.optimizer.load_state(state)
             if self.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +34,7 @@ from braidrl.training.roles.copies import RoleCopy, copy_within
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights import file as weight_file
 from braidrl.weights.file import SetWriter, WeightWriter
+from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import full_tensor, local_shard, weight_parts
 from braidrl.weights.transfer import LIMIT_BYTES, WeightTransfer
 from tests.tiny import TOKENIZER, settings
@@ -208,14 +210,24 @@ def three_steps(world: World, model: str, layout: dict[str, Any], trainer: dict[
 
 def divided_experts(world: World, model: str, layouts: list[dict[str, Any]], folder: Path) -> list[str]:
     """Return what is wrong with experts of the first layout: their share, three steps, and a resume in the others."""
-    mine, config = own_rows(make_rows(), world), config_of(model, layouts[0])
-    worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
+    mine, config, read = own_rows(make_rows(), world), config_of(model, layouts[0]), set[str]()
+    whole = ModelFiles._read
+
+    def noted(files: ModelFiles, name: str) -> torch.Tensor:
+        read.update([name] if ".experts." in name else [])
+        return whole(files, name)
+
+    with patch.object(ModelFiles, "_read", noted):
+        worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
     layout, shapes = worker.ranks.layout, worker.shapes
+    stored = [name for name in load_file(Path(model, "model.safetensors")) if ".experts." in name]
     experts = {n: p for n, p in worker.model.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))}
     share = sum(shapes[name].numel() for name in experts) // layout.expert
     share //= layout.shard_ranks * layout.tensor // layout.expert if layout.shard != "none" else 1
     held = sum(local_shard(p).numel() for p in experts.values())
     problems = [f"holds {held} elements of experts, its share is {share}"] * (not experts or held != share)
+    if len(read) != len(stored) // (layout.expert * layout.pipeline):
+        problems.append(f"reads {len(read)} tensors of experts, of {len(stored)}")
     found = one_step(worker, mine)
     problems += differences(found, alone(model), mine, limit=1e-9)
     worker.export(folder, world.first)
