@@ -76,6 +76,8 @@ RENDERED_CHARACTERS = 16 << 20
 TRIAL_BYTES = 1 << 30
 """Additional memory for a trial, in bytes."""
 LOOK_S = 0.25
+SLOW_FILTERS = ("striptags", "urlize", "wordwrap")
+"""Jinja's filters whose time grows with the square of a text, in C code that no limit of time interrupts."""
 TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
@@ -200,6 +202,7 @@ def check_template(tokenizer: Any) -> None:
     template = tokenizer.chat_template
     if not template:
         return
+    remove_slow_filters()
     for each in template.values() if isinstance(template, dict) else [template]:
         if not isinstance(each, str):
             raise UserError(f"the tokenizer's chat template is no text, but {shown(each)}")
@@ -226,6 +229,16 @@ def check_template(tokenizer: Any) -> None:
             "the template that "
             "belongs to this model"
         )
+
+
+def remove_slow_filters() -> None:
+    """Remove filters of Jinja's that no chat template needs and no limit of time ends; a template that names one is
+    refused by Jinja.
+    """
+    from jinja2.filters import FILTERS
+
+    for name in SLOW_FILTERS:
+        FILTERS.pop(name, None)
 
 
 def try_template(tokenizer: Any, line: int) -> NoReturn:
@@ -344,9 +357,10 @@ def turn_end_id(tokenizer: Any) -> int | None:
         return None
     turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
     try:
-        after = tokenizer.apply_chat_template(turn, tokenize=False).rpartition(MARK)[2]
+        with WATCH:
+            after = tokenizer.apply_chat_template(turn, tokenize=False).rpartition(MARK)[2]
     # A template may refuse this conversation with any exception; its end of a turn is then unknown.
-    except Exception:
+    except (Exception, Overdue):
         return None
     ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
     return ids[0] if ids and ids[0] in special_tokens(tokenizer) else None

@@ -240,6 +240,14 @@ TEMPLATES = {
     "syntax": ("{% for %}", "refuses the messages"),
     "1 MB": ("x" * 1_000_000, "at most 262144 are taken"),
     "a text of 100 MB": ("{% for a in range(50000) %}" + "x" * 2000 + "{% endfor %}", "at most 16777216 are taken"),
+    "tags of a long text": ("{{ ('<' * 300000) | striptags }}", "striptags"),
+    "tags of a long text, in some conversations": (
+        "{% if '=' in messages[0].content %}{{ messages[0].content | striptags }}{% endif %}a",
+        "striptags",
+    ),
+    "links of a long text": ("{{ ('a.b@c ' * 300000) | urlize }}", "urlize"),
+    "lines of a long text": ("{{ (' ' * 300000) | wordwrap(5) }}", "wordwrap"),
+    "a filter by its name": ("{{ ['<' * 300000] | map('strip' ~ 'tags') | list }}", "striptags"),
     "a way out": ("{{ cycler.__init__.__globals__ }}", "unsafe"),
 }
 
