@@ -112,6 +112,15 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (one.value for one in node.args if isinstance(one, ast.Constant))
 
 
+def test_notices_in_a_store_have_one_file() -> None:
+    package, calls = ROOT / "braidrl", {"check", "set", "add", "get"}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in calls:
+                store = ast.unparse(node.func.value).rpartition(".")[2].lstrip("_")
+                assert store != "store" or path.name == "process_groups.py", f"{path.name}:{node.lineno}"
+
+
 def test_the_listed_files_alone_talk_and_in_no_other_way() -> None:
     package, users = ROOT / "braidrl", {module: set[str]() for module in WIRES}
     for path in package.rglob("*.py"):

@@ -62,14 +62,27 @@ def connect_store(host: str, port: int, limit_s: float, prefix: str = "") -> dis
     return dist.PrefixStore(prefix, store) if prefix else store
 
 
-def put_message(store: dist.Store, key: str, value: Any) -> None:
-    """Leave a message in a store."""
+# Notices: processes that meet at a store leave them there for others, which look for them from time to time.
+
+
+def put_message(store: dist.Store, key: str, value: Any = None) -> None:
+    """Leave a message at a key of a store; without a value it only says that something has happened."""
     store.set(key, pack_message(value))  # type: ignore[arg-type]  # takes bytes too
+
+
+def has_message(store: dist.Store, key: str) -> bool:
+    """Return True if a message is at a key, without waiting."""
+    return bool(store.check([key]))
 
 
 def message_at(store: dist.Store, key: str, type: Any = Any) -> Any:
     """Return the message of this type at a key; wait for it, at most as long as the store does."""
     return unpack_message(store.get(key), type)
+
+
+def count_at(store: dist.Store, key: str, more: int = 0) -> int:
+    """Add to the number at a key, which begins at 0, and return the sum."""
+    return int(store.add(key, more))
 
 
 def join_group(
@@ -83,11 +96,11 @@ def join_group(
     if host and (interface := interface_of(address_towards(host))):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limit_s)
-    store.set(f"came/{rank}", "")
+    put_message(store, f"came/{rank}")
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
-        late = [str(peer) for peer in range(size) if not store.check([f"came/{peer}"])]
+        late = [str(peer) for peer in range(size) if not has_message(store, f"came/{peer}")]
         raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
     assert dist.group.WORLD is not None
     return dist.group.WORLD

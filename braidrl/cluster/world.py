@@ -24,7 +24,15 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.devices import own_devices
-from braidrl.cluster.process_groups import all_gather_bytes, as_tensor, join_group, message_at, put_message
+from braidrl.cluster.process_groups import (
+    all_gather_bytes,
+    as_tensor,
+    count_at,
+    has_message,
+    join_group,
+    message_at,
+    put_message,
+)
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
@@ -48,9 +56,9 @@ class Notices:
         self._list, self._told, self._heard, self._next = name, [], 0, 0.0
 
     def tell(self, message: bytes) -> None:
-        number = self._store.add(f"{self._list}/count", 1) - 1
+        number = count_at(self._store, f"{self._list}/count", 1) - 1
         self._told.append(f"{self._list}/{number}")
-        self._store.set(self._told[-1], message)  # type: ignore[arg-type]  # takes bytes too
+        put_message(self._store, self._told[-1], message)
 
     def hear(self) -> Sequence[bytes]:
         """Return all new messages since the last call, including one's own, in the same order on every rank."""
@@ -59,8 +67,8 @@ class Notices:
         self._next = now + HEAR_EVERY_S
         new = []
         # `get` would block on a numbered message that is not written yet.
-        while self._store.check([key := f"{self._list}/{self._heard}"]):
-            new.append(self._store.get(key))
+        while has_message(self._store, key := f"{self._list}/{self._heard}"):
+            new.append(message_at(self._store, key, bytes))
             self._heard += 1
         return new
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from braidrl.cluster.process_groups import message_at, put_message
+from braidrl.cluster.process_groups import has_message, message_at, put_message
 from braidrl.engines.engine import NodePart
 from braidrl.training.parallel.layouts import DataParallel
 
@@ -46,19 +46,19 @@ class SpanningEngine:
     def lost(self) -> int | None:
         """Return a node that has lost its part of the current start; None while all have theirs."""
         others = range(1, self.own.nodes)
-        return next((node for node in others if self.store.check([f"lost/{self.start}/{node}"])), None)
+        return next((node for node in others if has_message(self.store, f"lost/{self.start}/{node}")), None)
 
     def end(self) -> None:
         """Tell the other nodes that there will be no further start."""
         # Without the store the run is gone, and the other nodes with it.
         with contextlib.suppress(RuntimeError):
-            self.store.set(END, "")
+            put_message(self.store, END)
 
     async def next_start(self) -> NodePart | None:
         """Wait for the next start, and return this node's part in it; None at the end."""
         while not self.is_over():
             await asyncio.sleep(LOOK_S)
-        if not self.store.check([f"start/{self.start + 1}"]):
+        if not has_message(self.store, f"start/{self.start + 1}"):
             return None
         self.start += 1
         host, port = message_at(self.store, f"start/{self.start}", tuple[str, int])
@@ -66,11 +66,11 @@ class SpanningEngine:
 
     def is_over(self) -> bool:
         """Return True if the first node has given the current start up."""
-        return bool(self.store.check([END]) or self.store.check([f"start/{self.start + 1}"]))
+        return has_message(self.store, END) or has_message(self.store, f"start/{self.start + 1}")
 
     def lose(self) -> None:
         """Report that this node has no part of the current start any more."""
-        self.store.set(f"lost/{self.start}/{self.own.node}", "")
+        put_message(self.store, f"lost/{self.start}/{self.own.node}")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from braidrl.cluster.process_groups import (
     address_towards,
     connect_store,
+    count_at,
     group_between,
+    has_message,
     message_at,
     open_store,
     put_message,
@@ -165,7 +167,7 @@ class WeightOffer:
             try:
                 if self.ranks.rank == 0 and (formed := self._next_transfer(store, number)):
                     put_message(store, f"transfer/{number}", formed)
-                if not store.check([f"transfer/{number}"]):
+                if not has_message(store, f"transfer/{number}"):
                     continue
                 asked = message_at(store, f"transfer/{number}", WeightRequest)
             except RuntimeError:
@@ -195,16 +197,16 @@ class WeightOffer:
         """
         now, requests = time.monotonic(), self._requests
         # The content of a number follows it, unless the asking process has died between the two.
-        last, self._last_request = self._last_request, store.add("asked", 0)
+        last, self._last_request = self._last_request, count_at(store, "asked")
         self._unread |= set(range(last + 1, self._last_request + 1))
         for request in sorted(self._unread):
-            if store.check([f"request/{request}"]):
+            if has_message(store, f"request/{request}"):
                 self._unread.discard(request)
                 requests[request] = replace(message_at(store, f"request/{request}", WeightRequest), since=now)
         for request, asked in list(requests.items()):
-            if store.check([f"{request}/cancelled"]) or now > asked.since + self.senders.limit_s:
+            if has_message(store, f"{request}/cancelled") or now > asked.since + self.senders.limit_s:
                 del requests[request]
-            elif asked.ready is None and store.add(f"{request}/here", 0) == asked.receivers:
+            elif asked.ready is None and count_at(store, f"{request}/here") == asked.receivers:
                 asked.ready = now
         first = next((asked for asked in requests.values() if asked.ready is not None), None)
         if first is None or first.ready is None:
@@ -220,7 +222,7 @@ class WeightOffer:
             group = number, self.senders.senders + receivers, self.senders.senders + total
             put_message(store, f"{request}/joined", group)
             receivers += requests.pop(request).receivers
-            if store.check([f"{request}/cancelled"]):
+            if has_message(store, f"{request}/cancelled"):
                 # Cancelled since it was read: the canceller has not seen that the request joined.
                 put_message(store, f"transfer {number}/failed", "a request for weights was cancelled")
         return WeightRequest(first.version, total, first.held)
@@ -242,20 +244,20 @@ class OfferedWeights(Senders):
         version too.
         """
         known, store = held.version if held is not None and held.secret == self.secret else None, self.store()
-        number = store.add("asked", 1)
+        number = count_at(store, "asked", 1)
         put_message(store, f"request/{number}", WeightRequest(self.version, receivers, known))
         try:
             senders = {setting.name: getattr(self, setting.name) for setting in fields(Senders)}
             yield TransferNotice(**senders, number=number, receivers=receivers, changes=known is not None)
         except BaseException:
             with suppress(RuntimeError):  # the store is gone, and the senders with it
-                store.set(f"{number}/cancelled", "")
-                if store.check([f"{number}/joined"]):
+                put_message(store, f"{number}/cancelled")
+                if has_message(store, f"{number}/joined"):
                     # The senders wait for all workers of the transfer, and one of these may be gone.
                     transfer, *_ = message_at(store, f"{number}/joined", JOINED)
                     put_message(store, f"transfer {transfer}/failed", "a request for weights was cancelled")
             raise
-        self.received += store.add(f"{number}/received", 0)
+        self.received += count_at(store, f"{number}/received")
 
     def is_same(self, other: "OfferedWeights") -> bool:
         """Return True if both are one version of the same senders."""
@@ -340,7 +342,7 @@ class Incoming:
         store = notice.store()
         request = dist.PrefixStore(str(notice.number), store)
         try:
-            request.add("here", 1)
+            count_at(request, "here", 1)
             meet(request, "joined", notice.senders, notice.senders + notice.receivers, notice.limit_s)
             number, first, size = message_at(request, "joined", JOINED)
             meeting = dist.PrefixStore(f"transfer {number}", store)
@@ -348,13 +350,13 @@ class Incoming:
                 meeting, first + self.worker, size, self.device, notice, {}, wanted, before
             ) as transfer:
                 yield transfer
-            request.add("received", transfer.traffic.received)
+            count_at(request, "received", transfer.traffic.received)
         except TransferError:
             raise
         except RuntimeError as error:
             reason = first_line(error)
             with suppress(RuntimeError):  # the store is gone with the first sender
-                if meeting is not None and meeting.check(["failed"]):
+                if meeting is not None and has_message(meeting, "failed"):
                     reason = message_at(meeting, "failed", str)
             raise TransferError(f"weights did not arrive: {reason}") from error
 
@@ -373,13 +375,13 @@ class Arriving(dict[str, WeightPart]):
 def meet(store: dist.Store, ready: str, others: int, size: int, limit_s: float) -> None:
     """Wait until a key is in the store. Raises TransferError if the transfer fails, or after `limit_s` seconds."""
     end = time.monotonic() + limit_s
-    while not store.check([ready]):
-        if store.check(["cancelled"]):
+    while not has_message(store, ready):
+        if has_message(store, "cancelled"):
             raise TransferError("the request for weights was cancelled")
-        if store.check(["failed"]):
+        if has_message(store, "failed"):
             raise TransferError(message_at(store, "failed"))
         if time.monotonic() > end:
-            here = others + store.add("here", 0)
+            here = others + count_at(store, "here")
             raise TransferError(f"{here} of {size} processes joined the weight transfer in {limit_s:g} s")
         time.sleep(POLL_S)
 
@@ -403,8 +405,8 @@ def transfer_group(
     `device`. `before` are the parts of the version before, at senders; an empty mapping at receivers that hold it.
     Raises TransferError if a sender fails, or if processes are missing after the time limit.
     """
-    if store.add("here", 1) == size:
-        store.set("complete", "")
+    if count_at(store, "here", 1) == size:
+        put_message(store, "complete")
     meet(store, "complete", 0, size, senders.limit_s)
     nccl, address = device.type == "cuda" and senders.transport == "collective", address_towards(senders.host)
     # All are there: only one that dies now keeps the others waiting, and the next request with them.

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from braidrl.cluster import world
+from braidrl.cluster.process_groups import put_message
 from braidrl.cluster.world import Notices
 
 
@@ -49,7 +50,7 @@ def test_numbered_but_missing_notice_does_not_block(two: tuple[Notices, Notices]
     one._store.add("first/count", 1)
     other.tell(b"second")
     assert list(one.hear()) == []
-    one._store.set("first/0", "first")
+    put_message(one._store, "first/0", b"first")
     assert list(one.hear()) == [b"first", b"second"]
 
 
