@@ -64,6 +64,10 @@ class StreamingConfig(Section):
     """Seconds without progress after which a worker's rows are given to another worker."""
     wait_s: float = Field(5.0, gt=0, le=MOST_S)
     """Seconds after which an idle worker asks for work again."""
+    repairs_per_hour: int = Field(20, ge=0)
+    """Number of lost workers that are replaced within an hour; the next loss ends the run, as so many have a common
+    cause. Trainers count in `trainer.max_restarts`.
+    """
 
 
 class PoolConfig(Section):

@@ -5,6 +5,7 @@ main process ─start─▶ work: model, executor, connection to the queue
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -52,8 +53,7 @@ READY_LIMIT_S = 600.0
 PEERS_LIMIT_S = 10.0
 """Seconds that a rank without peers waits for their error."""
 ROWS_GROUP = Group(ROWS, "rows", None, (), 1)
-RESTARTS = 5
-"""Number of kills of a worker that ends the run: repeated ones have a common cause."""
+HOUR_S = 3600.0
 
 
 @dataclass
@@ -70,6 +70,23 @@ class Member:
     def holder(self) -> str:
         """Return its name at the queue."""
         return f"{self.group.name}.{self.number}.{self.starts}"
+
+
+class RepairBudget:
+    """The repairs of the last hour: if more are needed, the losses have a common cause."""
+
+    def __init__(self, per_hour: int) -> None:
+        self.per_hour = per_hour
+        self._times = deque[float]()
+
+    def spend(self, now: float) -> bool:
+        """Record a repair at a time in seconds; return False if the last hour had as many as are allowed."""
+        while self._times and self._times[0] <= now - HOUR_S:
+            self._times.popleft()
+        if len(self._times) >= self.per_hour:
+            return False
+        self._times.append(now)
+        return True
 
 
 class Processes:
@@ -98,6 +115,7 @@ class Processes:
         self.places = {place.host: place}
         """The nodes of all workers, and this one."""
         self.members: list[Member] = []
+        self.repairs = RepairBudget(self.config.streaming.repairs_per_hour)
         self._store: dist.TCPStore | None = None
 
     def start(self, groups: Sequence[Group]) -> None:
@@ -153,9 +171,12 @@ class Processes:
                 f"{killed.group.name} {killed.number}, which holds weights that have changed, is gone "
                 f"({killed.process.describe_end()}); go on from the last checkpoint"
             )
-        if member.starts == RESTARTS:
-            name = f"{killed.group.name} {killed.number}"
-            raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({killed.process.describe_end()})")
+        if not self.repairs.spend(time.monotonic()):
+            raise WorkerError(
+                f"{killed.group.name} {killed.number} is gone ({killed.process.describe_end()}), after "
+                f"{self.repairs.per_hour} other losses within an hour; look for their common cause, or raise "
+                f"streaming.repairs_per_hour={self.repairs.per_hour}"
+            )
         self.restart(peers)
 
     def restart(self, members: Sequence[Member]) -> None:
