@@ -347,7 +347,7 @@ class Endpoint:
         """Return the token ids to append before the reply, and whether these open a new sequence."""
         given, template, trajectory = asked.context, self.template, session.trajectory
         if isinstance(given, str):
-            if session.text and given.startswith(session.text):
+            if session.text and given.startswith(session.text) and len(given) > len(session.text):
                 return template.template.encode_texts([given[len(session.text) :]])[0], False
             return template.template.encode_texts([given], begins=True)[0], True
         if isinstance(given[0], int):
