@@ -178,10 +178,11 @@ def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
             if at is None or (framework.name == "TRL" and words[at] in ("sft", "dpo") and "trl" not in words[:at]):
                 continue
             pairs = list((overrides if framework.has_overrides else arguments)(words[at + 1 :]))
-            launched = dict(arguments([word for word in words[:at] if word != "--"]))
+            begin = words.index("launch") + 1 if "launch" in words[:at] else 0
+            launched = dict(arguments([word for word in words[begin:at] if word.startswith("-") or begin]))
             given = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
-            if framework.name == "TRL" and "num_processes" in launched:
-                given["num_processes"] = launched["num_processes"]
+            if framework.name == "TRL" and begin:
+                given = {**launched, **given}
             if framework.name == "TRL" and isinstance(config := given.pop("config", None), str):
                 given = {**read_source(path.parent / config)[1], **given}
             found = framework, given
@@ -213,7 +214,9 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, Outcome]]:
     outcomes = {key: translate(framework, one, key) for key in keys}
     framework.finish(one)
     for key in given.keys() - usable.keys():
-        outcomes[key] = without_value(given[key])
+        row = framework.row(key) or {}
+        is_needless = not row.keys() & {"to", "rule", "decide"} and "note" in row
+        outcomes[key] = Outcome(WITHOUT, row["note"]) if is_needless else without_value(given[key])
     outcomes = {key: outcomes[key] for key in given if key != COMMAND_LINE}
     for key, advice in one.advice.items():
         outcomes[key] = Outcome(DECIDE, advice)

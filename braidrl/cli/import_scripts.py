@@ -78,7 +78,7 @@ class Shell:
                 return shlex.join(self.arrays[name][:1])
             return match[0] if match[2] is None else self.expanded(match[2])
 
-        text = WHOLE_ARRAY.sub(lambda m: shlex.join(self.arrays[m[1]]) if m[1] in self.arrays else f"${m[1]}", text)
+        text = WHOLE_ARRAY.sub(lambda m: shlex.join(self.arrays[m[1]]) if m[1] in self.arrays else f"${m[1]}[@]", text)
         text = VARIABLE.sub(variable, text)
         if len(text) > MOST_EXPANDED:
             raise UserError(f"a line of the script has more than {MOST_EXPANDED} characters with its variables")
@@ -183,6 +183,9 @@ def arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of arguments, as in `--name value`, `--name=value`, and `--flag`."""
     name, values = "", list[str]()
     for word in [*words, "--"]:
+        if word.startswith("$") and word.endswith("[@]"):
+            yield word[1:-3], word  # an array that another script sets
+            continue
         is_number = re.fullmatch(r"-[\d.].*", word)
         if not word.startswith("-") or is_number:
             values.append(word)

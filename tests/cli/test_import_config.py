@@ -242,7 +242,7 @@ def test_openrlhf_and_slime_keep_groups_kl_data_fields_and_layout(tmp_path: Path
     assert (config.trainer.layout.tensor, config.trainer.betas, config.trainer.weight_decay) == (2, (0.9, 0.98), 0.1)
     assert config.reward.verify[0].name == "math" and config.data.train[0].answer_field == "label"
     assert list(config.data.eval) == ["aime"] and config.algorithm["kl_coef"] == 0 and config.rollout.temperature == 0.8
-    assert "sglang" in outcomes["sglang_mem_fraction_static"].text and "MODEL_ARGS" not in str(config)
+    assert "sglang" in outcomes["sglang_mem_fraction_static"].text and outcomes["MODEL_ARGS"].kind == WITHOUT
 
 
 def test_trls_yaml_and_arguments_keep_batches_rewards_and_recipe(tmp_path: Path) -> None:
@@ -259,6 +259,7 @@ def test_trls_yaml_and_arguments_keep_batches_rewards_and_recipe(tmp_path: Path)
     assert config.rollout.engine == "vllm" and kinds(outcomes, DECIDE) == {"nonsense"}
     config, outcomes = imported(tmp_path, "dpo.sh")
     assert (config.flow, config.algorithm["beta"], config.workers) == ("dpo", 0.2, 2)
+    assert outcomes["config_file"].kind == DECIDE
     assert (config.trainer.prompts_per_step, config.trainer.steps, config.evaluation.every) == (32, 1000, 50)
 
 
