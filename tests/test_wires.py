@@ -72,13 +72,10 @@ WIRES = {
         "training/roles/worker.py",
         "runtimes/saving/checkpoints.py",
     },
-    "pickle": {
-        "weights/checkpoint_files.py",
-        "training/roles/checkpoint.py",  # the index of torch's checkpoints, a known type alone
-    },
 }
 """The files that import a module with which processes talk."""
 ABSENT = {
+    "pickle",
     "cloudpickle",
     "dill",
     "marshal",

@@ -62,6 +62,6 @@ def test_axes_that_do_not_divide_the_model_are_refused(given: dict[str, int], wo
 
 
 def test_axes_are_positive_and_have_these_names_alone() -> None:
-    for wrong in ({"tensor": 0}, {"expert": 2}, {"shard": "zero"}):
+    for wrong in ({"tensor": 0}, {"experts": 2}, {"shard": "zero"}):
         with pytest.raises(ValidationError):
             ParallelLayout.model_validate(wrong)
