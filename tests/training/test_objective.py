@@ -14,7 +14,7 @@ from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.packed import pack
-from braidrl.training.objective import Objective, denominators
+from braidrl.training.objective import Objective, column_values, denominators
 from braidrl.training.roles.worker import RoleWorker
 from tests.recipes.tiny import make_config, write_decoder
 from tests.training.roles.test_scalar import random_rows
@@ -111,3 +111,41 @@ def test_a_users_aggregation_is_divided_by_its_registered_count(folder: Path) ->
     built_in = Objective.of("actor", {**PARAMS, "aggregate": "seq-mean-token-sum"})
     assert losses == pytest.approx(worker.forward_backward(built_in, rows, Sums()))
     assert objective.denominators == ("rows",)
+
+
+def test_an_advantage_by_turn_is_repeated_over_the_turns_tokens() -> None:
+    rows = Rows(
+        {
+            "turn_advantages": Ragged.from_rows([[0.5, -1.0], [2.0]], torch.float64),
+            "turn_lengths": Ragged.from_rows([[2, 1], [3]], torch.int64),
+        }
+    )
+    found = column_values(rows, "advantages", torch.tensor([0, 3, 6]), torch.device("cpu"))
+    assert found is not None and found.tolist() == [0.5, 0.5, -1.0, 2.0, 2.0, 2.0]
+
+
+def test_the_likelihood_of_observations_is_the_formula_over_trained_rows(folder: Path) -> None:
+    masks = [[0, 0, 1, 1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0, 1]]
+    actions = Ragged.from_rows(masks, torch.bool)
+    numbers = torch.arange(len(actions.values)) % 11 + 2
+    lengths = actions.lengths
+    rows = random_rows(3).with_columns(
+        {
+            "tokens": actions.with_values(numbers),
+            "action_mask": actions,
+            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
+            "length": lengths,
+            "action_tokens": actions.with_values(actions.values.long()).row_sums(),
+            "observation_tokens": torch.tensor([2, 2, 1]),
+            "advantage": torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64),
+            "loss_mask": torch.tensor([1.0, 1.0, 0.0]),
+        }
+    )
+    worker, objective = make_worker(folder), Objective.of("actor", {**PARAMS, "observation_coef": 0.2})
+    losses, counts = worker.forward_backward(objective, rows, Sums()), denominators(rows)
+    assert counts["observation_tokens"] == 4, "the masked row does not count"
+    wanted = torch.zeros((), dtype=torch.float64)
+    for row, places in ((0, (4, 5)), (1, (2, 3))):
+        of_row = log_probs_of(worker, rows["tokens"][row].tolist(), 1)
+        wanted = wanted - sum(of_row[place - 1] for place in places)
+    assert losses["observation_tokens"] == pytest.approx(0.2 * wanted.item())
