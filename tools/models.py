@@ -85,6 +85,16 @@ refused until it passes the same proof.
   embedded engine is refused; training on given rows (SFT, DPO, reward models) works. For Zamba 2 and Nemotron H,
   transformers' form for one token leaves out the lower limit of the time step, which its form for many tokens has.
 
+A model that also sees or hears (Gemma 3, Mistral 3, Qwen-VL, Qwen3.5) trains as text: its towers stay as they are, and
+a checkpoint keeps every tensor of the folder, also those that transformers does not load, such as layers that predict
+several tokens.
+
+Where the factors of a rope depend on a row's length (longrope of Phi-3.5 and Phi-4-mini, dynamic NTK), each row has
+those that it has alone. The embedded engine draws a token with the factors of its row so far, and computes the row
+again where they change; training computes the whole row with those of its end. Rows that cross the length need
+`old=recompute`. vLLM computes every row with the factors of its longest row: keep rows within the length, which a
+warning names.
+
 | type | trains | not | what was found |
 |---|---|---|---|
 """
@@ -143,8 +153,6 @@ def row_of(name: str) -> tuple[bool, str]:
 def configuration(name: str) -> Any:
     """Return a type's configuration with the settings of the hub's models."""
     config = AutoConfig.for_model(name, **copy.deepcopy(REAL.get(name, {})))
-    if config.is_encoder_decoder:
-        raise Refusal("an encoder and a decoder")
     for key in list(vars(config)):
         if key.endswith(NOT_NEUTRAL) and getattr(config, key) == 1.0:
             setattr(config, key, 1.25)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from braidrl.algorithms.ragged import Ragged, join_response
 from braidrl.algorithms.registry import responses
@@ -37,7 +36,7 @@ from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import is_tied, split_layers
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.checkpoint_files import ParameterReader
-from braidrl.weights.model_files import ModelFiles
+from braidrl.weights.model_files import ModelFiles, auto_class
 
 EXACT = 1e-5
 """The same bits at another address may be multiplied in another order."""
@@ -158,7 +157,7 @@ def exported(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         model = twin.model(plan)
         model.save_pretrained(folder, state_dict=dict(model.state_dict()))
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        loaded: Any = auto_class(twin.config).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
         loaded.to(twin.device).eval()
     row = twin.rows[1][None]
     logits = [m(input_ids=row, use_cache=False).logits for m in (loaded, twin.own)]
@@ -173,7 +172,9 @@ def read_in_parts(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     model = twin.model(plan)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        parts, is_whole = skeleton(AutoModelForCausalLM, Path(folder), copy.deepcopy(twin.config), plan, torch.float32)
+        parts, is_whole = skeleton(
+            auto_class(twin.config), Path(folder), copy.deepcopy(twin.config), plan, torch.float32
+        )
         if not is_whole:
             return 0.0, EXACT  # such a model is always loaded in full
         files = ModelFiles(Path(folder), parts)
@@ -199,7 +200,7 @@ def resumed(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     step(first, once)
     with tempfile.TemporaryDirectory() as folder:
         first.save_pretrained(folder)
-        second: Any = AutoModelForCausalLM.from_pretrained(
+        second: Any = auto_class(twin.config).from_pretrained(
             folder, attn_implementation=plan.attention, dtype=torch.float32
         )
     use_plan(second.to(twin.device), plan)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from braidrl.data.chat import check_template
 from braidrl.errors import UserError, located, shown
@@ -18,7 +19,7 @@ from braidrl.parsing import read_json
 from braidrl.training.decoders.body import ForwardPlan, disable_dropout, use_plan
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
-from braidrl.weights.model_files import ModelFiles
+from braidrl.weights.model_files import ModelFiles, auto_class
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -39,6 +40,8 @@ NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size
 POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "initializer_range")
 DEQUANTISED = ("fp8", "mxfp4")
 """Quantisation formats that are dequantised on loading."""
+_WARNED: set[Path] = set()
+"""Folders with code of their own that this process has named."""
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +53,7 @@ def load_decoder(
     With `on_meta`, parameters stay on the meta device for `ParameterReader`, if the model can be built without weights.
     Raises UserError if the folder is missing or incomplete, or its model is not supported.
     """
-    model, _ = _load(transformers.AutoModelForCausalLM, path, dtype, on_meta)
+    model, _ = _load(None, path, dtype, on_meta)
     return model if next(model.parameters()).is_meta else model.to(device)
 
 
@@ -112,13 +115,15 @@ def check_model(path: str | Path) -> None:
 def _load(
     auto: Any, path: str | Path, dtype: torch.dtype, on_meta: bool, optional: str = ""
 ) -> tuple[transformers.PreTrainedModel, bool]:
-    """Return the model, prepared for its plan, and whether the files hold its `optional` weight.
+    """Return the model, prepared for its plan, and whether the files hold its `optional` weight; without `auto`, the
+    decoder with all of its parts.
 
     Raises UserError if others are missing.
     """
     folder = _model_folder(path, with_weights=True)
     config = read_model_config(folder)
     plan, quantised = proven_plan(config, folder), without_quantisation(config, folder)
+    auto = auto or auto_class(config)
     if optional == HEAD:
         config.num_labels = 1
     model: Any = None
@@ -330,10 +335,40 @@ def read_model_config(path: str | Path) -> Any:
     try:
         config = deepcopy(_parsed_config(folder, path.read_bytes()))
     except Exception as error:
-        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
+        remedy = ""
+        if whole.get("model_type") not in CONFIG_MAPPING:
+            remedy = (
+                f"; transformers {transformers.__version__} has no model_type {shown(whole.get('model_type'))}: "
+                "install a version that has it (code beside a model is not run)"
+            )
+        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}{remedy}") from error
+    check_own_code(folder, whole, config)
     if random := disable_dropout(config):
         logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
     return config
+
+
+def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> None:
+    """Say that a model's own code is not run; raise UserError if its class is none of transformers'."""
+    classes = settings.get("auto_map")
+    if not isinstance(classes, dict) or not classes:
+        return
+    own = [value for key, value in classes.items() if key.startswith("AutoModel")]
+    named = [str(name).rpartition(".")[2] for name in (*(settings.get("architectures") or ()), *own)]
+    strange = [name for name in named if not hasattr(transformers, name)]
+    if strange:
+        raise UserError(
+            f"model: {folder}/config.json names a class of its own, {strange[0]}, in auto_map, and Braid runs no code "
+            f"beside a model; if it computes as {config.model_type} of transformers does, remove auto_map and name "
+            "that class in architectures"
+        )
+    if folder not in _WARNED:
+        _WARNED.add(folder)
+        logger.warning(
+            "model: %s brings code of its own (auto_map), which is not run: it is computed as %s of transformers",
+            folder,
+            config.model_type,
+        )
 
 
 @lru_cache(maxsize=64)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
+from braidrl.training.decoders.body import decoder_of
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD
 from braidrl.weights.shards import box_of, full_tensor, local_shard
@@ -58,7 +59,8 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
     Raises UserError for a target that it lacks.
     """
     peft = import_optional("peft", "lora", "lora")
-    linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
+    decoder = decoder_of(model)
+    linear = {name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     for target in lora.targets:
         if target not in linear:
             raise UserError(
@@ -67,14 +69,14 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
             )
     # Hide the model type: otherwise peft also adapts fused experts, which are not linear layers and would not be
     # merged.
-    known = model.config.model_type
-    model.config.model_type = "decoder"
+    known = decoder.config.model_type
+    decoder.config.model_type = "decoder"
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            peft.inject_adapter_in_model(peft_config(lora), model, NAME)
+            peft.inject_adapter_in_model(peft_config(lora), decoder, NAME)
     finally:
-        model.config.model_type = known
+        decoder.config.model_type = known
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(model.dtype)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -52,11 +52,19 @@ class ModelFiles(WeightFiles):
         self._made_by: dict[str, tuple[Any, Inputs]] = {}
         self._shapes: dict[str, torch.Size] = {}
         state = model.state_dict(keep_vars=True)
+        self.left_out: dict[str, list[str]] = {}
+        """The stored tensors that the model lacks, by the names that they would have in it (layers that predict several
+        tokens, towers of a model that is loaded for its text alone).
+        """
         if conversions or not all(name in state for name in self._files):
             # Find the conversion that produces each of the model's tensors, from shapes alone.
-            for conversion, parts in planned(self._files, conversions, model.base_model_prefix, state).values():
+            groups = planned(self._files, conversions, model.base_model_prefix, state)
+            for target, (conversion, parts) in groups.items():
                 shapes = {source: torch.empty(self._stored_shape(source), device="meta") for _, source, _ in parts}
-                for name, value in converted(model, conversion, parts, shapes).items():
+                made = converted(model, conversion, parts, shapes)
+                if not any(name in state for name in made):
+                    self.left_out[target] = [source for _, source, _ in parts]
+                for name, value in made.items():
                     self._made_by[name] = conversion, parts
                     self._shapes[name] = value.shape
             self._files = dict.fromkeys(self._made_by)
@@ -90,6 +98,10 @@ class ModelFiles(WeightFiles):
             found = torch.empty(box.sizes, dtype=values.dtype) if found is None else found
             held.of(found, box).copy_(values.view(held.sizes))
         return torch.empty(box.sizes) if found is None else found
+
+    def stored(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors by the names that they have in the files."""
+        return {name: self._read(name) for name in names}
 
     def without(self, names: Set[str]) -> "ModelFiles":
         """Remove tensors by name; return self."""
@@ -229,10 +241,28 @@ class HubNames:
         return found
 
 
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads a configuration as a language model with all of its parts.
+
+    A model that also sees or hears is loaded whole, by the class that its folder names or by the only one that it has.
+    """
+    kinds = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    named = set(getattr(config, "architectures", None) or ())
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    for auto in kinds:
+        if type(config) in auto._model_mapping:
+            whole = auto._model_mapping[type(config)]
+            classes = whole if isinstance(whole, tuple) else (whole,)
+            if not is_text or named & {each.__name__ for each in classes}:
+                return auto
+    return AutoModelForCausalLM
+
+
 def model_in(folder: Path | str) -> Any:
     """Return the model of a Hugging Face directory on the meta device, without reading weights."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        return auto_class(config).from_config(config)
 
 
 def shapes_in_folder(folder: Path | str) -> dict[str, torch.Size]:

@@ -194,6 +194,7 @@ def load_for_decoding(
                 received.weight = embedding.weight
             setattr(body.decoder, body.embedding_name, received)
         if pipeline.rank() < pipeline.size() - 1:
+            assert body.norm_name is not None, "split_layers refuses decoders without a norm"
             setattr(body.decoder, body.norm_name, SendHidden(pipeline, model.dtype))
     return model.requires_grad_(False).eval().to(device), Slices(shapes, boxes)
 

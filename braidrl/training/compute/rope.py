@@ -153,4 +153,5 @@ def _forget(module: Any) -> None:
             delattr(module, name)
     for name, buffer in list(module.named_buffers(recurse=False)):
         if name.endswith("original_inv_freq"):
-            module.register_buffer(name.replace("original_", ""), buffer, persistent=False)
+            # In place: transformers 5.24 writes into this buffer too.
+            getattr(module, name.replace("original_", "")).copy_(buffer)

@@ -33,7 +33,7 @@ from braidrl.training.compute.attention import (
 
 READ_MULTIPLE = 32
 """Reads are rounded up to a multiple of this many positions, so that few shapes occur."""
-CACHE_NAMES = ("past_key_values", "cache_params", "past_key_value", "past_states")
+CACHE_NAMES = ("past_key_values", "cache", "cache_params", "past_key_value", "past_states")
 """The parameter names of transformers' cache in mixers."""
 
 

@@ -83,15 +83,18 @@ class Body:
     their own names.
     """
 
-    def __init__(self, decoder: Any, embedding_name: str, layers_name: str, norm_name: str) -> None:
+    def __init__(self, decoder: Any, embedding_name: str, layers_name: str, norm_name: str | None) -> None:
         self.decoder, self.embedding_name, self.layers_name, self.norm_name = (
             decoder,
             embedding_name,
             layers_name,
             norm_name,
         )
+        self.embedding: Any
+        self.layers: Any
+        self.norm: Any
         self.embedding, self.layers, self.norm = (
-            getattr(decoder, name) for name in (embedding_name, layers_name, norm_name)
+            None if name is None else getattr(decoder, name) for name in (embedding_name, layers_name, norm_name)
         )
 
 
@@ -99,12 +102,30 @@ BODIES: dict[str, Callable[[Any], Body]] = {}
 """Functions from a model to its body, by model type, for decoders with another structure."""
 
 
+TEXT = ("language_model", "text_model")
+"""Names of the text part of a model that also sees or hears."""
+
+
 def decoder_of(model: Any) -> Any:
     """Return the submodule of a model that maps ids to hidden states."""
-    body = model.base_model
-    if body is model:
-        body = getattr(model, "model", model)
+    body = base_of(model)
+    body = next((getattr(body, name) for name in TEXT if isinstance(getattr(body, name, None), nn.Module)), body)
     return getattr(body, "decoder", body) if not hasattr(body, "layers") else body
+
+
+def base_of(model: Any) -> Any:
+    """Return a model without its head."""
+    body = model.base_model
+    return getattr(model, "model", model) if body is model else body
+
+
+def parts_beside_text(model: Any) -> list[nn.Parameter]:
+    """Return the parameters that no text reaches: towers for images and sound, and their projections."""
+    whole, decoder = base_of(model), decoder_of(model)
+    if whole is model or whole is decoder or not any(getattr(whole, name, None) is decoder for name in TEXT):
+        return []
+    text = set(map(id, decoder.parameters()))
+    return [parameter for parameter in whole.parameters() if id(parameter) not in text]
 
 
 def body_of(model: Any) -> Body:
@@ -112,16 +133,18 @@ def body_of(model: Any) -> Body:
     if special := BODIES.get(getattr(model.config, "model_type", "")):
         return special(model)
     decoder = decoder_of(model)
-    found = []
+    found: list[str | None] = []
     for part, names in PARTS.items():
         name = next((n for n in names if isinstance(getattr(decoder, n, None), nn.Module)), None)
-        if name is None:
+        if name is None and part != "norm":  # GPT-1 and TrOCR end without one
             raise UserError(
                 f"model: {type(decoder).__name__} has no {part} under a name that Braid knows; register it in "
                 "decoders.body.BODIES"
             )
         found.append(name)
-    return Body(decoder, *found)
+    embedding, layers, norm = found
+    assert embedding is not None and layers is not None
+    return Body(decoder, embedding, layers, norm)
 
 
 def use_plan(model: Any, plan: ForwardPlan) -> None:

@@ -41,6 +41,7 @@ from braidrl.training.compute.slots import SlotCache, SlotStep
 from braidrl.training.decoders.body import (
     PACKED,
     ForwardPlan,
+    body_of,
     decoder_of,
     disable_dropout,
     prefill,
@@ -234,6 +235,8 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     """Return the first plan whose findings hold, with the findings. Raises Refusal if there is none."""
+    if getattr(twin.config, "is_encoder_decoder", False):
+        raise Refusal("an encoder and a decoder")
     if "shared_kv_states" in parameters_of(type(twin.own).forward):
         raise Refusal("a drafter: it computes with the keys and values of another model")
     row = twin.rows[1]
@@ -243,6 +246,10 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
         whole, part = (twin.untouched()(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, other))
     if float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > BOUND:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
+    try:
+        body_of(twin.own)
+    except UserError as error:
+        raise Refusal(str(error).removeprefix("model: ")) from error
     # The innermost leaking module is the first candidate for one more mixer, then its parents; rows alone are the last
     # resort.
     reasons, plans = list[str](), [ForwardPlan(by_rows=True), PACKED]

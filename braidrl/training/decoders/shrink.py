@@ -11,11 +11,12 @@ import re
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from braidrl.weights.model_files import auto_class
 
 LEFT_OUT = {
     "quantization_config",
-    "architectures",
     "auto_map",
     "dtype",
     "torch_dtype",
@@ -79,6 +80,8 @@ CHOSEN = (
 WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
 """Names of widths, which keep their ratio to the model's width."""
 KEPT = re.compile(r"(max_position|n_positions|n_ctx|^vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
+SPAN = re.compile(r"(window|chunk|block|segment|span)(_?(size|len|length|tokens))?$")
+"""Names of numbers of neighbouring tokens that are computed together."""
 PERIODS = re.compile(r"(period|interval|_pattern|_every_n_layers|_step)$")
 """Names of numbers of layers after which kinds repeat."""
 EXACT = {
@@ -142,7 +145,7 @@ def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        model: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), **options)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.is_floating_point() and (parameter.dim() < 2 or float(parameter.std()) < 1e-3):
@@ -227,6 +230,8 @@ class _Sizes(NamedTuple):
             return self.small
         if name == "dim_model_base":
             return max(8, self.small * value // self.original)
+        if SPAN.search(name) and not is_kept:
+            return min(value, WINDOW)
         if is_kept or not (WIDE.search(name) or name in WIDTHS):
             return value
         if name.endswith("head_dim") and not name.startswith(OTHER_WIDTHS):
@@ -330,17 +335,27 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
     for key in LAYERS:
         if isinstance(given.get(key), int) and given[key] == total:
             found[key] = len(kept)
-    if not kinds and total > len(kept):
-        for key, value in given.items():
-            is_list = isinstance(value, list) and value and all(isinstance(v, int) and v < total for v in value)
-            if is_list and "layer" in key:
-                found[key] = sorted({len(kept) - 1 if v else 0 for v in value[:2]})
+    for key, value in _numbered(given, total).items() if total > len(kept) else ():
+        found[key] = [kept.index(number) for number in value if number in kept] or [len(kept) - 1]
     if isinstance(given.get("moe_layer_end_index"), int):
         found["moe_layer_end_index"] = len(kept) - 1
     if shared := given.get("num_kv_shared_layers"):
         found["num_kv_shared_layers"] = sum(number >= total - shared for number in kept)
     if isinstance(given.get("max_window_layers"), int):
         found["max_window_layers"] = min(given["max_window_layers"], len(kept) - 1)
+
+
+def _numbered(given: dict[str, Any], total: int) -> dict[str, list[int]]:
+    """Return the settings that list layers by their numbers."""
+    return {
+        key: value
+        for key, value in given.items()
+        if isinstance(value, list)
+        and 0 < len(value) < total
+        and all(isinstance(number, int) and 0 <= number < total for number in value)
+        and "layer" in key
+        and key != "hybrid_layer_ids"
+    }
 
 
 def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any]) -> list[int]:
@@ -358,6 +373,11 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any])
     period = max([1, *(value for name, value in given.items() if PERIODS.search(name) and isinstance(value, int))])
     if not kinds or (period > 1 and len(kept) < 2):
         kept = list(range(min(total, max(2, min(period, MOST_LAYERS)))))
+        for value in _numbered(given, total).values():
+            if not set(value) & set(kept):
+                # A listed layer, at the same place within a period.
+                stand_in = next(n for n in range(len(kept), total) if n % period == value[0] % period)
+                kept = list(range(stand_in + 1))
     if len(kept) < min(2, total):
         kept = sorted({*kept, next(n for n in range(total) if n not in kept)})
     return kept

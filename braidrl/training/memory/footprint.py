@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from braidrl.config import LoraConfig
 from braidrl.config.layout import ParallelLayout
@@ -35,6 +35,7 @@ from braidrl.training.lora import BYTES_PER_WEIGHT, NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.pipeline import RUN
 from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of
+from braidrl.weights.model_files import auto_class
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
@@ -162,7 +163,7 @@ def idle_parameters(model: PreTrainedModel) -> int:
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
-    auto: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if scalar_head else auto_class(config)
     copied = deepcopy(config)
     if scalar_head:
         copied.num_labels = 1

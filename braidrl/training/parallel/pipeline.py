@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from braidrl.errors import UserError
 from braidrl.training.compute.packed import OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import RECEIVED, body_of
 
@@ -133,6 +134,10 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
                 setattr(model, RECEIVED, [kind])
     tied = is_tied(model)
     if rank < ranks - 1:
+        if body.norm_name is None:
+            raise UserError(
+                f"trainer.layout.pipeline: {type(body.decoder).__name__} has no final norm; write pipeline=1"
+            )
         setattr(body.decoder, body.norm_name, PassThrough())
         for name, child in list(model.named_children()):
             if child is not model.base_model:

@@ -40,7 +40,14 @@ from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
 from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_enough
 from braidrl.training.compute.rope import RopeLengths
-from braidrl.training.decoders.body import PACKED, checkpoint_activations, plan_of_model, run_body, set_training
+from braidrl.training.decoders.body import (
+    PACKED,
+    checkpoint_activations,
+    parts_beside_text,
+    plan_of_model,
+    run_body,
+    set_training,
+)
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.loading import load_decoder, load_scorer
 from braidrl.training.memory.offload import OffloadableTensors
@@ -54,7 +61,7 @@ from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, block_in, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.model_files import HubNames, ModelFiles
-from braidrl.weights.shards import WeightPart, local_shard, shapes_of, storages, weight_parts
+from braidrl.weights.shards import WeightPart, full_parts, local_shard, shapes_of, storages, weight_parts
 
 FAST_LAYERS = {"cpu": compile_layers, "cuda": use_kernels}
 """Functions that switch a model to faster kernels, by device type."""
@@ -86,6 +93,10 @@ class RoleWorker(ShardedBackend):
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
         self.rope_lengths = RopeLengths.of(self.model.config)
         self.base_shapes = shapes_of(self.model)
+        # Before adapters rename layers, and before ranks drop theirs.
+        files = ModelFiles(self.path, self.model)
+        self.left_out = {} if self.is_scalar else files.left_out
+        """Tensors of the folder that the model lacks; checkpoints keep them."""
         if self.lora:
             lora.add_adapters(self.model, self.lora, self.config.seed)
             for module in list(self.model.modules()) if self.lora.base_dtype else ():
@@ -94,7 +105,6 @@ class RoleWorker(ShardedBackend):
         self.shapes = shapes_of(self.model)
         if self.config.trainer.compile:
             FAST_LAYERS[self.device.type](self.model)
-        files = ModelFiles(self.path, self.model)
         # All pipeline ranks but the last pass hidden states on.
         predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
         reader = ParameterReader(self.path, self.model, self.ranks.expert_boxes(self.model), files)
@@ -103,6 +113,8 @@ class RoleWorker(ShardedBackend):
         self.model.to(self.device).eval()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self.train and (not self.lora or lora.is_adapter(name)))
+        for parameter in parts_beside_text(self.model):
+            parameter.requires_grad_(False)
         self.optimizer: MasterOptimizer | None = None
 
         def local_parameters() -> list[Tensor]:
@@ -318,6 +330,10 @@ class RoleWorker(ShardedBackend):
         sets = {
             "model": HubNames(self.model, [name for part in weights.values() for name in part.names]).parts(weights)
         }
+        sources = [source for sources in self.left_out.values() for source in sources]
+        beside = ModelFiles(self.path, self.model).stored(sources) if sources else {}
+        if sets["model"] is not None:
+            sets["model"] |= full_parts(beside.items())
         if self.lora:
             sets[f"{lora.ADAPTER}/{Path(ADAPTER_WEIGHTS).stem}"] = dict(self.weights(adapters_alone=True))
         if self.optimizer is not None:
@@ -329,7 +345,7 @@ class RoleWorker(ShardedBackend):
                 "a lower trainer.learning_rate or with trainer.max_grad_norm"
             )
         # Weights that transformers converts by more than names and slices are converted by it, from full tensors.
-        full = self.full_state_dict(wanted=write) if sets["model"] is None else {}
+        full = {**self.full_state_dict(wanted=write), **beside} if sets["model"] is None else {}
         written = {stem: parts for stem, parts in sets.items() if parts is not None}
         if copy:
             written = {stem: checkpoint.copied(parts) for stem, parts in written.items()}
@@ -388,7 +404,7 @@ class RoleWorker(ShardedBackend):
             # A pipeline rank lacks the buffers of other ranks' layers: match buffer names by pattern.
             files = ModelFiles(folder, self.model)
             buffers = {pattern_of(name) for name, _ in self.model.named_buffers()}
-            saved = files.without({name for name in files if pattern_of(name) in buffers})
+            saved = files.without({name for name in files if pattern_of(name) in buffers or name in self.left_out})
         try:
             if shapes != shapes_in(saved):
                 raise LookupError("the parameters have other names or shapes")

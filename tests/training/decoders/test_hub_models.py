@@ -1,0 +1,130 @@
+"""Models in the form that the hub has them train as text, and a checkpoint keeps every tensor of their folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from braidrl.config import parse_config
+from braidrl.errors import UserError
+from braidrl.runtimes.run import train
+from braidrl.training.decoders.proof import Refusal, Twin, find_plan, quietly
+from braidrl.training.decoders.shrink import shrink_config, tiny_model
+from braidrl.training.loading import load_decoder, read_model_config
+from tests.invariants.traces import merged
+from tests.tiny import TOKENIZER, Workshop
+from tests.training.decoders.families import FLOWS, write_pairs
+
+WRAPPED = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+}
+"""Types whose models also see, with the class that the hub's folders name."""
+SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+
+
+def write_wrapped(folder: Path, kind: str) -> Path:
+    """Write a tiny random model with its vision tower, in the hub's names, with a tokenizer."""
+    with quietly():
+        settings = {"text_config": {"rope_parameters": SECTIONS}} if kind == "qwen2_5_vl" else {}
+        config = shrink_config(AutoConfig.for_model(kind, architectures=[WRAPPED[kind]], **settings))
+        for part in (config, config.get_text_config()):
+            part.vocab_size, part.eos_token_id = len(TOKENIZER), TOKENIZER.eos_token_id
+            part.pad_token_id, part.bos_token_id = TOKENIZER.pad_token_id, None
+        for name in vars(config):
+            if name.endswith(("token_id", "token_index")) and name not in (
+                "eos_token_id",
+                "pad_token_id",
+                "bos_token_id",
+            ):
+                setattr(config, name, len(TOKENIZER) - 1)
+        tiny_model(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_wrapped_model_trains_as_text_and_checkpoint_keeps_all_tensors(tmp_path: Path, kind: str) -> None:
+    folder = write_wrapped(tmp_path / "model", kind)
+    file = folder / "model.safetensors"
+    # Layers that predict several tokens, which transformers does not load.
+    before = {**load_file(file), "mtp.fc.weight": torch.randn(3, 2), "mtp.layers.0.norm.weight": torch.ones(2)}
+    save_file(before, file, {"format": "pt"})
+    shop = Workshop(tmp_path, folder, write_pairs(tmp_path / "pairs.jsonl"))
+    for flow in ("sft", "grpo"):
+        run = shop.run(flow, **merged(FLOWS[flow], {"trainer": {"steps": 1}}))
+        after = load_file(run / "checkpoints" / "step-1" / "actor" / "model.safetensors")
+        assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
+        changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+        assert changed and not any(
+            part in name for name in changed for part in ("vision", "visual", "projector", "mtp")
+        )
+        settings = [
+            json.loads((each / "config.json").read_text()) for each in (folder, run / "checkpoints/step-1/actor")
+        ]
+        assert settings[0]["architectures"] == settings[1]["architectures"] and "vision_config" in settings[1]
+
+
+REFUSED: dict[str, str] = {
+    "bart": "an encoder and a decoder",
+    "git": "no layers",
+    "blt": "no embedding",
+    "hrm_text": "no layers",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_model_without_parts_that_train_is_refused_in_a_line(kind: str) -> None:
+    with quietly(), pytest.raises(Refusal, match=REFUSED[kind]):
+        find_plan(Twin(AutoConfig.for_model(kind)))
+
+
+@pytest.mark.parametrize("kind", ["openai-gpt", "fuyu", "got_ocr2"])
+def test_model_whose_parts_have_rare_names_trains(tmp_path: Path, kind: str) -> None:
+    with quietly():
+        plan, findings = find_plan(Twin(AutoConfig.for_model(kind)))
+    assert all(finding.holds for finding in findings), plan
+
+
+def write_settings(folder: Path, **settings: Any) -> Path:
+    write_wrapped(folder, "mistral3")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
+def test_class_of_its_own_beside_a_known_type_is_refused_or_named(tmp_path: Path, caplog: Any) -> None:
+    own = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    with pytest.raises(UserError, match=r"MineForCausalLM.*auto_map") as refused:
+        read_model_config(write_settings(tmp_path / "own", auto_map=own))
+    assert "\n" not in str(refused.value)
+    known = {"AutoModelForCausalLM": "modeling_mistral.MistralForCausalLM"}
+    with caplog.at_level(logging.WARNING):
+        read_model_config(write_settings(tmp_path / "known", auto_map=known))
+    assert "auto_map" in caplog.text
+
+
+def test_unknown_type_says_which_version_is_installed(tmp_path: Path) -> None:
+    folder = write_settings(tmp_path, model_type="no_such_model")
+    with pytest.raises(UserError, match=r"transformers \d.*no_such_model"):
+        load_decoder(folder)
+
+
+def test_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    with quietly():
+        tiny_bart = AutoConfig.for_model("bart", d_model=16, vocab_size=len(TOKENIZER), encoder_layers=1)
+        tiny_bart.save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    save_file({"x": torch.ones(1)}, tmp_path / "model" / "model.safetensors")
+    shop = Workshop(tmp_path, tmp_path / "model", write_pairs(tmp_path / "pairs.jsonl"))
+    with pytest.raises(UserError, match="an encoder and a decoder"):
+        train(parse_config(shop.tree("refused", **FLOWS["sft"])))
