@@ -30,7 +30,7 @@ TRANSLATED, DECIDE, WITHOUT = "translated", "to decide", "without counterpart"
 
 
 class Outcome(NamedTuple):
-    """What became of a key: translated, to decide, or without counterpart; and into what, or why."""
+    """The outcome of a key: translated, to decide, or without counterpart; and its target or the reason."""
 
     kind: str
     text: str

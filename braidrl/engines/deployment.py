@@ -1,4 +1,4 @@
-"""Who runs where: the execution mode, the process pools, and the engines of each process that generates.
+"""The deployment of a run: the execution mode, the process pools, and the engines of each process that generates.
 
 configuration, flow ──prepare.deployment.deploy──▶ Deployment ──▶ engines, publishers, backends, memory, `braid plan`
 
@@ -30,7 +30,7 @@ from braidrl.weights.publisher import TRANSPORTS
 
 @dataclass(frozen=True)
 class ExecutionMode:
-    """What follows from the way in which stages are called."""
+    """An execution mode: the way in which stages are called, and what follows from it."""
 
     name: str
     reads: frozenset[str]
@@ -201,7 +201,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Where the processes, engines and weights of a run are, for its configuration and flow."""
+    """The processes, engines and weights of a run, for its configuration and flow."""
 
     config: Config
     flow: Flow

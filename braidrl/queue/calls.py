@@ -52,7 +52,7 @@ class Hello(Request):
 
 
 class Lost(Message, kw_only=True):
-    """What a holder has lost since its last request."""
+    """The leases and rows that a holder has lost since its last request."""
 
     lost: Sequence[int] = ()
     """Leases whose rows now belong to other holders."""
@@ -166,7 +166,7 @@ NodeRequest = ReadRows | Free | Abandon | Served
 
 
 class Directory(Message):
-    """What a new client must know."""
+    """The addresses and names that a new client must know."""
 
     place: Place
     tasks: list[str]

@@ -20,7 +20,7 @@ TESTS = ("test_list", "test", "tests")
 
 @dataclass(frozen=True)
 class Printed:
-    """What a program prints for an input."""
+    """The output that a program prints for an input."""
 
     given: str
     expected: str
@@ -28,7 +28,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Called:
-    """What a function of the program, or a method of its class `Solution`, returns for arguments."""
+    """The result that a function of the program, or a method of its class `Solution`, returns for arguments."""
 
     function: str
     arguments: list[Any]

@@ -1,4 +1,4 @@
-"""What tests in pytest's form use of it: `raises`, `approx`, `mark.parametrize`, `fixture`, `fail`, `skip`.
+"""The parts of pytest that tests in its form use: `raises`, `approx`, `mark.parametrize`, `fixture`, `fail`, `skip`.
 
 Braid needs no pytest where it runs, and starts none per call.
 """
@@ -117,7 +117,7 @@ def skip(reason: str = "", **_: Any) -> None:
 
 
 class Pytest(SimpleNamespace):
-    """What a test gets as `pytest`."""
+    """The module that a test gets as `pytest`."""
 
     def __init__(self) -> None:
         super().__init__(raises=raises, approx=Approx, mark=Marks(), fixture=fixture, fail=fail, skip=skip)

@@ -1,4 +1,4 @@
-"""What workers of a streaming run ask of the control plane, and the work that they get: structs, dispatched by type.
+"""Requests of a streaming run's workers to the control plane, and the work that they get: structs, dispatched by type.
 
 worker ──Take──▶ control plane ──▶ LeasedRows │ Step │ Give │ Receive │ Load │ Order │ Stop │ Lost
        ──Done, Ended, Stepped, Given, NewWeights, Loaded, Ordered, Renew──▶ recorded
