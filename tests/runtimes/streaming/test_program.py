@@ -152,7 +152,6 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     ("flow", "streaming"),
     [
-        ("grpo", {"weights": "delayed"}),
         ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3, "sampler": "token_balanced"}),
         ("over-sampled", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}),
         pytest.param(
@@ -161,8 +160,6 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
             marks=pytest.mark.soak,
         ),
         ("diamond", {"dispatch_rows": 1, "sampler": LONGEST_FIRST}),
-        ("ppo", {"workers": {"critic": 2}}),
-        ("two actors", {"workers": {"rival.generate": 2}}),
         ("played", {"workers": {"actor.generate": 2}, "dispatch_rows": 3}),
     ],
 )
