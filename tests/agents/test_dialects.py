@@ -62,7 +62,7 @@ def test_the_official_client_accepts_a_transcript_of_thirty_requests(client: str
     status, said, failed, rows = asyncio.run(run())
     assert status == 0, failed.decode()[-3000:]
     assert json.loads(said)["count"] >= 30
-    assert sum(row.turns for row in rows) >= 20
+    assert sum(row.turns for row in rows) >= 15
 
 
 Say = Callable[[str], Awaitable[None]]

@@ -61,7 +61,7 @@ def trace(folder: Path) -> list[Step]:
     assert_usage_is_told(lines)
     for line in lines:
         rows = read_rollouts(rollout_path(folder, line["step"])).ordered()
-        advantages = rows["advantages"] if "advantages" in rows else rows["advantage"]
+        advantages = next(rows[n] for n in ("advantages", "turn_advantages", "advantage") if n in rows)
         steps.append(
             Step(
                 rows.uids(),
