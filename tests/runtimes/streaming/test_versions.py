@@ -5,8 +5,8 @@ from __future__ import annotations
 from braidrl.runtimes.streaming.weights import Versions, WeightLocation
 
 
-def place(name: str, path: str = "file") -> WeightLocation:
-    return {"name": name, "path": path}
+def place(path: str) -> WeightLocation:
+    return WeightLocation(0, 0, path)
 
 
 def versions() -> Versions:
@@ -26,15 +26,15 @@ def test_engine_receives_changes_since_its_version_only() -> None:
 
 def test_version_is_kept_while_an_engine_needs_it() -> None:
     known = versions()
-    assert [p["name"] for p in known.outdated({2})] == ["actor-1"], "the rival's first is what its second was"
+    assert [location.path for location in known.outdated({2})] == ["actor-1"], "the rival's first is what its second was"
     assert known.between(0, 2)[1] == ("rival", 1, place("rival-1"))
-    assert sorted(p["name"] for p in known.outdated({3})) == ["actor-2", "rival-1"]
-    assert sorted(p["name"] for p in known.places()) == ["actor-3", "rival-3"]
+    assert sorted(location.path for location in known.outdated({3})) == ["actor-2", "rival-1"]
+    assert sorted(location.path for location in known.locations()) == ["actor-3", "rival-3"]
     assert list(known.known["actor"]) == [3]
 
 
 def test_offered_versions_end_with_trainers_but_files_remain() -> None:
     known = versions()
     assert known.outlive_trainers
-    known.known["actor"][4] = place("offered", path="")
+    known.known["actor"][4] = place("")
     assert not known.outlive_trainers
