@@ -40,15 +40,23 @@ def with_budget(sections: dict[str, Any], models: float, **trainer: Any) -> dict
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Asset], int]]:
     """Record, at each stage, its name, the resident assets and their bytes."""
     seen: list[tuple[str, frozenset[Asset], int]] = []
-    before = Residency.before
+    before, before_training = Residency.before, Residency.before_training
 
     def watch(self: Residency, stage: Any) -> None:
         before(self, stage)
+        note(self, stage.name)
+
+    def watch_training(self: Residency, role: str) -> None:
+        before_training(self, role)
+        note(self, f"{role}.update")
+
+    def note(self: Residency, name: str) -> None:
         movables = {asset: held.offloadable for asset, held in self.held.items()}
         size = sum(sum(s.nbytes() for s in storages(m._tensors())) - m.away_bytes for m in movables.values())
-        seen.append((stage.name, frozenset(a for a, m in movables.items() if not m.away_bytes), size))
+        seen.append((name, frozenset(a for a, m in movables.items() if not m.away_bytes), size))
 
     monkeypatch.setattr(Residency, "before", watch)
+    monkeypatch.setattr(Residency, "before_training", watch_training)
     return seen
 
 

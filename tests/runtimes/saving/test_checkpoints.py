@@ -195,7 +195,7 @@ def test_workers_killed_during_background_write_resume_from_previous(workshop: W
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     partial = partial_path(killed / "checkpoints" / "step-2")
-    assert (partial / "actor" / "model.safetensors").is_file(), "the checkpoint was being written"
+    assert partial.is_dir(), "the checkpoint was being written"
     assert latest_checkpoint(killed) == killed / "checkpoints" / "step-1"
     held.unlink()
     here = {"runtime": "eager"}
