@@ -1,0 +1,43 @@
+"""Messages are lost, late and doubled, workers die, freeze, join and leave, stores are full: no row is lost or trained
+twice, none is too stale, every engine has one whole version, and the run ends with the batches of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.faults import FAULTS, Fault
+from tests.simulation.run import drawn, failure, outcome, shrunk
+
+SEEDS = 100
+MORE_SEEDS = 10_000
+FAULT_SEEDS = 1_000
+
+
+def test_a_hundred_disturbed_runs_keep_every_invariant() -> None:
+    broken = {seed: found for seed in range(SEEDS) if (found := failure(drawn(seed)))}
+    assert not broken, broken
+
+
+@pytest.mark.soak
+def test_ten_thousand_disturbed_runs_keep_every_invariant() -> None:
+    broken = {seed: found for seed in range(MORE_SEEDS) if (found := failure(drawn(seed)))}
+    assert not broken, broken
+
+
+@pytest.mark.parametrize("seed", [3, 17])
+def test_a_seed_gives_the_same_run_twice(seed: int) -> None:
+    assert drawn(seed) == drawn(seed) and outcome(drawn(seed)) == outcome(drawn(seed))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found_and_shrunk(fault: Fault) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        fault(patches)
+        seed = next(seed for seed in range(FAULT_SEEDS) if failure(drawn(seed)))
+        short = shrunk(drawn(seed))
+        found = failure(short)
+        assert found and failure(short) == found and len(short.events) <= 20
+    assert not failure(short), "without the fault the same events do no harm"
+    print(f"{fault.__name__}: seed {seed}, {len(drawn(seed).events)} events, shrunk to {short.events}: {found}")
