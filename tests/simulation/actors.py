@@ -206,6 +206,10 @@ class Engine(Worker):
 
     def work(self, work: WorkItem, leased: LeasedRows) -> None:
         rows = work.read_existing()
+        if not work.positions:
+            self.held.discard(leased.lease)
+            self.next()
+            return
         for number, (position, uid) in enumerate(zip(work.positions, rows.uids(), strict=True)):
             key, row, version = (leased.lease, position), rows.take([number]), self.version
             if "length" in rows and int(rows["length"][number]):

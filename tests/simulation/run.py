@@ -151,8 +151,11 @@ class SimulatedRun:
             self._admit()
             self._publish()
             self._check_invariants()
-        tasks = self.stream.tasks
-        self.check(not tasks.rows, f"rows are left: {list(tasks.rows)[:4]}")
+        # With partial rollout, groups wait for a batch after the last one.
+        sampling = self.stream.schedule.sampling
+        expected = {*sampling.waiting, *sampling.pending} if self.scenario.budget is not None else set()
+        left = [uid for uid in self.stream.tasks.rows if uid[1] not in expected]
+        self.check(not left, f"rows are left: {left[:4]}")
 
     def check(self, holds: bool, message: str) -> None:
         """Raise Broken unless something holds."""
@@ -407,8 +410,8 @@ def failure(scenario: Scenario) -> str:
     """Return what is broken in a run, or an empty string; batches must be those of the run without events."""
     broken, batches = outcome(scenario)
     if not broken and batches and scenario.fixes_batches and scenario.events:
-        expected = outcome(with_events(scenario, ()))[1]
-        if batches != expected:
+        broken, expected = outcome(with_events(scenario, ()))
+        if not broken and batches != expected:
             return f"Broken: the batches are {batches}, and without events {expected}"
     return broken
 
