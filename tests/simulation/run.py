@@ -151,10 +151,9 @@ class SimulatedRun:
             self._admit()
             self._publish()
             self._check_invariants()
-        # With partial rollout, groups wait for a batch after the last one.
-        sampling = self.stream.schedule.sampling
-        expected = {*sampling.waiting, *sampling.pending} if self.scenario.budget is not None else set()
-        left = [uid for uid in self.stream.tasks.rows if uid[1] not in expected]
+        # With staleness, groups admitted ahead may wait for a batch after the last one.
+        iteration_of, last = self.stream.schedule.iteration_of, self.scenario.iterations
+        left = [uid for uid in self.stream.tasks.rows if iteration_of[uid[1]] <= last or not self.scenario.staleness]
         self.check(not left, f"rows are left: {left[:4]}")
 
     def check(self, holds: bool, message: str) -> None:
