@@ -26,7 +26,7 @@ def test_engine_receives_changes_since_its_version_only() -> None:
 
 def test_version_is_kept_while_an_engine_needs_it() -> None:
     known = versions()
-    assert [location.path for location in known.outdated({2})] == ["actor-1"], "the rival's first is what its second was"
+    assert [location.path for location in known.outdated({2})] == ["actor-1"], "the rival skipped version 2"
     assert known.between(0, 2)[1] == ("rival", 1, place("rival-1"))
     assert sorted(location.path for location in known.outdated({3})) == ["actor-2", "rival-1"]
     assert sorted(location.path for location in known.locations()) == ["actor-3", "rival-3"]
