@@ -114,7 +114,7 @@ CONFIGURATION = {
         r"remove"
     ),
     "rollout.weights=handles": r"handles are not supported any more; write collective between CUDA devices, or file",
-    "rollout.weights=collective": r"is for engine processes, and none starts; write rollout.engines=1",
+    "rollout.weights=collective": r"write rollout.engines=1",
     "rollout.environment=countdown": r"no environment is called 'countdown'. Your own is written module:name",
     "trackers=tensorbord": (
         r"no tracker is called 'tensorbord'. Did you mean 'tensorboard'[?] Your own is written "

@@ -191,7 +191,7 @@ def metrics_agree(one: Path, other: Path, tolerance: float = 1e-6) -> bool:
     pairs = [metrics_without_times(run) for run in (one, other)]
     if [line.keys() for line in pairs[0]] != [line.keys() for line in pairs[1]]:
         return False
-    values = [[value for line in lines for value in line.values()] for lines in pairs]
+    values = [[line[name] for line in lines for name in sorted(line)] for lines in pairs]
     return all(
         a == b or (a is not None and b is not None and abs(a - b) <= tolerance * (1 + abs(a)))
         for a, b in zip(*values, strict=True)

@@ -259,9 +259,9 @@ def verifiers(
     `settings` are those of the taskset's configuration.
     """
     # Imported here: it is installed in an environment of its own, and takes seconds to import.
-    from braidrl.agents.verifiers_tasks import Tasks
+    from braidrl.agents.verifiers_tasks import TaskSets
 
-    return Tasks(name, harness, settings)
+    return TaskSets(name, harness, settings)
 
 
 @dataclass(frozen=True)

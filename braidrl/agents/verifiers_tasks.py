@@ -49,7 +49,7 @@ class TrajectoryRuntime(SubprocessRuntime):
         return [sys.executable, str(self.workdir / path)]
 
 
-class Tasks:
+class TaskSets:
     """A taskset and the harness that plays it, as an agent of a row."""
 
     def __init__(self, name: str, harness: str, settings: Mapping[str, Any]) -> None:

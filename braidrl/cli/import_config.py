@@ -29,7 +29,7 @@ WHOLE = ("engine_kwargs.vllm", "apply_chat_template_kwargs", "override_config")
 TRANSLATED, DECIDE, WITHOUT = "translated", "to decide", "without counterpart"
 
 
-class Outcome(NamedTuple):
+class KeyOutcome(NamedTuple):
     """The outcome of a key: translated, to decide, or without counterpart; and its target or the reason."""
 
     kind: str
@@ -193,7 +193,7 @@ def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
     return found
 
 
-def import_config(path: Path) -> tuple[dict[str, Any], dict[str, Outcome]]:
+def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     """Return the nested keys of a Braid configuration, and what became of each key of the other framework's.
 
     Raises UserError for a file of no known framework, or one without a model.
@@ -216,15 +216,15 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, Outcome]]:
     for key in given.keys() - usable.keys():
         row = framework.row(key) or {}
         is_needless = not row.keys() & {"to", "rule", "decide"} and "note" in row
-        outcomes[key] = Outcome(WITHOUT, row["note"]) if is_needless else without_value(given[key])
+        outcomes[key] = KeyOutcome(WITHOUT, row["note"]) if is_needless else without_value(given[key])
     outcomes = {key: outcomes[key] for key in given if key != COMMAND_LINE}
     for key, advice in one.advice.items():
-        outcomes[key] = Outcome(DECIDE, advice)
+        outcomes[key] = KeyOutcome(DECIDE, advice)
     if "model" not in one.made:
         raise UserError(f"{path} names no model of {framework.name}; is it a whole configuration?")
     is_advised = any(outcome.text.startswith("trainer.steps") for outcome in outcomes.values())
     if "trainer.steps" not in one.made and not is_advised:
-        outcomes["trainer.steps"] = Outcome(DECIDE, f"{framework.name} counts epochs; write trainer.steps")
+        outcomes["trainer.steps"] = KeyOutcome(DECIDE, f"{framework.name} counts epochs; write trainer.steps")
     return nested(one.made), outcomes
 
 
@@ -234,32 +234,32 @@ def referred(value: Any, given: Mapping[str, Any]) -> Any:
     return given.get(match[1], value) if match else value
 
 
-def without_value(value: Any) -> Outcome:
+def without_value(value: Any) -> KeyOutcome:
     """Return what became of a key without a value that can be read."""
     if value in (None, "???", {}):
-        return Outcome(WITHOUT, "it has no value")
-    return Outcome(DECIDE, f"{shown(value)} is known to the shell or to Hydra alone; write the value")
+        return KeyOutcome(WITHOUT, "it has no value")
+    return KeyOutcome(DECIDE, f"{shown(value)} is known to the shell or to Hydra alone; write the value")
 
 
-def translate(framework: Framework, one: Imported, key: str) -> Outcome:
+def translate(framework: Framework, one: Imported, key: str) -> KeyOutcome:
     """Set what Braid's configuration has for one key, and return what became of the key."""
     row, value = framework.row(key), one.given[key]
     if row is None:
-        return Outcome(DECIDE, f"{framework.name} has no such key; is it of your own, or of another version?")
+        return KeyOutcome(DECIDE, f"{framework.name} has no such key; is it of your own, or of another version?")
     note, to = row.get("note", "no counterpart"), row.get("to", "")
     if one.flow not in row.get("of", one.flow).split():
-        return Outcome(WITHOUT, f"{one.flow} has no such setting ({row['of']} has)")
+        return KeyOutcome(WITHOUT, f"{one.flow} has no such setting ({row['of']} has)")
     if advice := row.get("decide"):
-        return Outcome(DECIDE, advice) if value not in (False, 0) else Outcome(WITHOUT, "it is off")
+        return KeyOutcome(DECIDE, advice) if value not in (False, 0) else KeyOutcome(WITHOUT, "it is off")
     if "to" not in row and "rule" not in row:
-        return Outcome(WITHOUT, note if value not in (False, 0) else f"it is off; {note}")
+        return KeyOutcome(WITHOUT, note if value not in (False, 0) else f"it is off; {note}")
     before, together = dict(one.made), len(one.together)
     values = {str(theirs).lower(): ours for theirs, ours in row.get("values", {}).items()}
     if values and "rule" not in row:
         is_known = str(value).lower() in values
         made = values.get(str(value).lower(), Decide(row.get("else", f"{to} has no value like {shown(value)}")))
         if is_known and made is None:
-            return Outcome(TRANSLATED, f"{to}, as by default")
+            return KeyOutcome(TRANSLATED, f"{to}, as by default")
     else:
         try:
             one.key = key
@@ -267,17 +267,17 @@ def translate(framework: Framework, one: Imported, key: str) -> Outcome:
         except (TypeError, ValueError, KeyError, IndexError):
             made = Decide(f"{shown(value)} is no value that is known for {to or key}")
     if isinstance(made, Decide):
-        return Outcome(DECIDE, made)
+        return KeyOutcome(DECIDE, made)
     if made is not None:
         one.made[to] = made
-        return Outcome(TRANSLATED, to)
+        return KeyOutcome(TRANSLATED, to)
     if len(one.together) > together:
-        return Outcome(TRANSLATED, to)
+        return KeyOutcome(TRANSLATED, to)
     changed = [name for name, setting in one.made.items() if name not in before or before[name] != setting]
     if changed:
-        return Outcome(TRANSLATED, ", ".join(changed))
+        return KeyOutcome(TRANSLATED, ", ".join(changed))
     related = to and (to in one.made or any(name.startswith(f"{to}.") for name in one.made))
-    return Outcome(TRANSLATED, to) if related else Outcome(WITHOUT, f"no effect with the other keys; {note}")
+    return KeyOutcome(TRANSLATED, to) if related else KeyOutcome(WITHOUT, f"no effect with the other keys; {note}")
 
 
 def nested(made: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Requests to the queue and their answers: structs in tagged unions, dispatched by type.
 
-client ──Request: `Take`, `Put`, `Done` ...──▶ the controller's union of requests ──▶ `match`
-       ◀──Answer: the request's `answer`, `Waited` or `Refused`──┘
+client ──QueueRequest: `Take`, `Put`, `Done` ...──▶ the controller's union of requests ──▶ `match`
+       ◀──Answer: the request's `answer`, `Waited` or `RefusedRequest`──┘
 
 A class of requests names the type of its answer. A controller may derive further requests and answers.
 """
@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from braidrl.data.messages import Frame, Message
 from braidrl.queue.storage import Place
-from braidrl.queue.table import Block, Piece, Positions, RowName, StoredMessage
+from braidrl.queue.table import Block, Positions, RowName, StoredMessage, TablePiece
 
 
-class Received(Message):
+class Receipt(Message):
     """The answer to a request that asks for nothing."""
 
 
@@ -22,28 +22,28 @@ class Waited(Message):
     """The answer to a parked request after its time limit."""
 
 
-class Refused(Message):
+class RefusedRequest(Message):
     """The answer to a request that failed."""
 
     error: str
 
 
-class Request(Message, kw_only=True):
+class QueueRequest(Message, kw_only=True):
     """A request of a process, called `holder` at the queue."""
 
-    answer: ClassVar[Any] = Received
+    answer: ClassVar[Any] = Receipt
     holder: str = ""
 
 
 Answer = tuple[Message, Sequence[Frame]]
 """An answer, and the raw bytes that come with it."""
-NOTHING: Answer = (Received(), ())
+NOTHING: Answer = (Receipt(), ())
 
 
 # Clients and holders
 
 
-class Hello(Request):
+class Hello(QueueRequest):
     """Register a process; engines also say that they generate."""
 
     address: str
@@ -71,11 +71,11 @@ class Leased(Lost, kw_only=True):
     lease: int
     size: int
     """Number of rows of the lease."""
-    payload: list[Piece]
+    payload: list[TablePiece]
     """The locations of the columns that the consumer reads."""
 
 
-class Take(Request):
+class Take(QueueRequest):
     """Lease ready rows of one of the consumers, the most urgent first."""
 
     consumers: Sequence[str]
@@ -87,7 +87,7 @@ class Take(Request):
     """Numbers of the holder's leases."""
 
 
-class Done(Request):
+class Done(QueueRequest):
     """Record rows as completed, with the columns written for them."""
 
     answer = Lost
@@ -102,14 +102,14 @@ class Done(Request):
     """True if the rows are suspended: they have tokens, and are not done."""
 
 
-class Renew(Request):
+class Renew(QueueRequest):
     """Extend the leases of a slow holder."""
 
     answer = Lost
     held: list[int]
 
 
-class GiveBack(Request):
+class GiveBack(QueueRequest):
     """Release leases whose holder cannot use them."""
 
     leases: list[int]
@@ -121,7 +121,7 @@ HolderRequest = Hello | Take | Done | Renew | GiveBack
 # A node's storage
 
 
-class ReadRows(Request):
+class ReadRows(QueueRequest):
     """Send columns of a block, of all rows or of some positions."""
 
     name: str
@@ -129,13 +129,13 @@ class ReadRows(Request):
     positions: list[int] | None = None
 
 
-class Free(Request):
+class Free(QueueRequest):
     """Free segments."""
 
     names: list[str]
 
 
-class Abandon(Request):
+class Abandon(QueueRequest):
     """Free the segments of a dead process, except the known ones."""
 
     writer: str
@@ -148,7 +148,7 @@ class ServedBytes(Message):
     bytes: int
 
 
-class Served(Request):
+class Served(QueueRequest):
     """Ask for these bytes."""
 
     answer = ServedBytes
@@ -158,7 +158,7 @@ class MissingBlock(Message):
     """The answer to `ReadRows` if the block is gone; its rows were dropped."""
 
 
-ReadRows.answer = Received | MissingBlock
+ReadRows.answer = Receipt | MissingBlock
 NodeRequest = ReadRows | Free | Abandon | Served
 
 
@@ -173,19 +173,19 @@ class Directory(Message):
     has_budget: bool
 
 
-class AskDirectory(Request):
+class AskDirectory(QueueRequest):
     """Ask what a new client must know."""
 
     answer = Directory
 
 
-class Reserve(Request):
+class Reserve(QueueRequest):
     """Reserve bytes for a put that follows."""
 
     bytes: int
 
 
-class Put(Request):
+class Put(QueueRequest):
     """Record columns of rows; the first column of a row admits it."""
 
     part: StoredMessage
@@ -209,18 +209,18 @@ class TakeColumns(Take):
     table: RowName | None = None
 
 
-class Finish(Request):
+class Finish(QueueRequest):
     """Declare that no more rows will come."""
 
 
-class Clear(Request):
+class Clear(QueueRequest):
     """Remove rows, completed or not: the named ones, those of a table, or all."""
 
     rows: list[RowName] | None = None
     table: RowName | None = None
 
 
-class Missing(Request):
+class Missing(QueueRequest):
     """Report blocks that a reader did not find."""
 
     blocks: list[Block]
@@ -239,7 +239,7 @@ class QueueUsage(Message):
     """Task, holder, and the number of rows that it holds."""
 
 
-class Usage(Request):
+class Usage(QueueRequest):
     """Ask for the usage of the queue."""
 
     answer = QueueUsage

@@ -29,15 +29,15 @@ from braidrl.queue.calls import (
     Lost,
     MissingBlock,
     NodeRequest,
+    QueueRequest,
     ReadRows,
     Renew,
-    Request,
     Served,
     ServedBytes,
     Take,
 )
 from braidrl.queue.storage import Place, open_storage
-from braidrl.queue.table import Block, Piece, Positions, StoredRows, in_order
+from braidrl.queue.table import Block, Positions, StoredRows, TablePiece, in_order
 from braidrl.queue.transport import Connections
 
 DECODED = 4
@@ -248,12 +248,14 @@ class Client:
         self._renewed = time.monotonic()
         self.ask(Hello(data.address, generates))
 
-    def ask(self, request: Request, frames: Sequence[Frame] = (), wait_s: float = 0.0) -> tuple[Any, Sequence[Frame]]:
+    def ask(
+        self, request: QueueRequest, frames: Sequence[Frame] = (), wait_s: float = 0.0
+    ) -> tuple[Any, Sequence[Frame]]:
         """Send one request of this process and return its answer; the queue may hold it back for `wait_s` seconds."""
         request.holder = self.holder
         return self.data.connections.ask(self.address, request, frames, wait_s)
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: QueueRequest) -> None:
         """Send one request of this process without waiting for its answer."""
         request.holder = self.holder
         self.data.connections.tell(self.address, request)
@@ -325,7 +327,7 @@ def write_columns(data: DataPlane, columns: Mapping[str, Column]) -> StoredRows:
 def assembled(
     data: DataPlane,
     inline: Rows,
-    payload: Sequence[Piece],
+    payload: Sequence[TablePiece],
     size: int,
     wanted: Sequence[int] | None = None,
     index: bool = False,

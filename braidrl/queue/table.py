@@ -35,7 +35,7 @@ class Block(NamedTuple):
     size: int
 
 
-class Piece(NamedTuple):
+class TablePiece(NamedTuple):
     """The location of columns of some rows: a block, the rows in it, and which of the wanted rows they are.
 
     `positions` in the block and `targets` among the wanted rows are None if the wanted rows are those of the block, in
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 class StoredMessage(Message):
     """Stored rows in a message; their index columns are some of its frames."""
 
-    payload: list[Piece]
+    payload: list[TablePiece]
     first: int
     """Number of the first of these frames."""
     frames: int
@@ -70,7 +70,7 @@ class StoredRows:
     """
 
     index: Rows
-    payload: list[Piece] = field(default_factory=list)
+    payload: list[TablePiece] = field(default_factory=list)
     writer: str = ""
     """The stage or task that wrote a part."""
     rows: dict[Row, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class StoredRows:
     def of_block(index: Rows, block: Block | None, columns: Sequence[str], size: int) -> "StoredRows":
         """Return rows that lie in one block, in its order; `columns` are not among the index columns."""
         return StoredRows(
-            index, [Piece(block, list(columns), size, index_columns=list(index))] if block is not None else []
+            index, [TablePiece(block, list(columns), size, index_columns=list(index))] if block is not None else []
         )
 
     @staticmethod
@@ -130,7 +130,7 @@ class StoredRows:
         return StoredRows(self.index.only([name for name in self.index if name in names]), pieces, writer, places)
 
 
-def pieces_without(pieces: Iterable[Piece], names: Collection[str]) -> list[Piece]:
+def pieces_without(pieces: Iterable[TablePiece], names: Collection[str]) -> list[TablePiece]:
     """Return the locations of all but some columns."""
     left = (piece._replace(columns=[name for name in piece.columns if name not in names]) for piece in pieces)
     return [piece for piece in left if piece.columns]
@@ -211,14 +211,14 @@ class Table:
 
     def payload(
         self, uids: Sequence[Row], writers: Sequence[str], names: Collection[str] | None, index: bool = False
-    ) -> list[Piece]:
+    ) -> list[TablePiece]:
         """Return the locations of the named payload columns (None: all): pieces of blocks, with `targets` among `uids`.
 
         With `index` the locations of all index columns too. Of one name, the last writer's column is meant.
         """
         return located({writer: self._shares(uids, writer) for writer in writers}, names, index)
 
-    def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[Piece]:
+    def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[TablePiece]:
         """Return the locations of columns stored under their own names, as `payload` does.
 
         Raises KeyError if one is missing.
@@ -286,14 +286,14 @@ class PartRows(NamedTuple):
         """Return True if they are all rows of the part, in its order."""
         return len(self.positions) == len(self.part) and self.positions == list(range(len(self.part)))
 
-    def piece(self, columns: Sequence[str]) -> Piece:
+    def piece(self, columns: Sequence[str]) -> TablePiece:
         """Return the location of some columns."""
         block = self.part.payload[0].block if self.part.payload else None
         index = [name for name in columns if name in self.part.index]
         # With one part for all wanted rows, `targets` is a range.
         if isinstance(self.targets, range) and self.is_all:
-            return Piece(block, columns, len(self.part), index_columns=index)
-        return Piece(block, columns, len(self.part), self.positions, list(self.targets), index)
+            return TablePiece(block, columns, len(self.part), index_columns=index)
+        return TablePiece(block, columns, len(self.part), self.positions, list(self.targets), index)
 
 
 def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
@@ -307,7 +307,7 @@ def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
 
 def located(
     shares: Mapping[str, Sequence[PartRows]], names: Collection[str] | None, index: bool = False
-) -> list[Piece]:
+) -> list[TablePiece]:
     """Return the locations of columns of rows from the parts of each writer; `names` and `index` are as for
     `Table.payload`.
     """

@@ -25,7 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from braidrl.data.messages import Frame, Packed, pack_message, unpack_message
-from braidrl.queue.calls import NOTHING, Answer, GiveBack, Lost, Refused, Renew, Request, Take, Waited
+from braidrl.queue.calls import NOTHING, Answer, GiveBack, Lost, QueueRequest, RefusedRequest, Renew, Take, Waited
 from braidrl.queue.tasks import Tasks
 
 Handler = Callable[[Any, Sequence[Frame], bool], Answer | None]
@@ -106,7 +106,9 @@ class Connection:
         self._socket = asking_socket(self._context, address, secret)
         self._number = 0
 
-    def ask(self, request: Request, frames: Sequence[Frame] = (), wait_s: float = 0.0) -> tuple[Any, Sequence[Frame]]:
+    def ask(
+        self, request: QueueRequest, frames: Sequence[Frame] = (), wait_s: float = 0.0
+    ) -> tuple[Any, Sequence[Frame]]:
         """Send a request, repeat it if necessary, and return its answer: of the type that it names, or `Waited`.
 
         Args:
@@ -131,13 +133,13 @@ class Connection:
                 # call.
                 if number != self._number:
                     continue
-                answer = unpack_message(packed, request.answer | Waited | Refused)
-                if isinstance(answer, Refused):
+                answer = unpack_message(packed, request.answer | Waited | RefusedRequest)
+                if isinstance(answer, RefusedRequest):
                     raise QueueError(answer.error)
                 return answer, [frame.buffer for frame in rest]
         raise QueueTimeout(f"{self.address} did not answer {type(request).__name__} within {limit:g} s")
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: QueueRequest) -> None:
         """Send a request without waiting for its answer."""
         while self._socket.poll(0):
             self._socket.recv_multipart(copy=False)
@@ -158,13 +160,13 @@ class Connections:
         self._idle: defaultdict[str, deque[Connection]] = defaultdict(deque)
 
     def ask(
-        self, address: str, request: Request, frames: Sequence[Frame] = (), wait_s: float = 0.0
+        self, address: str, request: QueueRequest, frames: Sequence[Frame] = (), wait_s: float = 0.0
     ) -> tuple[Any, Sequence[Frame]]:
         """Do as `Connection.ask`."""
         with self._taken(address) as connection:
             return connection.ask(request, frames, wait_s)
 
-    def tell(self, address: str, request: Request) -> None:
+    def tell(self, address: str, request: QueueRequest) -> None:
         """Do as `Connection.tell`."""
         with self._taken(address) as connection:
             connection.tell(request)
@@ -233,7 +235,7 @@ class Parking:
 
     def refuse(self, sender: bytes, number: int, error: Exception) -> None:
         """Answer a request that cannot be handled."""
-        self._answer(sender, number, (Refused(f"{type(error).__name__}: {error}"), ()))
+        self._answer(sender, number, (RefusedRequest(f"{type(error).__name__}: {error}"), ()))
 
     def _attempt(self, sender: bytes, parked: Parked, frames: Sequence[Frame], again: bool = False) -> None:
         try:
@@ -423,7 +425,7 @@ class QueueController(ABC):
     def respond(self, request: Any, frames: Sequence[Frame]) -> Answer | None:
         """Answer one request, or park it; the caller holds the lock."""
 
-    def handle(self, request: Request, frames: Sequence[Frame], again: bool = False) -> Answer | None:
+    def handle(self, request: QueueRequest, frames: Sequence[Frame], again: bool = False) -> Answer | None:
         """Answer one request, or park it; `again` is True for one that was parked."""
         with self.changed:
             if request.holder in self.holders and not again:

@@ -153,7 +153,7 @@ def test_a_verifiers_code_is_that_of_the_runs_start(tmp_path: Path, change: str)
     other.write_text("SCORE = 0.25\n")
     code.write_text(
         f"import os, sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom beside import SCORE\n"
-        "def mine(response):\n    if response == 'write':\n        open(__file__, 'a').write('\\nmine = lambda response: 1.0\\n')\n  return SCORE\n"
+        "def mine(response):\n    if response == 'write':\n        open(__file__, 'a').write('\\nmine = lambda response: 1.0\\n')\n    return SCORE\n"
     )
     verifier = resolve(f"{code}:mine")
     with RewardPool(RewardConfig(timeout_s=20)) as pool:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from braidrl.cli.import_config import DECIDE, TRANSLATED, WITHOUT, Outcome, import_config, write_imported
+from braidrl.cli.import_config import DECIDE, TRANSLATED, WITHOUT, KeyOutcome, import_config, write_imported
 from braidrl.cli.import_scripts import COMMAND_LINE, read_commands
 from braidrl.config import Config, load_config, parse_config
 from braidrl.errors import UserError
@@ -144,14 +144,14 @@ CASES = {
 }
 
 
-def imported(folder: Path, name: str, text: str | None = None) -> tuple[Config, dict[str, Outcome]]:
+def imported(folder: Path, name: str, text: str | None = None) -> tuple[Config, dict[str, KeyOutcome]]:
     path = folder / name
     path.write_text(CASES[name] if text is None else text)
     tree, outcomes = import_config(path)
     return parse_config(tree), outcomes
 
 
-def kinds(outcomes: dict[str, Outcome], kind: str) -> set[str]:
+def kinds(outcomes: dict[str, KeyOutcome], kind: str) -> set[str]:
     return {key for key, outcome in outcomes.items() if outcome.kind == kind}
 
 

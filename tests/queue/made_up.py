@@ -15,14 +15,14 @@ from braidrl.data.messages import Frame, Message, pack_message
 from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.queue.calls import NOTHING, Answer, Request
+from braidrl.queue.calls import NOTHING, Answer, QueueRequest
 from braidrl.queue.client import Client, DataPlane, WorkItem, write_columns
 from braidrl.queue.owner import StorageNode
-from braidrl.queue.table import Piece, StoredRows
+from braidrl.queue.table import StoredRows, TablePiece
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
-from braidrl.runtimes.streaming.work import LeasedRows, Load, Loaded, Step, Stepped, TakeWork, WorkerRequest
+from braidrl.runtimes.streaming.work import LeasedRows, Loaded, LoadWeights, Step, Stepped, TakeWork, WorkerRequest
 from braidrl.weights.versions import LoadingSchedule
 
 SAMPLES = 2
@@ -72,10 +72,10 @@ def made_from(name: str, rows: Rows, version: int = 0) -> dict[str, Any]:
     return {"advantage": rows["reward"] - rows["reward"].mean()}
 
 
-class Admit(Request):
+class Admit(QueueRequest):
     """Rows from a process of its own, which in a run the main program admits."""
 
-    payload: list[Piece]
+    payload: list[TablePiece]
 
 
 class AdmittingPlane(ControlPlane):
@@ -153,7 +153,7 @@ class Worker:
                 own = kept.read()
                 deliver(self.client, kept, made_from("normalise", own) if "reward" in own else {})
             self.kept = []
-        elif work.kind is Load:
+        elif work.kind is LoadWeights:
             LOADED[self.client.holder] = work.answer.version
             self.client.ask(Loaded(work.answer.version))
         return work.kind

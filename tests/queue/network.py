@@ -19,8 +19,8 @@ from braidrl.queue.calls import (
     LeasedColumns,
     Lost,
     Put,
-    Refused,
-    Request,
+    QueueRequest,
+    RefusedRequest,
     TakeColumns,
     Waited,
 )
@@ -59,11 +59,11 @@ class Client:
 
     def __init__(self, network: Network, name: str, task: str | None) -> None:
         self.network, self.name, self.task = network, name, task
-        self.asked: tuple[int, Request] | None = None
+        self.asked: tuple[int, QueueRequest] | None = None
         self.frames: list[Frame] = []
         self.batch: tuple[int, list[int]] | None = None
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: QueueRequest) -> None:
         Client.numbers += 1
         request.holder = self.name
         self.asked = Client.numbers, request
@@ -96,8 +96,8 @@ class Client:
     def hear(self, number: int, answer: Any) -> None:
         if self.asked is None or number != self.asked[0]:
             return
-        answer = carried(answer, self.asked[1].answer | Waited | Refused)
-        assert not isinstance(answer, Refused), answer
+        answer = carried(answer, self.asked[1].answer | Waited | RefusedRequest)
+        assert not isinstance(answer, RefusedRequest), answer
         (_, asked), self.asked = self.asked, None
         if isinstance(answer, LeasedColumns):
             self.batch = answer.lease, [int(str(row)) for row in answer.rows]

@@ -22,7 +22,7 @@ from braidrl.queue.calls import Stop
 from braidrl.queue.client import Client, WorkItem
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
-from braidrl.runtimes.streaming.work import LeasedRows, Load, Loaded, Step, Stepped, TakeWork
+from braidrl.runtimes.streaming.work import LeasedRows, Loaded, LoadWeights, Step, Stepped, TakeWork
 from braidrl.weights.versions import LoadingSchedule
 from tests.plan.durations import long_tailed
 from tests.queue.made_up import GENERATE, SAMPLES, client, deliver, made_from, main_program, queue, stage
@@ -47,7 +47,7 @@ def workload(staleness: int, iterations: int, median_s: float) -> Workload:
 def generate(worker: Client, work: Workload) -> None:
     loaded = 0
     while (given := worker.take(TakeWork(["generate"], 1), 5.0)).kind is not Stop:
-        if given.kind is Load:
+        if given.kind is LoadWeights:
             loaded = given.answer.version
             worker.ask(Loaded(loaded))
         elif given.kind is LeasedRows:

@@ -35,14 +35,14 @@ from braidrl.runtimes.streaming.stream import Stream
 from braidrl.runtimes.streaming.work import (
     Ended,
     Give,
-    Given,
     LeasedRows,
-    Load,
     Loaded,
+    LoadWeights,
     Step,
     Stepped,
     TakeWork,
     WeightLocation,
+    WeightsGiven,
 )
 from tests.queue.made_up import (
     CHECK,
@@ -470,7 +470,7 @@ def play(
         place, fate = chance.randrange(len(engines)), chance.random()
         worker = engines[place]
         work = worker.take(TakeWork(["check", "generate"], 3), 0.02)
-        if work.kind is Load:
+        if work.kind is LoadWeights:
             LOADED[worker.holder] = work.answer.version
             worker.ask(Loaded(work.answer.version))
         elif work.kind is LeasedRows and fate < 0.2:
@@ -523,7 +523,7 @@ def test_weight_copy_is_asked_of_another_worker_when_the_first_dies(tmp_path: Pa
         file = tmp_path / "weights"
         file.write_bytes(b"weights")
         location = WeightLocation(1, 7, str(file))
-        second.ask(Given("follow", location))
+        second.ask(WeightsGiven("follow", location))
         step = follower.take(TakeWork([], 8, role="reference"), 0.0)
         assert step.kind is Step and step.answer.weights == location
         follower.ask(Stepped("follow", {}))

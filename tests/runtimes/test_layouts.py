@@ -99,7 +99,7 @@ def test_joint_decoding_selects_the_rows_of_a_single_process(workshop: Workshop)
         ),
         (
             {"algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"tensor": 3}}},
-            r"trainer.inference_layout: .* make 3 devices and there are 2",
+            r"trainer.inference_layout: .* 4 attention heads, which tensor=3",
         ),
         (
             {
@@ -127,7 +127,7 @@ def test_joint_decoding_selects_the_rows_of_a_single_process(workshop: Workshop)
             {"runtime": "eager", "algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"shard": "full"}}},
             "trainer.inference_layout is for runtime=distributed, hybrid or streaming; remove it",
         ),
-        ({"trainer": {"layout": {"tensor": 3}}}, r"trainer.layout: .* make 3 devices and there are 2"),
+        ({"trainer": {"layout": {"data": 3}}}, r"trainer.layout: .* make 3 devices and there are 2"),
         ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .* make 4 devices and there are 2"),
         ({"trainer": {"layout": {"sequence": 2}, "share_prompts": True}}, "sequence=1, or trainer.share_prompts=false"),
         ({"workers": 4, "trainer": {"layout": {"tensor": 4}}}, "2 key/value heads, which tensor=4"),

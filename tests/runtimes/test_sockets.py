@@ -16,6 +16,7 @@ import pytest
 
 from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.process_groups import interface_of, open_store
+from braidrl.queue.calls import Hello
 from braidrl.queue.transport import Connection
 from braidrl.runtimes.run import TrainingRun
 from tests.leftovers import family, open_sockets
@@ -70,7 +71,7 @@ def recorded_hello(address: str, secret: str, name: str, memory: str) -> bytes:
         serving.start()
         connection = Connection("tcp://{}:{}".format(*relay.getsockname()), 30.0, secret)
         try:
-            connection.ask({"request": "hello", "holder": name, "generates": False, "address": memory})
+            connection.ask(Hello(memory, holder=name))
         finally:
             connection.close()
         serving.join(10)

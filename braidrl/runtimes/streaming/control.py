@@ -19,7 +19,7 @@ from braidrl.data.messages import Frame
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.queue.calls import NOTHING, Answer, Done, GiveBack, Hello, Lost, Renew, Request, Stop
+from braidrl.queue.calls import NOTHING, Answer, Done, GiveBack, Hello, Lost, QueueRequest, Renew, Stop
 from braidrl.queue.client import DataPlane
 from braidrl.queue.table import StoredRows
 from braidrl.queue.tasks import Tasks
@@ -30,24 +30,24 @@ from braidrl.runtimes.streaming.weights import Copy, Versions, free
 from braidrl.runtimes.streaming.work import (
     Ended,
     Give,
-    Given,
     LeasedRows,
-    Load,
     Loaded,
+    LoadWeights,
     NewWeights,
     Order,
-    Ordered,
+    OrderDone,
     Receive,
     Step,
     Stepped,
     TakeWork,
     Task,
     WeightLocation,
+    WeightsGiven,
     WorkerRequest,
 )
 from braidrl.weights.versions import UNKNOWN, LoadingSchedule
 
-OF_LEADERS = Stepped | Given | NewWeights | Ordered
+OF_LEADERS = Stepped | WeightsGiven | NewWeights | OrderDone
 
 
 @dataclass
@@ -129,7 +129,7 @@ class ControlPlane(QueueController):
 
     # Requests
 
-    def handle(self, request: Request, frames: Sequence[Frame], again: bool = False) -> Answer | None:
+    def handle(self, request: QueueRequest, frames: Sequence[Frame], again: bool = False) -> Answer | None:
         """Answer one request, or keep its sender waiting.
 
         An error of the user, rather than of a worker, ends the run.
@@ -161,14 +161,14 @@ class ControlPlane(QueueController):
                 self._note_ended(request.holder, request.ended)
             case Stepped():
                 self._stepped(request)
-            case Given():
+            case WeightsGiven():
                 self._given(request)
             case NewWeights():
                 self.weights.known[request.role][request.version] = request.location
                 self.activity.updates.add(f"weights/{request.role}/write_seconds", request.seconds)
             case Loaded():
                 self._loaded(request)
-            case Ordered():
+            case OrderDone():
                 self._ordered(request, frames)
             case _:
                 assert_never(request)
@@ -211,7 +211,7 @@ class ControlPlane(QueueController):
             return Receive(version=following, weights=self.weights.between(version or 0, following)), ()
         if (load := self.loading.load(holder.name, self.rows_held(holder.name))) is not None:
             weights = self.weights.between(version or 0, load.version)
-            return Load(version=load.version, keeps_rows=load.keeps_rows, weights=weights), ()
+            return LoadWeights(version=load.version, keeps_rows=load.keeps_rows, weights=weights), ()
         if (step := self._step(request)) is not None:
             return step, ()
         lags = version not in (None, self.loading.target)
@@ -259,7 +259,7 @@ class ControlPlane(QueueController):
         self._free([copy.location] if copy and copy.location else [])
         self.training.record_of(iteration).training.append(request.report)
 
-    def _given(self, request: Given) -> None:
+    def _given(self, request: WeightsGiven) -> None:
         """Record the location of weights for the update of another role."""
         copy = self.copies.get(request.stage)
         if copy is not None and copy.giver == request.holder:
@@ -282,7 +282,7 @@ class ControlPlane(QueueController):
             self._free(self.forgotten)
             self.forgotten = []
 
-    def _ordered(self, request: Ordered, frames: Sequence[Frame]) -> None:
+    def _ordered(self, request: OrderDone, frames: Sequence[Frame]) -> None:
         """Record the result of an order."""
         rows = None
         if request.payload is not None:

@@ -30,7 +30,7 @@ from braidrl.queue.calls import Lost, Stop
 from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.runtimes.generating.generation import PartialResponses, limits_of, requests_of
 from braidrl.runtimes.streaming.weights import source_of
-from braidrl.runtimes.streaming.work import Ended, LeasedRows, Load, Loaded, Receive, TakeWork, Weights
+from braidrl.runtimes.streaming.work import Ended, LeasedRows, Loaded, LoadWeights, Receive, TakeWork, Weights
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
 from braidrl.training.parallel.layouts import DataParallel
@@ -94,7 +94,7 @@ class GenerateLoop:
                         self._begin(work, work.answer)
                     case Receive():
                         await self._receive(work.answer)
-                    case Load():
+                    case LoadWeights():
                         await self._load(work.answer)
         finally:
             await self._received(None)
@@ -335,7 +335,7 @@ class GenerateLoop:
             file.close()
         return None
 
-    async def _load(self, work: Load) -> None:
+    async def _load(self, work: LoadWeights) -> None:
         """Load a whole version. If rows do not continue with it, running ones were dropped before."""
         if not work.keeps_rows:
             await self._end([key for key, result in self.flight.items() if result is None])

@@ -1,7 +1,7 @@
 """Requests of a streaming run's workers to the control plane, and the work that they get: structs, dispatched by type.
 
-worker ──Take──▶ control plane ──▶ LeasedRows │ Step │ Give │ Receive │ Load │ Order │ Stop │ Lost
-       ──Done, Ended, Stepped, Given, NewWeights, Loaded, Ordered, Renew──▶ recorded
+worker ──Take──▶ control plane ──▶ LeasedRows │ Step │ Give │ Receive │ LoadWeights │ Order │ Stop │ Lost
+       ──Done, Ended, Stepped, WeightsGiven, NewWeights, Loaded, OrderDone, Renew──▶ recorded
 
 A leader broadcasts the same work to the other ranks of its group.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 from braidrl.data.messages import Message
 from braidrl.flow.compute import State
-from braidrl.queue.calls import Done, GiveBack, Hello, Leased, Lost, Renew, Request, Stop, Take, Waited
-from braidrl.queue.table import Piece
+from braidrl.queue.calls import Done, GiveBack, Hello, Leased, Lost, QueueRequest, Renew, Stop, Take, Waited
+from braidrl.queue.table import TablePiece
 from braidrl.runtimes.row_store import Admission, HeldOut, Surplus
 from braidrl.weights.collective import OfferedWeights
 
@@ -84,7 +84,7 @@ class Receive(Lost, kw_only=True):
     weights: Sequence[Weights]
 
 
-class Load(Lost, kw_only=True):
+class LoadWeights(Lost, kw_only=True):
     """Load a version; with `keeps_rows` running rows are preempted and resumed."""
 
     version: int
@@ -102,7 +102,7 @@ class WriteRows(Message):
     """Write rows to a file: into a checkpoint, or as `recorded` for people and replays."""
 
     path: Path
-    payload: Sequence[Piece]
+    payload: Sequence[TablePiece]
     recorded: bool
 
 
@@ -128,7 +128,7 @@ Task = MakeRows | WriteRows | Save | LoadCheckpoint | ReportWrite
 
 
 class Order(Lost, kw_only=True):
-    """A task between two pieces of work; `Ordered` reports the result by its number."""
+    """A task between two pieces of work; `OrderDone` reports the result by its number."""
 
     number: int
     task: Task
@@ -138,7 +138,7 @@ class Written(Message):
     """All ranks meet to report what they wrote; a leader sends it to the other ranks."""
 
 
-Work = LeasedRows | Step | Give | Receive | Load | Order | Stop | Lost
+Work = LeasedRows | Step | Give | Receive | LoadWeights | Order | Stop | Lost
 
 
 # Requests
@@ -158,27 +158,27 @@ class TakeWork(Take):
     """As in `Ended`."""
 
 
-class Ended(Request):
+class Ended(QueueRequest):
     """Report, by lease, the number of an engine's rows that need no slot any more; they are reported later."""
 
     ended: Sequence[tuple[int, int]]
 
 
-class Stepped(Request):
+class Stepped(QueueRequest):
     """Report a step of a train stage."""
 
     stage: str
     report: dict[str, Any]
 
 
-class Given(Request):
+class WeightsGiven(QueueRequest):
     """Report the location of weights for another role's update."""
 
     stage: str
     location: WeightLocation
 
 
-class NewWeights(Request):
+class NewWeights(QueueRequest):
     """Report the location of a version of a role's weights, and the seconds of writing it."""
 
     role: str
@@ -187,7 +187,7 @@ class NewWeights(Request):
     seconds: float
 
 
-class Loaded(Request):
+class Loaded(QueueRequest):
     """Report the version that an engine holds now."""
 
     version: int
@@ -199,16 +199,18 @@ class Loaded(Request):
     """The role whose weights changed, and the seconds that the engine stood still."""
 
 
-class Ordered(Request):
+class OrderDone(QueueRequest):
     """Report the result of an order; index columns of made rows are in the frames."""
 
     number: int
-    payload: Sequence[Piece] | None = None
+    payload: Sequence[TablePiece] | None = None
     """The locations of made rows."""
     trouble: str = ""
     """Why a file could not be written."""
 
 
-WorkerRequest = Hello | TakeWork | Done | Renew | GiveBack | Ended | Stepped | Given | NewWeights | Loaded | Ordered
+WorkerRequest = (
+    Hello | TakeWork | Done | Renew | GiveBack | Ended | Stepped | WeightsGiven | NewWeights | Loaded | OrderDone
+)
 Broadcast = Work | Waited | Written
 """What a leader sends to the other ranks of its group."""

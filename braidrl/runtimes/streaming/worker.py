@@ -40,18 +40,18 @@ from braidrl.runtimes.streaming.weights import VersionWriter, source_of
 from braidrl.runtimes.streaming.work import (
     Broadcast,
     Give,
-    Given,
     LeasedRows,
     LoadCheckpoint,
     MakeRows,
     NewWeights,
     Order,
-    Ordered,
+    OrderDone,
     ReportWrite,
     Save,
     Step,
     Stepped,
     TakeWork,
+    WeightsGiven,
     WriteRows,
     Written,
 )
@@ -172,7 +172,7 @@ class StageLoop:
                     location = self._versions().begin()()
                     self.world.gather("weights are there", None)
                     if self.client is not None:
-                        self.client.ask(Given(answer.stage, location))
+                        self.client.ask(WeightsGiven(answer.stage, location))
                 case Order():
                     self._obey(answer)
                 case Written():
@@ -180,7 +180,7 @@ class StageLoop:
                     trouble = next(filter(None, self.world.gather("what is written", self.writing.trouble())), "")
                     if self.client is not None:
                         assert self.pending_order is not None
-                        self.client.ask(Ordered(self.pending_order, trouble=trouble))
+                        self.client.ask(OrderDone(self.pending_order, trouble=trouble))
                     self.pending_order = None
 
     def _forward(self, consumer: Consumer, work: WorkItem, iteration: int) -> None:
@@ -285,7 +285,7 @@ class StageLoop:
             case MakeRows() | WriteRows():
                 raise ValueError("rows are made and written by the rows process")
         if self.client is not None:
-            self.client.ask(Ordered(order.number))
+            self.client.ask(OrderDone(order.number))
 
     def _begin_export(self, version: int) -> None:
         """Start to publish this version with the other ranks, while the next rows are trained on."""
@@ -322,13 +322,13 @@ def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: 
         match work.answer.task:
             case MakeRows(origin):
                 made = write_columns(client.data, dict(store.make(origin).items()))
-                client.ask(Ordered(work.answer.number, made.payload), encode(made.index))
+                client.ask(OrderDone(work.answer.number, made.payload), encode(made.index))
             case WriteRows(path, payload, recorded):
                 trouble, write = "", store.record if recorded else store.save
                 try:
                     write(path, assembled(client.data, work.inline, payload, len(work.inline)))
                 except OSError as error:
                     trouble = first_line(error)
-                client.ask(Ordered(work.answer.number, trouble=trouble))
+                client.ask(OrderDone(work.answer.number, trouble=trouble))
             case task:
                 raise ValueError(f"the rows process cannot {type(task).__name__}")
