@@ -76,7 +76,7 @@ TRIES = {
     "huge pages": C
     + "held = mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)\nwon = True",
     "empty files": C
-    + "for n in range(40000):\n    for place in ('/tmp', '/dev/shm', '/var/tmp'):\n        open(f'{place}/{n}', 'w').close()\nheld = bytearray(b'1') * (400 << 20)\ntime.sleep(3)\nwon = True",
+    + "for n in range(10000):\n    for place in ('/tmp', '/dev/shm', '/var/tmp'):\n        open(f'{place}/{n}', 'w').close()\nheld = bytearray(b'1') * (400 << 20)\ntime.sleep(3)\nwon = True",
     "memory of many processes": C
     + "for _ in range(8):\n    if os.fork() == 0:\n        held = bytearray(b'1') * (200 << 20)\n        time.sleep(60)\n"
     "time.sleep(8)\nwon = True",
@@ -96,6 +96,6 @@ def test_no_memory_is_taken_beyond_the_limit(mode: str) -> None:
 def test_memory_within_the_limit_is_given() -> None:
     taken = (
         SHARED
-        + "held = shared(150)\nwith open('/tmp/file', 'wb') as file:\n  for _ in range(50):\n  file.write(MIB)\nwon = True"
+        + "held = shared(150)\nwith open('/tmp/file', 'wb') as file:\n    for _ in range(50):\n        file.write(MIB)\nwon = True"
     )
     assert made([taken], memory_gib=0.5)[0].correct

@@ -187,7 +187,7 @@ ERRORS = {
     ),
     "none of several columns": (
         lambda: Flow("f", [actor.generate(), update()]),
-        "stage actor.update reads 'advantages' or 'advantage', which no earlier stage writes.",
+        "stage actor.update reads 'advantages' or 'turn_advantages' or 'advantage', which no earlier stage writes.",
     ),
     "state before the last generate": (
         lambda: Flow(

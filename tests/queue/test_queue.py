@@ -516,7 +516,7 @@ def test_weight_copy_is_asked_of_another_worker_when_the_first_dies(tmp_path: Pa
         admit(control, [0, 1])
         assert [trainer.once() for _ in range(4)] == [LeasedRows] * 3 + [Step]
         assert follower.take(TakeWork([], 8, role="reference"), 0.0).kind is Waited
-        assert first.take(TakeWork([], 8, role="actor"), 0.0).answer == Give(stage="follow")
+        assert first.take(TakeWork([], 8, role="actor"), 0.0).answer == Give(lost=[], dropped=[], stage="follow")
         assert second.take(TakeWork([], 8, role="actor"), 0.0).kind is Waited, "one of them is enough"
         control.fail("first")
         assert second.take(TakeWork([], 8, role="actor"), 0.0).kind is Give

@@ -4,7 +4,6 @@ other roles.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from copy import deepcopy
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import parse_config
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.engines.deployment import Deployment
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.queue.owner import StorageNode, remove_run
@@ -75,8 +75,8 @@ def writer(trainer: PreTrainedModel, owner: StorageNode, **rollout: object) -> V
 
 
 def load(engine: PreTrainedModel, place: WeightLocation) -> None:
-    # As plain data, which is what passes through the control plane.
-    EngineWeights(engine).refresh(source_of(json.loads(json.dumps(place))))
+    # As a message, which is what passes through the control plane.
+    EngineWeights(engine).refresh(source_of(unpack_message(pack_message(place), WeightLocation)))
 
 
 @pytest.mark.parametrize("way", ["file", "collective"])
@@ -90,7 +90,7 @@ def test_engine_holds_exactly_one_version_of_every_tensor(owner: StorageNode, na
             parameter.add_(1)
     load(engine, place)
     assert torch.equal(logits(engine), wanted)
-    assert place["bytes"] == sum(part.local.nbytes for part in weight_parts(trainer).values())
+    assert place.bytes == sum(part.local.nbytes for part in weight_parts(trainer).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -167,13 +167,13 @@ def test_another_models_weights_are_refused_before_anything_changes(owner: Stora
 def test_version_file_exists_until_freed_or_run_ends(owner: StorageNode) -> None:
     versions = writer(model("qwen2", 1), owner)
     first, second, third = (versions.begin()() for _ in range(3))
-    assert all(Path(place["path"]).parent == shared_folder() for place in (first, second, third))
+    assert all(Path(place.path).parent == shared_folder() for place in (first, second, third))
     free([first])
-    assert not Path(first["path"]).exists() and Path(second["path"]).exists()
-    versions.forget([first["number"], second["number"]])
-    assert not Path(second["path"]).exists()
+    assert not Path(first.path).exists() and Path(second.path).exists()
+    versions.forget([first.number, second.number])
+    assert not Path(second.path).exists()
     remove_run(owner.run, owner.storage)
-    assert not Path(third["path"]).exists()
+    assert not Path(third.path).exists()
 
 
 def test_servers_read_a_folder_with_every_name(owner: StorageNode, tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_servers_read_a_folder_with_every_name(owner: StorageNode, tmp_path: Pat
     servers = {"urls": "http://127.0.0.1:9", "folder": str(tmp_path)}
     versions = writer(trainer, owner, engine="http", servers=servers)
     place = versions.begin()()
-    assert Path(place["path"]).name == "model.safetensors" and place["machines"] == []
-    with closing(WeightFile(place["path"])) as file:
+    assert Path(place.path).name == "model.safetensors" and not place.machines
+    with closing(WeightFile(place.path)) as file:
         assert file.shapes().keys() == trainer.state_dict().keys()
     remove_weights(owner.run, tmp_path)
     assert not list(tmp_path.iterdir())
