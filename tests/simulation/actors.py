@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from braidrl.data.codec import decode
 from braidrl.data.messages import Frame, pack_message, unpack_message
 from braidrl.data.rows import Rows, Uid
-from braidrl.queue.calls import Done, GiveBack, Hello, Lost, Refused, Renew, Request, Stop, Waited
+from braidrl.queue.calls import Done, GiveBack, Hello, Lost, QueueRequest, RefusedRequest, Renew, Stop, Waited
 from braidrl.queue.client import WorkItem, write_columns
 from braidrl.queue.transport import REPEAT_S
 from braidrl.runtimes.streaming.work import (
     LeasedRows,
-    Load,
     Loaded,
+    LoadWeights,
     NewWeights,
     Step,
     Stepped,
@@ -45,9 +45,11 @@ class Conversation:
 
     def __init__(self, worker: Worker, name: str) -> None:
         self.worker, self.name, self.number = worker, name, 0
-        self.request: Request | None = None
+        self.request: QueueRequest | None = None
 
-    def ask(self, request: Request, frames: Sequence[Frame], wait_s: float, then: Callable[[Any, Any], None]) -> None:
+    def ask(
+        self, request: QueueRequest, frames: Sequence[Frame], wait_s: float, then: Callable[[Any, Any], None]
+    ) -> None:
         """Send a request, and repeat it until it is answered."""
         self.number += 1
         request.holder = self.worker.holder
@@ -66,8 +68,10 @@ class Conversation:
         """Receive an answer, unless it belongs to an earlier request."""
         if self.request is None or number != self.number:
             return
-        answer = unpack_message(packed, self.request.answer | Waited | Refused)
-        assert not isinstance(answer, Refused), f"{type(self.request).__name__} of {self.worker.holder}: {answer.error}"
+        answer = unpack_message(packed, self.request.answer | Waited | RefusedRequest)
+        assert not isinstance(answer, RefusedRequest), (
+            f"{type(self.request).__name__} of {self.worker.holder}: {answer.error}"
+        )
         self.request = None
         self.worker.idle.append(self)
         self.then(answer, frames)
@@ -108,7 +112,7 @@ class Worker:
 
     def ask(
         self,
-        request: Request,
+        request: QueueRequest,
         then: Callable[[Any, Any], None] = lambda answer, frames: None,
         frames: Sequence[Frame] = (),
         wait_s: float = 0.0,
@@ -137,7 +141,7 @@ class Worker:
             self.work(WorkItem(self.data, answer, inline), answer)
         elif isinstance(answer, Step):
             self.step(answer)
-        elif isinstance(answer, Load):
+        elif isinstance(answer, LoadWeights):
             self.load(answer)
         else:
             self.next()
@@ -155,7 +159,7 @@ class Worker:
     def step(self, step: Step) -> None:
         raise NotImplementedError
 
-    def load(self, load: Load) -> None:
+    def load(self, load: LoadWeights) -> None:
         raise NotImplementedError
 
     def report(
@@ -241,7 +245,7 @@ class Engine(Worker):
 
         self.report("generate", made_from("generate", row, version), [(key[0], [key[1]])], then, unfinished=suspends)
 
-    def load(self, load: Load) -> None:
+    def load(self, load: LoadWeights) -> None:
         self.run.check(load.version != self.version, f"{self.holder} loads version {load.version} twice")
         self.run.check(load.version > self.version, f"{self.holder} goes back from version {self.version}")
         if not load.keeps_rows:
