@@ -31,13 +31,18 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     module.
     """
     many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
-    if (not many and hidden_states.dtype is not torch.float64) or hidden_states.is_meta:
+    # On the meta device grouped products take bfloat16 alone.
+    counted = many or hidden_states.dtype is torch.float64
+    if hidden_states.dtype is torch.bfloat16 if hidden_states.is_meta else not counted:
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     if not len(hidden_states):
         return hidden_states
     chosen, each = top_k_index.reshape(-1), top_k_index.shape[-1]
     order = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=self.num_experts).tolist()
+    if hidden_states.is_meta:
+        counts = [len(part) for part in chosen.tensor_split(self.num_experts)]
+    else:
+        counts = chosen.bincount(minlength=self.num_experts).tolist()
 
     def multiplied(rows: Tensor, name: str) -> Tensor:
         weights = getattr(self, name).unbind()

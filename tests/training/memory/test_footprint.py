@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from braidrl.config import TrainerConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.compute.slots import SlotCache
+from braidrl.training.decoders.body import PACKED, use_plan
+from braidrl.training.decoders.shrink import shrink_config
 from braidrl.training.loading import load_decoder
+from braidrl.training.memory import footprint
 from braidrl.training.memory.footprint import (
     activation_bytes,
     cache_bytes,
@@ -121,3 +125,11 @@ def test_counted_memory_is_sharded_by_the_layouts_axes(tiny_models: dict[str, Pa
     assert MESSAGES not in working_bytes(deeper, ParallelLayout(data=4), TOKENS, True)
     alone, divided = (activation_bytes(shape, TOKENS, False, ParallelLayout(data=1, tensor=n)) for n in (1, 2))
     assert alone / 2 < divided < alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_of_experts_are_counted_in_every_dtype(dtype: torch.dtype) -> None:
+    model = footprint.on_meta(shrink_config(AutoConfig.for_model("qwen3_moe", decoder_sparse_step=1)), dtype)
+    use_plan(model, PACKED)
+    small, large = (footprint.kept_bytes(model, tokens) for tokens in (64, 128))
+    assert small < large < 2.5 * small
