@@ -1,4 +1,4 @@
-"""What stands in the data is trained, or a line names it: reasoning, tags, weights, roles, tools and arguments."""
+"""Data are trained as they stand, or a line names what is not: reasoning, tags, weights, roles, tools and arguments."""
 
 from __future__ import annotations
 

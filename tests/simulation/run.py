@@ -88,7 +88,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Fate:
-    """What happens to a worker's next messages."""
+    """The delivery of a worker's next messages."""
 
     lose: int = 0
     duplicate: list[float] = field(default_factory=list)
