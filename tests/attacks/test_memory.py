@@ -76,7 +76,7 @@ TRIES = {
     "huge pages": C
     + "held = mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)\nwon = True",
     "empty files": C
-    + "for n in range(10000):\n    for place in ('/tmp', '/dev/shm', '/var/tmp'):\n        open(f'{place}/{n}', 'w').close()\nheld = bytearray(b'1') * (400 << 20)\ntime.sleep(3)\nwon = True",
+    + "for n in range(15000):\n    for place in ('/tmp', '/dev/shm', '/var/tmp'):\n        open(f'{place}/{n}', 'w').close()\nheld = bytearray(b'1') * (475 << 20)\ntime.sleep(3)\nwon = True",
     "memory of many processes": C
     + "for _ in range(8):\n    if os.fork() == 0:\n        held = bytearray(b'1') * (200 << 20)\n        time.sleep(60)\n"
     "time.sleep(8)\nwon = True",
