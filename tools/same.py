@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "same"
 LIMIT_S = 900.0
 # Excluded metrics depend on a clock or the machine: seconds, rates, memory, observations during the run.
-TIMED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/")
+TIMED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/", "speculation/")
 SYMBOLS = ["<pad>", "<end>", *"0123456789+= "]
 VERIFIER = 'def starts_even(response: str) -> bool:\n    return response[:1] in set("02468")\n'
 # The recipe with two changes that make the result of streaming independent of the order of arrival: the critic waits

@@ -341,6 +341,12 @@ class RolloutConfig(Section):
     or if the model is not a Qwen2, Qwen3 or Llama. On CUDA: record decode steps as CUDA graphs, and keep the KV cache
     reserved between generations.
     """
+    speculation: Literal["auto", "off"] = "auto"
+    """Exact speculation of the embedded engine's compiled kernels (`compile`, on a CPU). Next tokens are guessed from
+    the row, its group and the prompt's responses in earlier epochs. One pass of the model checks several guesses, and a
+    guess is accepted exactly if the row draws that token, so that no result changes. `auto`: the number of guesses that
+    brings the most tokens per second, none while they bring nothing. Other models and devices decode without guesses.
+    """
     max_sequence_tokens: int | None = Field(None, ge=2, le=MOST_TOKENS)
     """Maximum length of a sequence, prompt included; by default `data.max_prompt_tokens` plus `max_response_tokens`.
     With an environment `max_response_tokens` limits one turn, and this limits all turns together.

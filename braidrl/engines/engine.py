@@ -8,7 +8,7 @@ abort  ──▶ the same response at once, with the tokens drawn so far
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
@@ -56,6 +56,29 @@ def check_idle(name: str, rows: Collection[Uid], does: str) -> None:
 
 
 @dataclass(frozen=True)
+class Speculated:
+    """What an engine has decoded since its start, and how it guessed next tokens."""
+
+    passes: int = 0
+    """Passes of the model, each counted for every row that took part."""
+    tokens: int = 0
+    """Tokens drawn."""
+    drafted: int = 0
+    """Guesses that passes have checked."""
+    accepted: int = 0
+    """Guesses that were right."""
+
+    def __add__(self, other: "Speculated") -> "Speculated":
+        return Speculated(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def since(self, earlier: "Speculated") -> "Speculated":
+        """Return what was decoded after `earlier`; of an engine that was started again since, all."""
+        if earlier.passes > self.passes:
+            return self
+        return Speculated(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
 class Load:
     """An engine's current load."""
 
@@ -64,6 +87,8 @@ class Load:
     running: int
     waiting: int
     """Rows without a slot."""
+    speculated: Speculated | None = None
+    """None for an engine that does not guess tokens, or does not say."""
 
     @property
     def rows(self) -> int:

@@ -234,7 +234,7 @@ class EngineProcess:
 
     def load(self) -> Load:
         running = min(self._load.running, len(self._rows))
-        return Load(self._load.slots, running, len(self._rows) - running)
+        return replace(self._load, running=running, waiting=len(self._rows) - running)
 
     async def close(self) -> None:
         """End the process and wait until it is gone."""

@@ -90,7 +90,7 @@ def start_engine(
     model, dtype = worker.shared_model if worker else None, getattr(torch, spec.dtype)
     if model is None or (rollout.dtype and model.dtype != dtype):
         model = load_decoder(spec.model, dtype, spec.device).requires_grad_(False).eval()
-    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, compile=rollout.compile)
+    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, **spec.options)
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Deployment) -> list[EngineProcess]:
@@ -199,7 +199,8 @@ def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
     path, dtype = own.model.expanduser(), DTYPES[rollout.dtype] if rollout.dtype else own.dtype
     longest = min(longest, most_positions(read_model_config(path).get_text_config().to_dict()) or longest)
     processes = max(1, engines.count) * engines.ranks_per_node
-    options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
+    embedded = {"compile": rollout.compile, "speculation": rollout.speculation}
+    options = {"embedded": embedded, "vllm": rollout.vllm}
     if not rollout.is_reproducible and (modes := vllm_log_prob_modes(training_sampling(config))):
         options["vllm"] = {"logprobs_mode": modes[0], **rollout.vllm}
     return EngineSpec(

@@ -34,6 +34,11 @@ class BatchSampling:
     most: int = 0
     """The largest top-k, known to the host without a device synchronization."""
 
+    def of(self, rows: Tensor) -> "BatchSampling":
+        """Return the settings for tokens of these rows, (N,)."""
+        given = (self.temperature, self.greedy, self.top_k, self.top_p)
+        return BatchSampling(*(None if setting is None else setting[rows] for setting in given), self.most)
+
 
 def batch_sampling(asked: Sequence[SamplingParams], device: torch.device | str) -> BatchSampling:
     """Return the settings of B rows as tensors on the device; a setting that no row uses is None."""

@@ -28,7 +28,7 @@ from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import EngineError, EngineMemory, Load, ServedEngine, T, check_idle
+from braidrl.engines.engine import EngineError, EngineMemory, Load, ServedEngine, Speculated, T, check_idle
 from braidrl.engines.requests import EngineRow, Request, Response, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
@@ -56,6 +56,8 @@ class SteppingEngine(ABC):
     """Rows that can be decoded at once."""
     group: dist.ProcessGroup | None = None
     """All ranks that decode together, which make the same calls at the same time; None if this one decodes alone."""
+    speculated: Speculated | None = None
+    """Counts of an engine that guesses next tokens."""
     phases: GenerationWeights | None = None
     """Set where generation and training weights take turns on the device."""
 
@@ -312,7 +314,8 @@ class EngineReplica:
         return version
 
     def load(self) -> Load:
-        return Load(self.engine.slots, self.engine.in_flight, self.engine.waiting)
+        engine = self.engine
+        return Load(engine.slots, engine.in_flight, engine.waiting, engine.speculated)
 
     async def _drive(self) -> None:
         while self._ended:

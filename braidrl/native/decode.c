@@ -4,9 +4,10 @@
    BFLOAT16 weights, keys and values are bfloat16 (arithmetic is float32 all the same). Every row is computed by itself, so its
    bits depend neither on the other rows nor on the number of threads.
 
-   Layouts: projected (rows, (GROUP * K + 2 * K) * HEAD) holds a row's queries, keys and values; keys and values are
-   (slots, K, capacity, HEAD); row r is slot r. */
+   Layouts: projected (rows, (GROUP * K + 2 * K) * HEAD) holds the queries, keys and values of a row, which is one token; keys and
+   values are (slots, K, capacity, HEAD), and row r belongs to slot slots[r]. Several rows may belong to one slot. */
 #include "numbers.h"
+#include <string.h>
 
 /* residual += update (where there is one); out = residual / sqrt(mean(residual^2) + epsilon) * weight */
 void add_norm(float *residual, const number *update, const number *weight, number *out, int64_t rows, int64_t width,
@@ -98,10 +99,12 @@ static void attend_one(float query[GROUP][HEAD], const number *restrict keys, co
         for (int i = 0; i < HEAD; i++) out[g * HEAD + i] = store(sums[g][i] / total[g]);
 }
 
-/* Puts each row's new key and value at its position and attends; `window` > 0 limits how far back. Returns 0 without memory. */
+/* Puts each row's new key and value at its slot's position, then attends; `window` > 0 limits how far back. A row of a slot below 0
+   is padding: its output is 0. Returns 0 without memory. */
 int attend(const number *projected, const number *query_weight, const number *key_weight, float epsilon,
-           const float *cosine, const float *sine, const int64_t *positions, number *keys, number *values, number *out,
-           int64_t rows, int64_t key_heads, int64_t capacity, int64_t window, float scaling, int threads) {
+           const float *cosine, const float *sine, const int64_t *slots, const int64_t *positions, number *keys,
+           number *values, number *out, int64_t rows, int64_t key_heads, int64_t capacity, int64_t window,
+           float scaling, int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -110,33 +113,65 @@ int attend(const number *projected, const number *query_weight, const number *ke
 #pragma omp atomic write
             failed = 1;
         }
-#pragma omp barrier
+        /* all keys first: a row sees those of earlier rows of its slot */
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) {
+            const number *new_keys = projected + r * (GROUP + 2) * key_heads * HEAD + GROUP * key_heads * HEAD;
+            const number *new_values = new_keys + key_heads * HEAD;
+            for (int64_t k = 0; k < key_heads && slots[r] >= 0; k++) {
+                int64_t at = ((slots[r] * key_heads + k) * capacity + positions[r]) * HEAD;
+                float turned[HEAD];
+                rotated(new_keys + k * HEAD, key_weight, epsilon, cosine + r * HEAD, sine + r * HEAD, turned);
+                for (int i = 0; i < HEAD; i++) {
+                    keys[at + i] = store(turned[i]);
+                    values[at + i] = new_values[k * HEAD + i];
+                }
+            }
+        }
         if (!failed) {
 #pragma omp for schedule(dynamic, 8)
             for (int64_t task = 0; task < rows * key_heads; task++) {
                 int64_t r = task / key_heads, k = task % key_heads, position = positions[r];
                 const number *row = projected + r * (GROUP + 2) * key_heads * HEAD;
-                const float *c = cosine + r * HEAD, *s = sine + r * HEAD;
-                const number *new_key = row + (GROUP * key_heads + k) * HEAD, *new_value = new_key + key_heads * HEAD;
-                number *slot_keys = keys + task * capacity * HEAD, *slot_values = values + task * capacity * HEAD;
-                float turned[HEAD], query[GROUP][HEAD];
-                rotated(new_key, key_weight, epsilon, c, s, turned);
-                for (int i = 0; i < HEAD; i++) {
-                    slot_keys[position * HEAD + i] = store(turned[i]);
-                    slot_values[position * HEAD + i] = new_value[i];
+                number *attended = out + task * GROUP * HEAD;
+                if (slots[r] < 0) {
+                    memset(attended, 0, sizeof(number) * GROUP * HEAD);
+                    continue;
                 }
+                float query[GROUP][HEAD];
                 for (int g = 0; g < GROUP; g++) {
-                    rotated(row + (k * GROUP + g) * HEAD, query_weight, epsilon, c, s, query[g]);
+                    rotated(row + (k * GROUP + g) * HEAD, query_weight, epsilon, cosine + r * HEAD, sine + r * HEAD,
+                            query[g]);
                     for (int i = 0; i < HEAD; i++) query[g][i] *= scaling;
                 }
                 int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
-                attend_one(query, slot_keys + first * HEAD, slot_values + first * HEAD, position + 1 - first, scores,
-                           out + (r * key_heads + k) * GROUP * HEAD);
+                int64_t start = ((slots[r] * key_heads + k) * capacity + first) * HEAD;
+                attend_one(query, keys + start, values + start, position + 1 - first, scores, attended);
             }
         }
         free(scores);
     }
     return !failed;
+}
+
+/* Appends to each row's response what it has drawn: tokens starts[r] .. starts[r + 1] of a pass are its last token and guesses of
+   the next ones, and `drawn` is what it draws behind each. What it draws behind a wrong guess, or after its end, does not count.
+   `kept` marks the tokens that count, `ended` the rows that reached a stop token or their limit. */
+void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, const int64_t *drawn, const float *log_probs,
+          int64_t *tokens, float *kept_log_probs, int64_t *current, int64_t *position, int64_t *counts, const int64_t *limits,
+          const int64_t *stops, uint8_t *kept, uint8_t *ended, int64_t rows, int64_t room, int64_t stop_room) {
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t slot = slots[r];
+        for (int64_t i = starts[r]; i < starts[r + 1]; i++) {
+            if (i > starts[r] && (ended[r] || read[i] != drawn[i - 1])) break;
+            kept[i] = 1;
+            tokens[slot * room + counts[slot]] = current[slot] = drawn[i];
+            kept_log_probs[slot * room + counts[slot]] = log_probs[i];
+            position[slot]++;
+            ended[r] = ++counts[slot] >= limits[slot];
+            for (int64_t s = 0; s < stop_room; s++) ended[r] |= stops[slot * stop_room + s] == drawn[i];
+        }
+    }
 }
 
 #define BLOCK 128

@@ -22,6 +22,7 @@ from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
 from braidrl.data.rows import Rows
 from braidrl.engines.deployment import Engines
+from braidrl.engines.engine import Speculated
 from braidrl.engines.requests import Response
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
@@ -68,6 +69,8 @@ class DeviceUsage:
         self.config, self.engines, self.device = config, engines, choose_device(config.device)
         self.threads = torch.get_num_threads()
         self._sizes: dict[str, MatrixSizes] = {}
+        self._speculated: dict[str | None, Speculated] = {}
+        """By role the counts of its engine at the end of the last generate stage."""
 
     @cached_property
     def rates(self) -> DeviceRates | None:
@@ -124,6 +127,17 @@ class DeviceUsage:
             shape = model_shape(own.model.expanduser(), own.dtype, scalar)
             self._sizes[role] = MatrixSizes.of(shape.sizes, shape.parameters, scalar, shape.idle)
         return self._sizes[role]
+
+    def speculated(self, stage: Stage, counts: Speculated | None, sums: Sums) -> None:
+        """Add what the guesses of next tokens have brought since this stage's last call; `counts` are the engine's."""
+        if counts is None:
+            return
+        new, self._speculated[stage.role] = counts.since(self._speculated.get(stage.role, Speculated())), counts
+        if new.tokens:
+            sums.add(f"speculation/{stage.name}/drafted", new.drafted, new.tokens)
+            sums.add(f"speculation/{stage.name}/passes", new.passes, new.tokens)
+        if new.drafted:
+            sums.add(f"speculation/{stage.name}/accepted", new.accepted, new.drafted)
 
     def decoded(
         self, stage: Stage, drawn: Drawn, slots: int, seconds: float, sums: Sums, peak_rows: int | None = None

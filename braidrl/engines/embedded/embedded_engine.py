@@ -5,36 +5,41 @@ add ──▶ waiting ──free slot──▶ slots ──step──▶ a token
            └── prompt, computed ─┘                                    its slot is filled in the next step
                once for all rows that share it
 
-All slots take part in every step, idle ones without effect, so a row's results do not depend on the batch composition.
-When fewer rows than slots remain, the step shrinks in multiples of 16 rows: from 16 rows on, a CPU's matrix products
-give each row the same bits for any number of rows.
+A row's results do not depend on the batch composition. With compiled kernels a step reads the tokens of the rows alone,
+padded to a multiple of 16: from 16 rows on, a CPU's matrix products give each row the same bits for any number of rows.
+Else all slots take part in every step, idle ones without effect; on a CPU the step shrinks in multiples of 16 rows.
+
+With compiled kernels a step may also read guesses of a row's next tokens, and draws several (`speculation`).
 
 All ids of a prompt except the last go through the model in `Prompts`; a slot decodes the last one first. So every token
 is drawn in a decode step, at the shape that all rows share.
 
-Shapes: B slots in the step, V vocabulary, T response tokens, S stop tokens.
+Shapes: B slots in the step, R rows, N tokens in the step, V vocabulary, T response tokens, S stop tokens.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.algorithms.random import uniform
 from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import Uid
-from braidrl.data.token_columns import LOG_PROBS, column_of, computed_columns, returned_columns
+from braidrl.data.token_columns import LOG_PROBS, computed_columns, returned_columns
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
-from braidrl.engines.embedded.native_decoder import native_decoder
-from braidrl.engines.engine import EngineError, EngineMemory
+from braidrl.engines.embedded.native_decoder import NativeDecoder, native_decoder
+from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, Pass, SlotStates
+from braidrl.engines.embedded.speculation import Speculation
+from braidrl.engines.engine import EngineError, EngineMemory, Speculated
 from braidrl.engines.requests import EngineRow, Response, SamplingParams, computed_in
-from braidrl.engines.sampling import batch_sampling, sample, scaled
+from braidrl.engines.sampling import BatchSampling, batch_sampling, sample, scaled
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.compute.rope import RopeLengths
 from braidrl.training.compute.slots import Prefix, SlotCache, SlotStep, round_up
@@ -49,123 +54,12 @@ from braidrl.weights.in_place import EngineWeights
 from braidrl.weights.publisher import WeightSource
 from braidrl.weights.shards import WeightPart, weight_parts
 
-NO_TOKEN = -1
-ROW_MULTIPLE = 16
-"""Matrix products have a multiple of this many rows: with fewer, a CPU's kernels round the same row differently."""
+PASS_TOKENS = 512
+"""Tokens in one step with guesses."""
 PREFILL_TOKENS = 8192
 """Prompt tokens in one forward pass; a longer prompt goes alone."""
 NEUTRAL = SamplingParams()
 """The settings of an idle slot."""
-
-
-@dataclass
-class SlotStates:
-    """State of B slots; all but `tokens`, `per_token` and `stop_token_ids` are (B,)."""
-
-    current: Tensor
-    """The input token of the next step."""
-    position: Tensor
-    """The input token's position in the sequence; 0 in an idle slot."""
-    drawn: Tensor
-    """Tokens drawn so far."""
-    limit: Tensor
-    """Tokens that may be drawn."""
-    active: Tensor
-    key: Tensor
-    """The row's random key; the next random number has index `first_draw + drawn`."""
-    first_draw: Tensor
-    stop_token_ids: Tensor
-    """(B, S), padded with NO_TOKEN."""
-    tokens: Tensor
-    """(B, T), the tokens drawn so far."""
-    per_token: dict[str, Tensor]
-    """Columns of the drawn tokens by name, each (B, T, ...)."""
-
-    @staticmethod
-    def idle(slots: int, dtype: torch.dtype, device: torch.device) -> "SlotStates":
-        """Make idle slots; `dtype` is that of log-probs."""
-        whole = ("current", "position", "drawn", "limit", "key", "first_draw")
-        return SlotStates(
-            **{name: torch.zeros(slots, dtype=torch.int64, device=device) for name in whole},
-            active=torch.zeros(slots, dtype=torch.bool, device=device),
-            stop_token_ids=torch.full((slots, 1), NO_TOKEN, device=device),
-            tokens=torch.zeros(slots, 1, dtype=torch.int64, device=device),
-            per_token={LOG_PROBS: torch.zeros(slots, 1, dtype=dtype, device=device)},
-        )
-
-    def begin(self, rows: Mapping[int, EngineRow], seed: int) -> None:
-        """Put rows into slots; all slots get room for their response and stop tokens."""
-        longest = max(self.tokens.shape[1], *(row.limit for row in rows.values()))
-        stopping = max(len(row.stop_token_ids) for row in rows.values())
-        for column in map(column_of, dict.fromkeys(name for row in rows.values() for name in row.request.columns)):
-            if column.function is not None and column.name not in self.per_token:
-                dtype = column.dtype or self.per_token[LOG_PROBS].dtype
-                room = len(self.tokens), longest, *(column.shape or ())
-                self.per_token[column.name] = torch.zeros(room, dtype=dtype, device=self.tokens.device)
-        self.tokens = widened(self.tokens, longest)
-        self.per_token = {name: widened(values, longest) for name, values in self.per_token.items()}
-        self.stop_token_ids = widened(self.stop_token_ids, stopping, NO_TOKEN)
-        requests = [row.request for row in rows.values()]
-        stops = torch.full((len(rows), self.stop_token_ids.shape[1]), NO_TOKEN)
-        for number, row in enumerate(rows.values()):
-            stops[number, : len(row.stop_token_ids)] = torch.tensor(row.stop_token_ids, dtype=torch.int64)
-        values = {
-            "current": torch.stack([request.prompt[-1] for request in requests]),
-            "position": torch.tensor([len(request.prompt) - 1 for request in requests]),
-            "drawn": torch.zeros(len(requests), dtype=torch.int64),
-            "limit": torch.tensor([row.limit for row in rows.values()]),
-            "active": torch.ones(len(requests), dtype=torch.bool),
-            "key": torch.tensor([request.key(seed) for request in requests]),
-            "first_draw": torch.tensor([request.first_draw for request in requests]),
-            "stop_token_ids": stops,
-        }
-        slots = torch.tensor(list(rows), device=self.current.device)
-        for name, value in values.items():
-            getattr(self, name)[slots] = value.to(self.current.device)
-
-    def end(self, slots: Sequence[int]) -> None:
-        """Make slots idle: they take part in every step, at position 0 and without effect."""
-        places = torch.tensor(slots, dtype=torch.int64, device=self.current.device)
-        for name in ("current", "position", "drawn", "limit", "active"):
-            getattr(self, name)[places] = 0
-        self.stop_token_ids[places] = NO_TOKEN
-
-    def move(self, source: int, target: int) -> None:
-        """Move the state of slot `source` to `target`, and make `source` idle."""
-        for tensor in self.tensors().values():
-            tensor[target] = tensor[source]
-        self.end([source])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by its name."""
-        return {**{name: value for name, value in vars(self).items() if name != "per_token"}, **self.per_token}
-
-    def first(self, count: int) -> "SlotStates":
-        """Return views of the first `count` slots."""
-        views = {name: value[:count] for name, value in vars(self).items() if name != "per_token"}
-        return SlotStates(**views, per_token={name: values[:count] for name, values in self.per_token.items()})
-
-    def advance(self, tokens: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Append the drawn tokens (B,) and their columns (B, ...), and mark active slots that reached a stop token or
-        their limit, (B,) bool.
-        """
-        # An idle slot writes its own position 0, which the next row overwrites.
-        places = self.drawn[:, None]
-        self.tokens.scatter_(1, places, tokens[:, None])
-        for name, drawn in values.items():
-            place = places.view(-1, *[1] * drawn.dim()).expand(-1, 1, *drawn.shape[1:])
-            self.per_token[name].scatter_(1, place, drawn[:, None])
-        self.current.copy_(tokens)
-        self.drawn += self.active
-        self.position += self.active
-        stopped = (self.stop_token_ids == tokens[:, None]).any(-1)
-        return (stopped | (self.drawn >= self.limit)) & self.active
-
-
-def widened(values: Tensor, room: int, filler: int = 0) -> Tensor:
-    """Return values (B, T, ...) with at least `room` entries for each row."""
-    more = room - values.shape[1]
-    return pad(values, (*[0, 0] * (values.dim() - 2), 0, more), value=filler) if more > 0 else values
 
 
 @dataclass
@@ -210,8 +104,8 @@ class EmbeddedEngine(SteppingEngine):
     """An engine that generates with `model`, the trainer's own module.
 
     `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response
-    together. `shrink` makes steps smaller when few rows are left; it is the default on the CPU, where results stay
-    bitwise equal. `compile` is `rollout.compile`.
+    together. `shrink` makes steps without compiled kernels smaller when few rows are left; it is the default on the
+    CPU, where results stay bitwise equal. `compile` is `rollout.compile`, `speculation` is `rollout.speculation`.
     """
 
     def __init__(
@@ -223,6 +117,7 @@ class EmbeddedEngine(SteppingEngine):
         seed: int = 0,
         shrink: bool | None = None,
         compile: bool = True,
+        speculation: Literal["auto", "off"] = "auto",
         slices: Slices | None = None,
         pipeline: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | None = None,
@@ -254,6 +149,11 @@ class EmbeddedEngine(SteppingEngine):
         """The row in each slot that has one."""
         self._states = SlotStates.idle(self.slots, self._log_prob_dtype, model.device)
         self._positions = self._steps = 0
+        # With some ropes a row's length changes its earlier numbers. Ranks that decode together would have to make the
+        # same guesses, but measure different seconds.
+        alone = slices is None and pipeline is None and group is None
+        guesses = speculation == "auto" and self._native is not None and alone and not self._rope_lengths
+        self.speculation = Speculation(self.slots, ROW_MULTIPLE, PASS_TOKENS) if guesses else None
         self._look_at_rows()
 
     def parts(self) -> Mapping[str, WeightPart]:
@@ -289,7 +189,7 @@ class EmbeddedEngine(SteppingEngine):
         self._prompts.expect(row.request.prompt)
 
     def step(self) -> list[Response]:
-        """Fill free slots, then draw a token for each row."""
+        """Fill free slots, then draw a token for each row, or several if guesses of them were right."""
         with self._decoding():
             free = [slot for slot in range(self.slots) if slot not in self._rows] if self._waiting else []
             if free:
@@ -298,7 +198,7 @@ class EmbeddedEngine(SteppingEngine):
                 return []
             # Move rows down into free slots where that makes the step smaller.
             target = round_up(len(self._rows), ROW_MULTIPLE)
-            if self._shrink and max(self._rows) >= target:
+            if self._shrink and self._native is None and max(self._rows) >= target:
                 below = (slot for slot in range(target) if slot not in self._rows)
                 for source in [slot for slot in self._rows if slot >= target]:
                     slot = next(below)
@@ -311,12 +211,16 @@ class EmbeddedEngine(SteppingEngine):
                 self._look_at_rows()
             if self._rope_lengths and not self._by_rows:
                 self._compute_grown_rows()
-            self.tokens_generated += len(self._rows)
-            tokens, ended = self._decode()
-            slots = set(ended.nonzero().flatten().tolist())
-            if self._watched:
-                ids = tokens.tolist()
-                slots.update(slot for slot, row in self._watched.items() if row.record_token(ids[slot]))
+            ended, drawn = self._decode()
+            slots = set(ended)
+            for slot, row in self._watched.items():
+                for number, token in enumerate(drawn[slot], 1):
+                    if row.record_token(token):
+                        slots.add(slot)
+                        # What a guess let the row draw behind its end does not count.
+                        self._states.drawn[slot] -= len(drawn[slot]) - number
+                        self.tokens_generated -= len(drawn[slot]) - number
+                        break
             return self._take(sorted(slots))
 
     def _begin(self, new: Mapping[int, EngineRow]) -> None:
@@ -341,8 +245,10 @@ class EmbeddedEngine(SteppingEngine):
                 places = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
                 self._cache.fill(places, self._prompts.prefixes.get(name))
             self._prompts.expect(new[slots[0]].request.prompt, -len(slots))
-        for row in new.values():
+        for slot, row in new.items():
             row.started = self._steps
+            if self.speculation is not None:
+                self.speculation.begin(slot, row.request)
         self._rows |= new
         self._states.begin(new, self.seed)
         self._has_changed = True
@@ -362,41 +268,76 @@ class EmbeddedEngine(SteppingEngine):
             for slot, prefix in zip(grown, prefill(self.model, list(grown.values()), ROW_MULTIPLE), strict=True):
                 self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)
 
-    def _decode(self) -> tuple[Tensor, Tensor]:
-        """Draw one token for each slot of the step, (B,), and mark rows that reached a stop token or their limit,
-        (B,).
+    def _decode(self) -> tuple[list[int], dict[int, list[int]]]:
+        """Draw a token or several for each row; return the slots of rows that reached a stop token or their limit, and
+        the tokens of watched rows.
         """
-        states, longest = self._active, self._longest + self._steps
-        native, uniforms = self._native, uniform(states.key, states.first_draw + states.drawn)
-        if native:
-            logits = native.logits(states.current, states.position, self._cache)
-        elif self._graphs is not None:
+        self._steps += 1
+        if self._native is not None:
+            return self._decode_compiled(self._native)
+        states, longest = self._active, self._longest + self._steps - 1
+        uniforms = uniform(states.key, states.first_draw + states.drawn)
+        if self._graphs is not None:
             logits = self._graphs.logits(len(states.current), longest, self._logits)
         else:
             logits = self._logits(longest)
+        tokens, values = self._drawn(logits, uniforms, self._sampling)
+        self.tokens_generated += len(self._rows)
+        ended = states.advance(tokens, values).nonzero().flatten().tolist()
+        ids = tokens.tolist() if self._watched else []
+        return ended, {slot: [ids[slot]] for slot in self._watched}
+
+    def _decode_compiled(self, native: NativeDecoder) -> tuple[list[int], dict[int, list[int]]]:
+        """Do so with compiled kernels, which also check guesses of the next tokens."""
+        states, read, start = self._states, self._pass, time.perf_counter()
+        if (speculation := self.speculation) is not None:
+            chosen = speculation.choose(read.slots, states.tokens, states.drawn, states.limit)
+            read = Pass.of(read.slots, chosen) if chosen is not None else read
+        slots, tokens = read.slots[read.rows], read.tokens(states)
+        numbers = states.drawn[slots] + read.offsets
+        uniforms = uniform(states.key[slots], states.first_draw[slots] + numbers)
+        logits = native.logits(tokens, read.token_slots, states.position[slots] + read.offsets, self._cache)
+        drawn, values = self._drawn(logits, uniforms, self._sampling.of(read.rows))
+        kept, ended = native.kernels.keep(tokens, read.starts, read.slots, drawn, values[LOG_PROBS], states)
+        for name in values.keys() - {LOG_PROBS}:
+            states.per_token[name][slots[kept], numbers[kept]] = values[name][kept]
+        count = int(kept.sum())
+        self.tokens_generated += count
+        if speculation is not None:
+            rows, checked = len(read.slots), int(read.starts[-1])
+            speculation.observe(len(tokens), checked - rows, count - rows, time.perf_counter() - start)
+            self.speculated = (self.speculated or Speculated()) + Speculated(rows, count, checked - rows, count - rows)
+        firsts = numbers[read.starts[:-1]].tolist() if self._watched else []
+        new = {
+            slot: states.tokens[slot, first : states.drawn[slot]].tolist()
+            for slot, first in zip(read.slots.tolist(), firsts, strict=False)
+            if slot in self._watched
+        }
+        return read.slots[ended].tolist(), new
+
+    def _drawn(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, dict[str, Tensor]]:
+        """Draw tokens (N,) from logits (N, V), which are overwritten; return them with their columns, (N, ...) each."""
         pipeline, wanted = self._pipeline, self._computed
         last = 0 if pipeline is None else pipeline.size() - 1
         if pipeline is not None and pipeline.rank() < last:
-            tokens = torch.empty_like(states.current)
+            tokens = torch.empty_like(uniforms, dtype=torch.int64)
             names = (LOG_PROBS, *(column.name for column in wanted))
-            values = {name: torch.empty_like(states.per_token[name][:, 0]) for name in names}
+            held = {name: self._states.per_token[name] for name in names}
+            values = {name: store.new_empty((len(tokens), *store.shape[2:])) for name, store in held.items()}
         else:
             # Drawing overwrites the logits.
-            distribution = scaled(logits.clone(), self._sampling) if wanted else logits
-            tokens, log_probs = self._draw(logits, uniforms)
+            distribution = scaled(logits.clone(), sampling) if wanted else logits
+            tokens, log_probs = self._draw(logits, uniforms, sampling)
             values = {LOG_PROBS: log_probs, **computed_columns(wanted, distribution, tokens)}
         if pipeline is not None:
             for drawn in (tokens, *values.values()):
                 dist.broadcast(drawn, group=pipeline, group_src=last)
-        self._steps += 1
-        return tokens, states.advance(tokens, values)
+        return tokens, values
 
-    def _draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw tokens (B,) with their log-probs (B,) from logits (B, V), which are overwritten."""
-        if self._native and self._sampling.top_k is None and self._sampling.top_p is None:
-            kernels = self._native.kernels
-            return kernels.draw(logits, self._sampling.temperature, self._sampling.greedy, uniforms)
-        return sample(logits, self._sampling, uniforms)
+    def _draw(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, Tensor]:
+        if self._native and sampling.top_k is None and sampling.top_p is None:
+            return self._native.kernels.draw(logits, sampling.temperature, sampling.greedy, uniforms)
+        return sample(logits, sampling, uniforms)
 
     def _logits(self, longest: int) -> Tensor:
         """Run the model's own forward, (B, V); `longest` is the length of the longest row."""
@@ -418,6 +359,9 @@ class EmbeddedEngine(SteppingEngine):
         self._cohorts.end(slots)
         rows = [self._rows.pop(slot) for slot in slots]
         self._has_changed = True
+        if self.speculation is not None:
+            for number, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+                self.speculation.guesses.end(slot, row.request, tokens[number, : drawn[number]], aborted)
         ended = []
         for number, (row, count) in enumerate(zip(rows, drawn, strict=True)):
             names = [column.name for column in returned_columns(row.request.columns) if column.name in values]
@@ -428,10 +372,16 @@ class EmbeddedEngine(SteppingEngine):
     def _look_at_rows(self) -> None:
         """Look at the rows in slots before a step, when some have come, gone or moved."""
         rows, self._has_changed = self._rows, False
-        count = round_up(max(rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
-        self._active = self._states.first(count)
-        """Views of the slots of the next step."""
-        asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in range(count)]
+        slots = sorted(rows)
+        if self._native is not None:
+            self._pass = Pass.of(torch.tensor(slots, dtype=torch.int64))
+            """The tokens of the next step, if it reads no guesses."""
+        else:
+            count = round_up(max(rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
+            self._active = self._states.first(count)
+            """Views of the slots of the next step."""
+            slots = list(range(count))
+        asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in slots]
         self._sampling = batch_sampling(asked, self.model.device)
         self._computed = computed_in(row.request for row in rows.values())
         """The columns that the next step computes from its logits."""
@@ -462,6 +412,8 @@ class EmbeddedEngine(SteppingEngine):
         self._prompts.waiting.clear()
         self._prompts.prefixes.clear()
         self._cohorts.clear()
+        if self.speculation is not None:
+            self.speculation.guesses.clear()
         self._positions = self._steps = 0
         if release or self._graphs is None:
             self._cache.release()

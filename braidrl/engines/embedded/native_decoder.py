@@ -3,10 +3,10 @@
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
     ─▶ logits ─▶ draw
 
-Each slot reads its own keys up to its own position, so a long row costs the others nothing. The residual stream is
-float32 for weights of any dtype.
+A step reads one or several tokens of each row. Each token reads the keys of its own slot up to its own position, so a
+long row costs the others nothing. The residual stream is float32 for weights of any dtype.
 
-Shapes: B slots in the step, W width, H query heads, K key heads, D head width, V vocabulary.
+Shapes: B tokens in the step, W width, H query heads, K key heads, D head width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from braidrl.data.token_columns import LOG_PROBS
 from braidrl.engines.embedded.sharded_decoding import SendHidden
+from braidrl.engines.embedded.slot_states import SlotStates
 from braidrl.native.building import address, library
 from braidrl.native.linear import product
 from braidrl.training.compute.slots import SlotCache
@@ -63,20 +65,22 @@ class Kernels:
         norms: tuple[Tensor, Tensor] | None,
         epsilon: float,
         angles: tuple[Tensor, Tensor],
+        slots: Tensor,
         positions: Tensor,
         keys: Tensor,
         values: Tensor,
         window: int | None,
         scaling: float,
     ) -> Tensor:
-        """Attend with B slots' new tokens, given their projections; returns (B, H · D). Raises MemoryError.
+        """Attend with B new tokens, given their projections; returns (B, H · D). Raises MemoryError.
 
         Args:
             projected: (B, (H + 2K) · D).
             norms: The weights (D,) of the RMS norms of queries and keys.
             epsilon: The epsilon of these norms.
             angles: Cosines and sines (B, D) float32.
-            positions: (B,) int64.
+            slots: (B,) int64; the output of a token without a slot, -1, is 0.
+            positions: (B,) int64, ascending for the tokens of a slot.
             keys: (slots, K, capacity, D), written at `positions`.
             values: The same shape, written at `positions`.
             window: How far back a query sees.
@@ -89,6 +93,7 @@ class Kernels:
             *([address(n, self.dtype) for n in norms] if norms else [None, None]),
             epsilon,
             *(address(angle, torch.float32) for angle in angles),
+            address(slots, torch.int64),
             address(positions, torch.int64),
             address(keys, self.dtype),
             address(values, self.dtype),
@@ -103,6 +108,37 @@ class Kernels:
         if not done:
             raise MemoryError("no memory for the scores of a decode step")
         return out
+
+    def keep(
+        self, read: Tensor, starts: Tensor, slots: Tensor, drawn: Tensor, log_probs: Tensor, states: SlotStates
+    ) -> tuple[Tensor, Tensor]:
+        """Append to the states of rows what they have drawn behind tokens (B,) that a step has read, up to the first
+        guess that another token was drawn for; mark the tokens that count (B,), and the rows that ended (R,).
+
+        Args:
+            read: (B,), tokens starts[r] to starts[r + 1] are the current token of row r and guesses of its next ones.
+            starts: (R + 1,).
+            slots: (R,), the rows' slots.
+            drawn: (B,), the token that was drawn behind each.
+            log_probs: (B,) float32, of `drawn`.
+            states: All slots' states; columns other than log-probs are left as they are.
+        """
+        kept, ended = torch.zeros(len(read), dtype=torch.bool), torch.zeros(len(slots), dtype=torch.bool)
+        held = states.per_token[LOG_PROBS]
+        self._functions.keep(
+            *(address(each, torch.int64) for each in (read, starts, slots, drawn)),
+            address(log_probs, torch.float32),
+            address(states.tokens, torch.int64),
+            address(held, torch.float32),
+            *(address(each, torch.int64) for each in (states.current, states.position, states.drawn, states.limit)),
+            address(states.stop_token_ids, torch.int64),
+            address(kept, torch.bool),
+            address(ended, torch.bool),
+            len(slots),
+            states.tokens.shape[1],
+            states.stop_token_ids.shape[1],
+        )
+        return kept, ended
 
     def draw(
         self, logits: Tensor, temperatures: Tensor | None, greedy: Tensor | None, uniforms: Tensor
@@ -205,9 +241,9 @@ class NativeDecoder:
                 )
             )
 
-    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
-        """Return logits (B, V) for the tokens (B,) of the first B slots; before a pipeline's last rank, the hidden
-        states sent.
+    def logits(self, tokens: Tensor, slots: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """Return logits (B, V) for tokens (B,) of these slots (B,); before a pipeline's last rank, the hidden states
+        sent.
         """
         body: Any = self._model.base_model
         kernels, epsilon = self.kernels, self._epsilon
@@ -220,7 +256,16 @@ class NativeDecoder:
             projected = product(normed, layer.projections, layer.projection_bias)
             keys, values = cache.layer(number, *self._cached)
             attended = kernels.attend(
-                projected, layer.head_norms, epsilon, angles, positions, keys, values, layer.window, layer.scaling
+                projected,
+                layer.head_norms,
+                epsilon,
+                angles,
+                slots,
+                positions,
+                keys,
+                values,
+                layer.window,
+                layer.scaling,
             )
             update = layer.output(attended)
             normed = kernels.add_norm(residual, update, layer.post_norm, epsilon)

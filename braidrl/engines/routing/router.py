@@ -24,7 +24,7 @@ from torch import Tensor
 
 from braidrl.cluster.event_loop import Runner, all_or_none
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import EngineError, Load, ServedEngine, T, check_idle
+from braidrl.engines.engine import EngineError, Load, ServedEngine, Speculated, T, check_idle
 from braidrl.engines.requests import EngineRow, Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine, answering
@@ -157,7 +157,9 @@ class Router:
     def load(self) -> Load:
         loads = [self.engines[number].load() for number in self.alive]
         waiting = sum(load.waiting for load in loads) + len(self._dispatcher.waiting)
-        return Load(sum(load.slots for load in loads), sum(load.running for load in loads), waiting)
+        counted = [load.speculated for load in loads if load.speculated is not None]
+        speculated = sum(counted, Speculated()) if counted else None
+        return Load(sum(load.slots for load in loads), sum(load.running for load in loads), waiting, speculated)
 
     async def close(self) -> None:
         """Stop trying to recover dead engines, close all, and free the stored weights."""
@@ -384,6 +386,10 @@ class EngineService:
     @property
     def in_flight(self) -> int:
         return self.router.load().running
+
+    @property
+    def speculated(self) -> Speculated | None:
+        return self.router.load().speculated
 
     def generate(
         self,

@@ -190,6 +190,7 @@ class Generation:
             seconds = time.perf_counter() - start
             new = Drawn.after([len(request.prompt) for request in requests], drawn)
             self.usage.decoded(stage, new, engine.slots, seconds, sums)
+            self.usage.speculated(stage, engine.speculated, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
             finished = [done[uid] if uid in done else replace(done[other], uid=uid) for uid, other in first.items()]
             for copy in finished:
@@ -220,6 +221,7 @@ class Generation:
                 )
             )
             self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
+            self.usage.speculated(stage, engine.speculated, sums)
             return self.trajectory_columns(stage, played, limits, sums)
 
     async def played(

@@ -1,0 +1,278 @@
+"""Exact speculation: guesses of each row's next tokens, which one pass of the model checks all at once.
+
+texts of a prompt: itself, its rows, their responses in earlier epochs ──▶ guesses with probabilities
+    ──longest useful prefix for this pass──▶ pass ──▶ the tokens that the row draws; guesses that equal them are kept
+
+A row's draw at a position depends on logits and the row's own random number alone, so a guess is accepted exactly if it
+is the token that the row draws there. Tokens and log-probs are those without guesses; only the number of passes
+changes.
+
+How many guesses a pass takes is chosen by their measured reliability and by what passes of each size cost here
+(SuffixDecoding, arXiv 2411.04975; responses of earlier epochs: RhymeRL, arXiv 2508.18588).
+
+Shapes: R rows, K guesses of a row, D tokens of the longest context.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from braidrl.engines.requests import Request
+from braidrl.native.building import address, library
+
+DEPTH = 16
+"""Tokens of the longest context, as in drafts.c."""
+CELLS = (5, 8, 4)
+"""Cells of reliability: lengths of contexts, shares of votes, numbers of occurrences, as in drafts.c."""
+LONGEST = 16
+"""Guesses of a row in one pass."""
+LEAST = 0.02
+"""Guesses less probable than this are not made."""
+GAIN = 1.03
+"""Guesses are taken if a pass then draws so many times as many tokens per second."""
+MOST_WAIT = 64
+"""Passes after which guesses are considered again, if they were not worth it."""
+REMEMBERED = 16
+"""Earlier responses that are remembered for each prompt."""
+REMEMBERED_TOKENS = 1 << 24
+"""Tokens of all of them, 4 bytes each; the prompts that were used last stay."""
+MEASURED = 5
+"""Measurements of a pass's seconds that count, by its size."""
+VALID = 256
+"""Passes after which a measurement does not count any more: contexts have grown, or the machine is shared."""
+
+
+class EarlierResponses:
+    """The last responses to each prompt, by the prompt's ids as bytes: an epoch later they are likely to repeat."""
+
+    def __init__(self, most_tokens: int = REMEMBERED_TOKENS) -> None:
+        self._most_tokens, self._tokens = most_tokens, 0
+        self._of_prompt: OrderedDict[bytes, deque[Tensor]] = OrderedDict()
+
+    def add(self, prompt: bytes, response: Tensor) -> None:
+        responses = self._of_prompt.setdefault(prompt, deque())
+        self._of_prompt.move_to_end(prompt)
+        responses.append(response.to(torch.int32))
+        self._tokens += len(response)
+        if len(responses) > REMEMBERED:
+            self._tokens -= len(responses.popleft())
+        while self._tokens > self._most_tokens:
+            _, forgotten = self._of_prompt.popitem(last=False)
+            self._tokens -= sum(map(len, forgotten))
+
+    def of(self, prompt: bytes) -> Sequence[Tensor]:
+        return tuple(self._of_prompt.get(prompt, ()))
+
+
+class Book:
+    """The texts of one prompt, in which compiled code looks up what followed a row's last tokens; see drafts.c."""
+
+    def __init__(self, functions: Any) -> None:
+        self._functions, self.rows = functions, 0
+        """`rows` counts the rows in slots that use it."""
+        self.address: int = functions.open_book()
+        finalize(self, functions.close_book, self.address)
+
+    def read(self, text: Tensor, before: Tensor) -> None:
+        """Add a text, (T,), with the tokens before it, (DEPTH,)."""
+        text = text.to(torch.int64).contiguous()
+        done = self._functions.read_text(
+            self.address, None, address(before, torch.int64), address(text, torch.int64), 0, len(text)
+        )
+        if not done:
+            raise MemoryError("no memory for the texts from which next tokens are guessed")
+
+
+class Guesses:
+    """The guesses of next tokens for the rows in an engine's slots."""
+
+    def __init__(self, slots: int) -> None:
+        self._functions = library("drafts", torch.float32)
+        self.available = self._functions is not None
+        self._earlier, self._books = EarlierResponses(), dict[bytes, Book]()
+        self._prompts: list[bytes | None] = [None] * slots
+        self._pointers = torch.zeros(slots, dtype=torch.int64)
+        self._before = torch.zeros(slots, DEPTH, dtype=torch.int64)
+        self._read = torch.zeros(slots, dtype=torch.int64)
+        """Drawn tokens of each slot's row that its book has."""
+        self.cells = torch.ones(*CELLS, 2)
+        # Before anything is measured a guess is as reliable as its share of votes.
+        self.cells[..., 0] = (torch.arange(CELLS[1]) / CELLS[1])[None, :, None]
+
+    def begin(self, slot: int, request: Request) -> None:
+        """Prepare a slot for a row that starts or resumes."""
+        ids, own = request.prompt, len(request.prompt) - request.continues
+        name = ids[:own].numpy().tobytes()
+        if (book := self._books.get(name)) is None:
+            book = self._books[name] = Book(self._functions)
+            before = last_tokens(ids[:own])
+            for response in self._earlier.of(name):
+                book.read(response, before)
+            book.read(ids[:own], last_tokens(ids[:0]))
+        if request.continues:
+            book.read(ids[own:], last_tokens(ids[:own]))
+        book.rows += 1
+        self._prompts[slot], self._pointers[slot], self._read[slot] = name, book.address, 0
+        self._before[slot] = last_tokens(ids)
+
+    def end(self, slot: int, request: Request, drawn: Tensor, aborted: bool) -> None:
+        """Release a slot; a complete response is remembered for later epochs."""
+        name = self._prompts[slot]
+        assert name is not None
+        book, self._prompts[slot] = self._books[name], None
+        book.rows -= 1
+        if not book.rows:
+            del self._books[name]
+        elif int(self._read[slot]) < len(drawn):
+            seen = int(self._read[slot])
+            book.read(drawn[seen:], last_tokens(torch.cat([self._before[slot], drawn[:seen]])))
+        if not aborted:
+            start = len(request.prompt) - request.continues
+            self._earlier.add(name, torch.cat([request.prompt[start:], drawn]))
+
+    def of(self, slots: Tensor, tokens: Tensor, drawn: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """Return up to `most` (R,) guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability
+        that all up to each are right, (R, K) float32.
+
+        Args:
+            slots: The rows' slots.
+            tokens: (slots, T), the drawn tokens.
+            drawn: (slots,), their number.
+            most: (R,), tokens that may be guessed.
+        """
+        drafts = torch.empty((len(slots), LONGEST), dtype=torch.int64)
+        probabilities = torch.empty(drafts.shape)
+        whole = (self._before, tokens, slots, self._read, drawn, most, drafts)
+        done = self._functions.draft(
+            address(self._pointers, torch.int64),
+            address(self.cells, torch.float32),
+            *(address(each, torch.int64) for each in whole),
+            address(probabilities, torch.float32),
+            len(slots),
+            tokens.shape[1],
+            LONGEST,
+            LEAST,
+        )
+        if not done:
+            raise MemoryError("no memory for the texts from which next tokens are guessed")
+        return drafts, probabilities
+
+    def clear(self) -> None:
+        """Forget the rows; responses stay."""
+        self._books.clear()
+        self._prompts = [None] * len(self._prompts)
+
+
+def last_tokens(ids: Tensor) -> Tensor:
+    """Return the last DEPTH of these ids, (DEPTH,), behind -1 where there are fewer."""
+    last = torch.full((DEPTH,), -1, dtype=torch.int64)
+    if kept := min(DEPTH, len(ids)):
+        last[DEPTH - kept :] = ids[-kept:]
+    return last
+
+
+class PassCosts:
+    """Seconds of a pass by its tokens, with guesses and without: the median of the last measurements."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, bool], deque[float]] = {}
+        self._measured: dict[tuple[int, bool], int] = {}
+        self._passes = 0
+
+    def add(self, size: int, guessed: bool, seconds: float) -> None:
+        self._passes += 1
+        self._seconds.setdefault((size, guessed), deque(maxlen=MEASURED)).append(seconds)
+        self._measured[size, guessed] = self._passes
+
+    def seconds(self, size: int, guessed: bool) -> float:
+        """Return a pass's seconds; a size that was not measured lately is judged by the others, so that it is tried."""
+        oldest = self._passes - VALID
+        if self._measured.get((size, guessed), oldest) > oldest and len(self._seconds[size, guessed]) > 1:
+            return median(self._seconds[size, guessed])
+        known = [key for key, when in self._measured.items() if when > oldest and len(self._seconds[key]) > 1]
+        if not known:
+            return float(size)
+        # Of the nearest size; half of a pass is assumed not to depend on its size.
+        near = min(known, key=lambda key: (abs(key[0] - size), key[1] != guessed))
+        return median(self._seconds[near]) * (1 + size / near[0]) / 2
+
+
+Costs = Callable[[int, bool], float]
+"""A function that returns a pass's seconds from its number of tokens and whether some are guesses."""
+
+
+def useful_guesses(probabilities: Sequence[float], rows: int, costs: Costs, multiple: int, most: int) -> int:
+    """Return how many guesses a pass of `rows` rows takes to draw most tokens per second; 0 if none are worth it.
+
+    Args:
+        probabilities: The guesses', in descending order.
+        rows: Rows of the pass.
+        costs: A pass's seconds.
+        multiple: A pass's size is a multiple of so many tokens.
+        most: Tokens of the largest pass.
+    """
+    best, rate = 0, GAIN * rows / costs(-(-rows // multiple) * multiple, False)
+    drawn, taken = float(rows), 0
+    for size in range(-(-(rows + 1) // multiple) * multiple, most + 1, multiple):
+        room = min(size - rows, len(probabilities))
+        drawn, taken = drawn + sum(probabilities[taken:room]), room
+        if taken and drawn / costs(size, True) > rate:
+            best, rate = taken, drawn / costs(size, True)
+        if room < size - rows:
+            break
+    return best
+
+
+class Speculation:
+    """Chooses the guesses of each pass, and measures what they bring."""
+
+    def __init__(self, slots: int, multiple: int, most: int) -> None:
+        """Make one for passes of a multiple of `multiple` and at most `most` tokens."""
+        self.guesses, self.measured, self._multiple, self._most = Guesses(slots), PassCosts(), multiple, most
+        self.costs: Costs = self.measured.seconds
+        self._wait = self._left = 0
+        """Passes between two considerations of guesses, and until the next one."""
+        self._expected, self.trust = 0.0, 1.0
+        """Accepted guesses per expected one."""
+
+    def begin(self, slot: int, request: Request) -> None:
+        """Prepare a slot for a row that starts or resumes; its guesses are considered in the next pass."""
+        self.guesses.begin(slot, request)
+        self._left = 0
+
+    def choose(self, slots: Tensor, tokens: Tensor, drawn: Tensor, limit: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the guesses (R, K) of rows and how many of each row's a pass takes, (R,); None for no guesses.
+
+        Arguments are those of `Guesses.of`, and the rows' limits (slots,).
+        """
+        self._expected = 0.0
+        if self._left:
+            self._left -= 1
+            return None
+        most = (limit - drawn)[slots] - 1
+        drafts, probabilities = self.guesses.of(slots, tokens, drawn, most)
+        ordered, places = probabilities.flatten().sort(descending=True, stable=True)
+        likely = ordered[: max(0, self._most - len(slots))].tolist()
+        likely = [each * self.trust for each in likely if each > 0]
+        taken = useful_guesses(likely, len(slots), self.costs, self._multiple, self._most)
+        if not taken:
+            self._wait = min(MOST_WAIT, 2 * self._wait + 1)
+            self._left = self._wait
+            return None
+        self._wait = 0
+        self._expected = sum(likely[:taken]) / self.trust
+        # Guesses of a row come in order: none is more probable than the one before it.
+        counts = torch.bincount(places[:taken] // LONGEST, minlength=len(slots))
+        return drafts, counts
+
+    def observe(self, size: int, guesses: int, accepted: int, seconds: float) -> None:
+        """Record a pass of `size` tokens."""
+        self.measured.add(size, guesses > 0, seconds)
+        if guesses:
+            share = accepted / max(self._expected, 0.5)
+            self.trust = min(1.2, max(0.05, self.trust + 0.05 * (share - self.trust)))
