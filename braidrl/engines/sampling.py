@@ -37,7 +37,8 @@ class BatchSampling:
     def of(self, rows: Tensor) -> "BatchSampling":
         """Return the settings for tokens of these rows, (N,)."""
         given = (self.temperature, self.greedy, self.top_k, self.top_p)
-        return BatchSampling(*(None if setting is None else setting[rows] for setting in given), self.most)
+        temperature, greedy, top_k, top_p = (None if setting is None else setting[rows] for setting in given)
+        return BatchSampling(temperature, greedy, top_k, top_p, self.most)
 
 
 def batch_sampling(asked: Sequence[SamplingParams], device: torch.device | str) -> BatchSampling:

@@ -244,7 +244,7 @@ class GenerateLoop:
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.peak_rows)
-        usage.speculated(stage, self.engine.load().speculated, sums)
+        usage.speculated(stage, self.own.load().speculated, sums)
         usage.note_memory(stage.name, sums)
         reports = [{**report, "sums": sums.pairs()}]
         whole = rows.with_columns(columns)
