@@ -26,6 +26,7 @@ ALGORITHMS = {
 }
 PLUGINS = {
     "recipes": "braidrl.flow.recipes:RECIPES",
+    "curricula": "braidrl.data.curricula:CURRICULA",
     "conversions": "braidrl.data.conversions:CONVERSIONS",
     "rewards": "braidrl.rewards.verifiers:VERIFIERS",
     "engines": "braidrl.engines.engine:ENGINES",
@@ -92,7 +93,7 @@ def catalogue(kind: str) -> list[Listed]:
             continue
         # A protocol is a pair of functions; the first one has the docstring.
         about, settings = summary(getattr(plugin, "distribute", plugin)), {}
-        if plugins.kind == "verifier":
+        if plugins.kind in ("verifier", "curriculum"):
             keywords = [p for p in inspect.signature(plugin).parameters.values() if p.kind is p.KEYWORD_ONLY]
             settings = {p.name: "required" if p.default is p.empty else repr(p.default) for p in keywords}
         listed.append(Listed(name, about, settings))

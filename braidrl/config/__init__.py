@@ -9,13 +9,14 @@ from braidrl.config.config import (
     StreamingConfig,
     TrackerConfig,
 )
-from braidrl.config.data import DataConfig, RewardConfig, SourceConfig, VerifierConfig
+from braidrl.config.data import CurriculumConfig, DataConfig, RewardConfig, SourceConfig, VerifierConfig
 from braidrl.config.reading import apply_override, load_config, parse_config
 from braidrl.config.training import EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
 
 __all__ = [
     "ClusterConfig",
     "Config",
+    "CurriculumConfig",
     "DataConfig",
     "EnvironmentConfig",
     "EvaluationConfig",

@@ -96,6 +96,22 @@ class SourceConfig(Section):
         return fetched.rpartition("--")[2] if fetched else self.path.stem
 
 
+class CurriculumConfig(Section):
+    """Choice of prompts by the success measured on them so far; the shares of sources stay those of their weights."""
+
+    short_for = {str: "name"}
+    name: str
+    """A curriculum from `braid list curricula`, or your own `module:function` or `file.py:function`."""
+    by: str | None = None
+    """Field of the data, such as a level, whose values have one pass rate each; a dot enters nested fields. By default
+    each example has its own.
+    """
+    step: float = Field(0.3, gt=0, le=1)
+    """Weight of the newest group in the moving average of a pass rate."""
+    params: dict[str, Any] = {}
+    """Keyword arguments for it."""
+
+
 class DataConfig(Section):
     """Sources of prompts."""
 
@@ -125,6 +141,8 @@ class DataConfig(Section):
     """Maximum length of a prompt; longer prompts are dropped and counted."""
     shuffle: bool = True
     """Shuffle each epoch with the seed; false keeps the file's order."""
+    curriculum: CurriculumConfig | None = None
+    """Draw more of the prompts that teach most, in place of epochs."""
 
     @model_validator(mode="after")
     def _held_out(self) -> "DataConfig":

@@ -4,9 +4,11 @@ number.
 Each admitted prompt becomes a group of rows, one per sample; no later stage creates rows.
 
 number n ──weighted_draw──▶ source s, and how many before n came from s ──permutation of (seed, s, epoch)──▶ example
+                                  ╰──curriculum: the measured success──▶ example
 
 A prompt is a function of its admission number. `peek` works for any number without the earlier ones, so that each rank
-of a distributed run draws only its slice under one global shuffle, and a resumed run continues exactly.
+of a distributed run draws only its slice under one global shuffle, and a resumed run continues exactly. With a
+curriculum the process that admits draws the examples, and sends them with their numbers.
 """
 
 import hashlib
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.chat import TEMPLATE
+from braidrl.data.curricula import Curriculum
 from braidrl.data.packing import equal_share
 from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
@@ -63,37 +66,69 @@ class Admitted:
 class Admissions:
     """The order of admissions, by number alone; it needs only the sizes of the sources."""
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        seed: int = 0,
+        shuffle: bool = True,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
         if not sizes or not all(sizes):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.weights, self.curriculum = seed, shuffle, list(weights), curriculum
         self.admitted = 0
         """Admission number of the next prompt."""
         self.epoch_size = sum(sizes)
         """Number of prompts of all sources, which is one epoch if weights are proportional to sizes."""
         self._identity = {"seed": seed, "shuffle": shuffle, "prompts": list(sizes), "weights": list(weights)}
+        if curriculum is not None:
+            self._identity["curriculum"] = curriculum.config.model_dump(mode="json")
+
+    def is_ready(self, iteration: int) -> bool:
+        """Return True if the batch of an iteration may be drawn."""
+        return self.curriculum is None or self.curriculum.is_ready(iteration)
+
+    def begin(self, iteration: int) -> None:
+        """Begin the batch of an iteration."""
+        if self.curriculum is not None:
+            self.curriculum.begin(iteration)
 
     def advance(self, count: int) -> range:
         """Advance by `count` prompts, and return their admission numbers."""
         numbers = range(self.admitted, self.admitted + count)
         self.admitted += count
+        if self.curriculum is not None:
+            for number in numbers:
+                self.curriculum.draw(number, weighted_draw(number, self.weights, self.seed)[0])
         return numbers
+
+    def examples(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (source, index) of each admitted prompt if a curriculum has drawn them; else nothing."""
+        return [] if self.curriculum is None else [self.curriculum.drawn[number][:2] for number in numbers]
+
+    def measure(self, iteration: int, index: Rows) -> dict[str, float]:
+        """Give the index columns of a finished iteration to the curriculum, if there is one; return its metrics."""
+        return {} if self.curriculum is None else self.curriculum.measure(iteration, index)
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON; a loader over the same data continues from it exactly."""
-        return {"admitted": self.admitted, "data": dict(self._identity)}
+        learned = {} if self.curriculum is None else {"curriculum": self.curriculum.state()}
+        return {"admitted": self.admitted, "data": dict(self._identity), **learned}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises UserError if seed, sources or weights differ."""
-        for name, value in self._identity.items():
-            if state["data"][name] != value:
+        for name in {**self._identity, **state["data"]}:
+            before, value = state["data"].get(name), self._identity.get(name)
+            if before != value:
                 raise UserError(
-                    f"the checkpoint was made with {name} {state['data'][name]} of the training data and this run "
-                    f"has {value}; "
+                    f"the checkpoint was made with {name} {before} of the training data and this run has {value}; "
                     "resume with the same data settings, or start a new run from its model"
                 )
         self.admitted = state["admitted"]
+        if self.curriculum is not None:
+            self.curriculum.restore(state["curriculum"])
 
 
 class PromptLoader(Admissions):
@@ -101,15 +136,27 @@ class PromptLoader(Admissions):
     its epochs.
     """
 
-    def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        sources: Sequence[LoadedSource],
+        seed: int = 0,
+        shuffle: bool = True,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
-        self.sources, self.weights = list(sources), [source.weight for source in sources]
-        super().__init__([len(source) for source in sources], self.weights, seed, shuffle)
+        self.sources = list(sources)
+        weights = [source.weight for source in sources]
+        super().__init__([len(source) for source in sources], weights, seed, shuffle, curriculum)
 
-    def peek(self, numbers: Sequence[int]) -> list[Admitted]:
-        """Return the prompts with these admission numbers, past or future, without advancing."""
+    def peek(self, numbers: Sequence[int], examples: Sequence[tuple[int, int]] = ()) -> list[Admitted]:
+        """Return the prompts with these admission numbers, past or future, without advancing.
+
+        `examples` are those that a curriculum has drawn for them.
+        """
         found = []
-        for number in numbers:
+        for number, (position, index) in zip(numbers, examples, strict=False):
+            found.append(Admitted.of(self.sources[position], number, position, 0, index))
+        for number in numbers if not examples else ():
             position, place = weighted_draw(number, self.weights, self.seed)
             source = self.sources[position]
             epoch, index = divmod(place, len(source))

@@ -84,6 +84,8 @@ class SerialController(Generic[TableT]):
         if not self.flow.sampling_segment:
             # Without selection all generated rows are in the batch, with the scores added later.
             result.generated = result.batch
+        for name, value in self.loader.measure(iteration, result.generated).items() if recorded is None else ():
+            sums.add(name, value)
         return result
 
     def position(self) -> Position:
@@ -126,6 +128,7 @@ class SerialController(Generic[TableT]):
     def sample(self, iteration: int, version: int, sums: Sums) -> IterationResult[TableT]:
         """Return a batch of selected groups, generated in waves; the surplus is dropped or kept for the next batch."""
         self.sampling.begin(version)
+        self.loader.begin(iteration)
         tables, generated = list(self.surplus), []
         while True:
             count = self.sampling.next_wave()
@@ -141,7 +144,8 @@ class SerialController(Generic[TableT]):
                 left += [self.of_groups(rows, groups - awaited)] if groups - awaited else []
             self.unfinished = left
             if count:
-                started.append(self.backend.read(Admission(self.loader.advance(count))))
+                numbers = self.loader.advance(count)
+                started.append(self.backend.read(Admission(numbers, self.loader.examples(numbers))))
                 self.sampling.admit(sorted(set(self.backend.index(started[-1])["group"].tolist())))
             table = started[0].cat(started) if len(started) > 1 else started[0]
             table, verdicts = self.wave(table, ends, iteration, version, sums)

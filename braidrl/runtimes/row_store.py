@@ -14,6 +14,7 @@ import torch
 from braidrl.agents.trajectory import response_columns
 from braidrl.data.chat import end_ids_of
 from braidrl.data.codec import pack_rows, unpack_rows
+from braidrl.data.curricula import Curriculum
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
 from braidrl.data.messages import Message
 from braidrl.data.packing import equal_share
@@ -43,6 +44,8 @@ class Admission(Message):
     """The prompts with these admission numbers."""
 
     numbers: Sequence[int]
+    examples: Sequence[tuple[int, int]] = ()
+    """Source and index of each, if a curriculum has drawn them."""
 
 
 class HeldOut(Message):
@@ -71,13 +74,14 @@ Origin = Admission | HeldOut | Recording | Surplus
 class RowStore:
     """Makes rows from their origin, and writes rows to files."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, curriculum: Curriculum | None = None) -> None:
+        """Keep the sources; only the process that admits prompts has a curriculum."""
         config, sources, texts, self.flow = prepared.config, prepared.sources, prepared.texts, prepared.flow
         self.config, self.tokenizer, self.eval_sources = config, prepared.tokenizer, prepared.eval_sources
         # The embedding may have more rows than the tokenizer has tokens.
         self.vocabulary = max(len(self.tokenizer), int(model_settings(config.model).get("vocab_size") or 0))
         self.ends = end_ids_of(config.model.expanduser(), self.tokenizer)
-        self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
+        self.loader = PromptLoader(sources, config.seed, config.data.shuffle, curriculum) if sources else None
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
     def make(self, origin: Origin, rank: int = 0, ranks: int = 1) -> Rows:
@@ -86,13 +90,14 @@ class RowStore:
         Raises UserError if a file is missing.
         """
         match origin:
-            case Admission(numbers):
+            case Admission(numbers, examples):
                 assert self.loader is not None, "no training data was loaded"
                 ranks = min(ranks, len(numbers))
                 if rank >= ranks:
                     return Rows({})
                 share, samples = equal_share(len(numbers), rank, ranks), self.config.rollout.samples_per_prompt
-                rows = as_rows(self.loader.peek(numbers[share.start : share.stop]), samples)
+                mine = slice(share.start, share.stop)
+                rows = as_rows(self.loader.peek(numbers[mine], examples[mine]), samples)
                 if self.config.rollout.tokens_per_iteration is not None:
                     # Partial rollout resumes from the columns of empty responses; log-probs have the engine's data
                     # type.

@@ -72,6 +72,10 @@ class Session(AbstractContextManager["Session"]):
                 f"rollout.tokens_per_iteration={tokens} suspends responses, and a session resumes none; remove it, "
                 "or use `braid train`"
             )
+        if config.data.curriculum is not None:
+            raise UserError(
+                "data.curriculum measures the iterations of `braid train`, and a session has its own loop; remove it"
+            )
         self.joined = joined_world(config) if mode.chained and world is None else None
         self.world = world or self.joined or World()
         config = with_fetched(config)

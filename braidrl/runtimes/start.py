@@ -9,6 +9,7 @@ from braidrl.cluster.local import ENGINES, copy_as_fork_server
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
+from braidrl.data.curricula import check_curriculum, curriculum_of, units_of
 from braidrl.data.loader import PromptLoader
 from braidrl.engines.deployment import MODES, Deployment, Engines
 from braidrl.errors import UserError
@@ -53,7 +54,7 @@ def start_backend(
     does not support the request.
     """
     world, interrupts = world or World(), interrupts or Interrupts()
-    deployment = prepared.deployment
+    deployment, config = prepared.deployment, prepared.config
     if deployment.mode.placed:
         # Imported here: Ray is optional, and its import takes a second.
         import_ray()
@@ -66,9 +67,10 @@ def start_backend(
     if deployment.mode.chained:
         name = f"rank-{world.rank}"
         at_end.append(executor.close)
+    store = RowStore(prepared, curriculum_of(config, units_of(config, prepared.sources)))
     # Only now: a refused run leaves nothing in its folder but its configuration.
     trace = executor.generation.moves.trace = TraceWriter(folder, name) if folder else None
-    return RankBackend(executor, RowStore(prepared), world, interrupts, trace, any_stage)
+    return RankBackend(executor, store, world, interrupts, trace, any_stage)
 
 
 def start_controller(
@@ -79,7 +81,8 @@ def start_controller(
     """
     config = prepared.config
     if prepared.deployment.mode.concurrent:
-        loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle)
+        curriculum = curriculum_of(config, units_of(config, prepared.sources))
+        loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle, curriculum)
         return StreamingController(prepared, loader, folder, progress)
     backend = start_backend(prepared, progress, folder, world=world, interrupts=interrupts)
     return SerialController(config, prepared.flow, backend)
@@ -94,6 +97,7 @@ def check_runtime(deployment: Deployment, generates: bool, trains: bool, planned
     GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)
     if trainer.over_sampling > 1 and not flow.sampling_segment:
         raise UserError(f"trainer.over_sampling replaces dropped groups, and flow {flow.name} selects none; remove it")
+    check_curriculum(config, [name for stage in flow.stages for name in stage.writes])
     if rollout.tokens_per_iteration is None and rollout.repeated_tokens is not None:
         raise UserError("rollout.repeated_tokens ends suspended responses; write rollout.tokens_per_iteration too")
     if rollout.tokens_per_iteration is not None:

@@ -39,6 +39,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     },
     "diamond": {
         "flow": str(ROOT / "tests" / "runtimes" / "diamond.yaml"),
+        "data": {"curriculum": {"name": "gaussian", "params": {"least": 0.1}}},
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
     "following": {
@@ -51,6 +52,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     },
     "dapo with refills": {
         "flow": "dapo",
+        "data": {"curriculum": "bands"},
         "algorithm": {"overlong_cache": 2},
         "rollout": {"samples_per_prompt": 2},
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3},

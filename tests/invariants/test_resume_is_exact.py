@@ -23,7 +23,7 @@ DAPO = {"flow": "dapo", "algorithm": {"overlong_cache": 2}, "rollout": {"samples
 TRAINER = {"steps": STEPS, "prompts_per_step": 4, "checkpoint_every": 5, "deterministic": True, "learning_rate": 3e-3}
 RUNS: dict[str, dict[str, Any]] = {
     "several updates": {"flow": "grpo", "trainer": {**TRAINER, "rows_per_update": 8, "epochs": 2}},
-    "refills": {**DAPO, "trainer": TRAINER},
+    "refills": {**DAPO, "trainer": TRAINER, "data": {"curriculum": "progress"}},
     "surplus": {
         **DAPO,
         "trainer": {**TRAINER, "surplus": "keep", "max_staleness": 1, "schedule": "cosine", "warmup_steps": 3},
@@ -48,7 +48,7 @@ def evaluated(workshop: Workshop) -> Workshop:
 
 
 def sections(workshop: Workshop, kind: str) -> dict[str, Any]:
-    data = {"eval": {"held_out": str(workshop.folder / "held_out.jsonl")}}
+    data = {"eval": {"held_out": str(workshop.folder / "held_out.jsonl")}, **RUNS[kind].get("data", {})}
     return {**RUNS[kind], "data": data, "evaluation": {"every": 4, "samples": 2}}
 
 

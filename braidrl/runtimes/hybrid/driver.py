@@ -25,6 +25,7 @@ from torch import Tensor
 from braidrl.cluster.pools import GENERATE
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.codec import payload_forbidden, unpack_rows
+from braidrl.data.curricula import curriculum_of
 from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
@@ -387,11 +388,13 @@ def start_hybrid_backend(
         order = RunOrder(settings, prepared.train, folder.resolve() if folder else None, cluster.family)
         workers = RunWorkers(groups, home, prepared, order)
         counts, admissions = workers.begin(groups), None
-        for _, report in counts:
+        for _, report, _ in counts:
             progress.print(report)
         if counts:
             weights = [source.weight for source in config.data.train]
-            admissions = Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle)
+            curriculum = curriculum_of(config, [units for _, _, units in counts])
+            sizes = [kept for kept, _, _ in counts]
+            admissions = Admissions(sizes, weights, config.seed, config.data.shuffle, curriculum)
         trace = TraceWriter(folder, "controller") if folder else None
         if trace is not None:
             resources.callback(trace.close)

@@ -17,6 +17,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation
 from braidrl.cluster.watchdog import mute_after
+from braidrl.data.curricula import Units
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
@@ -171,12 +172,13 @@ class RunWorkers:
     prepared: Prepared
     order: RunOrder
 
-    def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
+    def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str, Units]]:
         """Start the actors of `fresh` groups; let them join the run, form process groups, read the data and load their
         models.
 
-        Returns the number of prompts and a message per source if `home` is among them, and reads data. Raises UserError
-        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
+        Returns the number of prompts, a message and a curriculum's units per source if `home` is among them, and reads
+        data. Raises UserError if a worker refuses the configuration or the data, and WorkerError if one fails or sends
+        no answer for too long.
         """
         config, order = self.prepared.config, ray.put(self.order)
         for group in fresh:

@@ -30,6 +30,7 @@ from braidrl.cluster.process_groups import address_towards, connect_store, group
 from braidrl.cluster.world import World, world_at
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
+from braidrl.data.curricula import Units, units_of
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
 from braidrl.errors import UserError, WorkerError, no_room
 from braidrl.flow import Stage
@@ -156,12 +157,14 @@ class HybridWorker:
         self.resources.callback(self.world.close)
 
     @register(protocol="ONE_TO_ALL")
-    def read_data(self) -> list[tuple[int, str]]:
-        """Read the run's data with the pool's other ranks, which map the first one's tables; return prompts and a
-        message per source.
+    def read_data(self) -> list[tuple[int, str, Units]]:
+        """Read the run's data with the pool's other ranks, which map the first one's tables; return prompts, a message
+        and a curriculum's units per source.
         """
         self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, kept))
-        return [(len(source), source.report()) for source in self.prepared.sources] if self.rank == 0 else []
+        sources = self.prepared.sources if self.rank == 0 else []
+        units = units_of(self.prepared.config, sources)
+        return [(len(source), source.report(), of) for source, of in zip(sources, units, strict=True)]
 
     @register(protocol="ONE_TO_ALL")
     def load_models(self) -> tuple[int, str, str]:

@@ -106,7 +106,9 @@ class RankBackend:
             place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
             if mine:
                 made = [place[group_of[row]] * samples + row % samples for row in mine]
-                rows = self.store.make(Admission(tuple(place))).take(made)
+                drawn = dict(zip(origin.numbers, origin.examples, strict=False))
+                examples = [drawn[number] for number in place] if drawn else ()
+                rows = self.store.make(Admission(tuple(place), examples)).take(made)
         else:
             rows = self.store.make(origin, rank, size)
             sizes = torch.tensor(self.world.gather("numbers of rows", len(rows)))

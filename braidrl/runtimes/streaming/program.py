@@ -146,9 +146,12 @@ class StreamingController:
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
+        result = self._result(finished)
+        for name, value in self.loader.measure(iteration, result.generated).items():
+            result.sums.add(name, value)
         # Generation of the next iteration continues while this one is recorded.
         self._admit()
-        return self._result(finished)
+        return result
 
     def position(self) -> Position:
         """Return the resume position after the last finished iteration; started work of the next one is repeated
@@ -159,7 +162,11 @@ class StreamingController:
             started = self.opening.get(following) or self._current()
         # The states at the start of the next iteration, which may have moved them already.
         ran = self.stream.record_of(following).states
-        return started._replace(stages={name: dict(ran.get(name, now)) for name, now in self.stream.states.items()})
+        # What was measured since the next iteration was opened belongs to the state.
+        loader = {**self.loader.state(), "admitted": started.loader["admitted"]}
+        return started._replace(
+            loader=loader, stages={name: dict(ran.get(name, now)) for name, now in self.stream.states.items()}
+        )
 
     def started_ahead(self) -> list[StartedBatch]:
         """Wait for rows started on older versions and return their batches; rows started on newer versions continue."""
@@ -225,7 +232,7 @@ class StreamingController:
         befores = [position, *(batch.after for batch in started)]
         self.opening = {batch.iteration: before for batch, before in zip(started, befores, strict=False)}
         last = befores[-1]
-        self.loader.restore(last.loader)
+        self.loader.restore({**position.loader, "admitted": last.loader["admitted"]})
         self.backend.restored = last.sampling, last.surplus
         self.backend.started = started
         known = self.stream.states
@@ -252,18 +259,19 @@ class StreamingController:
         with self.control.changed:
             begins = not schedule.is_open
             following = schedule.opened + 1
-            if begins and not schedule.may_open(version):
+            if begins and not (schedule.may_open(version) and self.loader.is_ready(following)):
                 return
             before, known = self._current() if begins else None, (schedule.opened, schedule.lookahead)
             count = schedule.groups_wanted(version)
             changed = count or known != (schedule.opened, schedule.lookahead)
             if before is not None and schedule.is_open:
                 self.opening[following] = before
+                self.loader.begin(following)
             # Back, if groups admitted ahead were returned.
             self.loader.admitted = min(self.loader.admitted, schedule.sampling.admitted + 1)
             numbers = tuple(self.loader.advance(count))
         if count:
-            self.control.admit(self.stream, self.backend.make_rows(Admission(numbers)))
+            self.control.admit(self.stream, self.backend.make_rows(Admission(numbers, self.loader.examples(numbers))))
         # A change wakes all waiting threads, including this one.
         if changed:
             self.control.change(lambda: None)
