@@ -33,7 +33,8 @@ from transformers.utils import logging
 from braidrl.config import Config, load_config
 from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.progress import Progress
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.spmd.rank_backend import RankBackend

@@ -297,6 +297,37 @@ def timeline(run: RunFolder) -> None:
 
 
 @app.command()
+def rollouts(
+    run: RunFolder,
+    evaluation: Annotated[str | None, typer.Option("--set", help="An evaluation set; by default training.")] = None,
+    step: Annotated[int | None, typer.Option(help="Rows of this step.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Rows with at least this reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Rows with at most this reward.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Rows with at least so many sampled tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Rows with at most so many.")] = None,
+    ended: Annotated[str | None, typer.Option(help="Rows that ended so: stop, length, error or repeat.")] = None,
+    sort: Annotated[str, typer.Option(help="A column, as reward; -reward shows the largest first.")] = "",
+    rows: Annotated[int, typer.Option(help="The most rows to print.", min=1)] = 20,
+    row: Annotated[str | None, typer.Option(help="Print this row in full: STEP.GROUP.SAMPLE.")] = None,
+    web: Annotated[bool, typer.Option("--web", help="Serve a page on this machine instead.")] = False,
+    port: Annotated[int, typer.Option(help="The page's port; 0 takes a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Show the recorded rows of a run: a table, one episode in full (--row), or a web page (--web)."""
+    from braidrl.cli.show_rollouts import serve, show_row, show_table
+    from braidrl.observe.episodes import Filter
+
+    wanted = Filter(step, min_reward, max_reward, min_tokens, max_tokens, ended, sort)
+    if web:
+        if row is not None or evaluation is not None or wanted != Filter():
+            raise UserError("--web has its own filters; write it alone, with --port")
+        serve(run, port, say)
+    elif row is not None:
+        show_row(run, evaluation, row, say)
+    else:
+        show_table(run, evaluation, wanted, rows, say)
+
+
+@app.command()
 def export(
     run: RunFolder,
     folder: Annotated[Path, typer.Argument(help="A new folder for the Hugging Face model.")],

@@ -11,28 +11,15 @@ entry per *action token*, in order: tokens that were not sampled have no entry a
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.data.identity import IDENTITY, FinishReason, Uid  # noqa: F401  other files import them from here
 
-Uid = tuple[int, int, int]
-"""Source, group and sample of a row."""
-IDENTITY = ("source", "group", "sample")
 ROWS_SHOWN = 8
-
-
-class FinishReason(IntEnum):
-    """The reason why a trajectory ended; values of the `finish_reason` index column."""
-
-    STOP = 0
-    LENGTH = 1
-    ABORT = 2
-    ERROR = 3
-    REPEAT = 4
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,8 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import recorded_steps, rollout_path
 from braidrl.plan.rates import BUILT_IN, Cost, Rates, RuntimeRates, Work, price
 from braidrl.plan.work import IntArray, Lengths, generate_work, infer_work, share_received, train_work
 from braidrl.runtimes.memory.budget import EngineUse, RoleDeployment, RoleUse, undeployed

@@ -23,7 +23,8 @@ from braidrl.data.token_columns import returned_columns
 from braidrl.engines.requests import Response
 from braidrl.flow import Kind
 from braidrl.flow.signatures import columns_of
-from braidrl.observe.rollouts import check_rows, parts_of, read_rollouts, write_rollouts
+from braidrl.observe.recorded_rows import check_rows, read_rollouts, write_rollouts
+from braidrl.observe.rollouts import parts_of
 from braidrl.rewards.verify import decoded, responses
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.loading import model_settings

@@ -26,7 +26,8 @@ from braidrl.config.config import LIBRARIES as NAMED_BY
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.run import train
 from examples.guess_number import demo as guess_number
 from examples.tool_arithmetic import demo, task

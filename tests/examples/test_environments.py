@@ -12,7 +12,8 @@ import torch
 from braidrl.config import load_config
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.run import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

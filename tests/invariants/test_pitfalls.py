@@ -21,7 +21,8 @@ from braidrl.flow.flow import serial_chain
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.stages import make_stage
 from braidrl.observe.metrics import Sums, read_metrics
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.generating.generation import sampling_of
 from braidrl.runtimes.run import train
 from braidrl.training.backends import BackendSpec

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.observe.metrics import MEASURED, read_metrics
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from tests.tiny import Workshop
 
 EVERY_STEP = {"dtype": "float64", "trainer": {"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 4}}

@@ -9,7 +9,8 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import FinishReason, Objects, Rows
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
-from braidrl.observe.rollouts import rollout_path, write_rollouts
+from braidrl.observe.recorded_rows import write_rollouts
+from braidrl.observe.rollouts import rollout_path
 
 STAGES = ("actor.generate", "reward.verify", "actor.update")
 

@@ -11,8 +11,9 @@ from plotly.offline import get_plotlyjs
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
+from braidrl.observe.recorded_rows import write_rollouts
 from braidrl.observe.report import MOST_STEPS, Sample, best_and_worst, sample_groups, spread, write_report
-from braidrl.observe.rollouts import rollout_path, write_rollouts
+from braidrl.observe.rollouts import rollout_path
 from tests.observe.made_up import STAGES, before_training, make_run, metrics_of
 from tests.tiny import Workshop
 

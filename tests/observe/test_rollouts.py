@@ -13,17 +13,14 @@ from torch import Tensor
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError
+from braidrl.observe.recorded_rows import DTYPES, check_rows, read_rollouts, write_rollouts
 from braidrl.observe.rollouts import (
-    DTYPES,
-    check_rows,
     join_parts,
     part_path,
-    read_rollouts,
     read_texts,
     recorded_evaluations,
     recorded_steps,
     rollout_path,
-    write_rollouts,
 )
 from tests.observe.made_up import rows_of
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.run import train
 from tests.recipes.tiny import make_config, write_data, write_decoder
 

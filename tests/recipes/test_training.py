@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.run import train
 from tests.recipes.tiny import (
     make_config,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from braidrl.observe.metrics import Sums
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.row_store import Admission, Surplus
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.backends import hybrid_crew

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.observe.trace import read_trace
 from tests.invariants.traces import EVERY_STEP, TOLERANCE, assert_same, assert_same_weights, merged, trace, weights
 from tests.recipes.tiny import write_data

@@ -1,0 +1,239 @@
+"""Recorded episodes: an index of a run's rows to filter, and one row as its turns. It needs no torch.
+
+rollouts/*.parquet ──small columns──▶ RowIndex ──Filter──▶ rows ──one row group──▶ Episode: segments of tokens
+
+Opening a run reads only columns with one number per row; one episode reads the row group of its row.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from braidrl.data.identity import FinishReason
+from braidrl.errors import UserError, suggest
+from braidrl.observe.rollouts import (
+    PROMPT_TEXT,
+    RESPONSE_TEXT,
+    SCHEMA_KEY,
+    check_recording,
+    parts_of,
+    recorded_evaluations,
+    recorded_steps,
+    rollout_path,
+)
+from braidrl.parsing import parse_yaml
+
+NUMBERS = ("source", "group", "sample", "reward", "score", "correct", "finish_reason", "length", "action_tokens")
+"""Columns of the index, as far as a recording has them."""
+PER_TURN = "turn_"
+"""Prefix of the columns with one value per turn."""
+PAYLOAD = ("tokens", "action_mask", "sequence_lengths", "prompt", "metadata", PROMPT_TEXT, RESPONSE_TEXT)
+MASK = "action_mask"
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Rows to show; None does not filter."""
+
+    step: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    ended: str | None = None
+    """A finish reason: stop, length, error or repeat."""
+    sort: str = ""
+    """A column of the index, ascending; with a leading minus descending. Empty keeps the order of the run."""
+
+
+class Place(NamedTuple):
+    """The file of a recorded row and its position there."""
+
+    path: Path
+    row: int
+
+
+class RowIndex:
+    """The rows of a run's training steps, or of an evaluation set: their numbers as arrays (B,), and their places."""
+
+    def __init__(self, run: Path, evaluation: str | None = None) -> None:
+        """Read the index columns of all steps. Raises UserError if nothing was recorded."""
+        steps = recorded_steps(run, evaluation)
+        if not steps:
+            sets = recorded_evaluations(run)
+            of = f" of the set {evaluation!r}. {suggest(evaluation, sets)}" if evaluation else ""
+            raise UserError(f"{run} has no recorded rollouts{of}; give the folder of a run that recorded some")
+        self.run, self.files = run, list[Path]()
+        tables, parts = [], []
+        for step in steps:
+            path = rollout_path(run, step, evaluation)
+            check_recording(path)
+            for file in parts_of(path):
+                table = pq.read_table(file, columns=[n for n in NUMBERS if n in pq.read_schema(file).names])
+                tables.append(table)
+                parts.append((step, len(self.files), len(table)))
+                self.files.append(file)
+        whole = pa.concat_tables(tables, promote_options="default")
+        names = [name for name in NUMBERS if name in whole.column_names]
+        self.numbers = {name: whole.column(name).to_numpy() for name in names}
+        self.numbers["step"] = np.repeat([step for step, _, _ in parts], [count for _, _, count in parts])
+        self.file = np.repeat([number for _, number, _ in parts], [count for _, _, count in parts])
+        self.row = np.concatenate([np.arange(count) for _, _, count in parts])
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def reward_name(self) -> str | None:
+        return next((name for name in ("reward", "score") if name in self.numbers), None)
+
+    def choose(self, wanted: Filter) -> np.ndarray:
+        """Return the numbers of the rows that pass a filter, in its order. Raises UserError for a column that no row
+        has.
+        """
+        keep = np.ones(len(self), dtype=bool)
+        rewards = self._needed(self.reward_name or "reward", wanted.min_reward, wanted.max_reward)
+        lengths = self._needed("action_tokens", wanted.min_tokens, wanted.max_tokens)
+        for values, low, high in (
+            (rewards, wanted.min_reward, wanted.max_reward),
+            (lengths, wanted.min_tokens, wanted.max_tokens),
+        ):
+            keep &= True if low is None else values >= low
+            keep &= True if high is None else values <= high
+        if wanted.step is not None:
+            keep &= self.numbers["step"] == wanted.step
+        if wanted.ended is not None:
+            names = {reason.name.lower(): int(reason) for reason in FinishReason}
+            if wanted.ended not in names:
+                raise UserError(f"no row ends by {wanted.ended!r}. {suggest(wanted.ended, names)}")
+            keep &= self._needed("finish_reason", 0, None) == names[wanted.ended]
+        rows = np.flatnonzero(keep)
+        if not wanted.sort:
+            return rows
+        values = self._needed(wanted.sort.removeprefix("-"), 0, None)[rows].astype(np.float64)
+        return rows[np.argsort(-values if wanted.sort.startswith("-") else values, kind="stable")]
+
+    def _needed(self, name: str, *limits: float | None) -> np.ndarray:
+        if name not in self.numbers:
+            if any(limit is not None for limit in limits):
+                raise UserError(f"these rollouts have no column {name}. {suggest(name, self.numbers)}")
+            return np.zeros(len(self))
+        return self.numbers[name]
+
+    def summary(self, row: int) -> dict[str, Any]:
+        """Return a row's numbers by name, with its finish reason in words."""
+        shown = {name: plain(values[row]) for name, values in self.numbers.items()}
+        if shown.get("finish_reason") is not None:
+            shown["finish_reason"] = FinishReason(shown["finish_reason"]).name.lower()
+        return {"row": int(row), **shown}
+
+    def find(self, step: int, group: int, sample: int) -> int:
+        """Return the number of a row. Raises UserError if there is none."""
+        wanted = {"step": step, "group": group, "sample": sample}
+        match = np.flatnonzero(np.all([self.numbers[name] == value for name, value in wanted.items()], axis=0))
+        if not len(match):
+            raise UserError(f"no row {step}.{group}.{sample} was recorded; `braid rollouts {self.run}` lists them")
+        return int(match[0])
+
+    def record(self, row: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return all columns of a row, and the description of their types; only its row group is decoded."""
+        file, left = pq.ParquetFile(self.files[self.file[row]]), int(self.row[row])
+        described = json.loads(file.schema_arrow.metadata[SCHEMA_KEY])
+        for number in range(file.num_row_groups):
+            count = file.metadata.row_group(number).num_rows
+            if left < count:
+                return file.read_row_group(number).slice(left, 1).to_pylist()[0], described
+            left -= count
+        raise UserError(f"{self.files[self.file[row]]} has changed since it was opened; open it again")
+
+
+def plain(value: Any) -> Any:
+    """Return a number of numpy as Python's; None for one that is not finite, which JSON has no form for."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tokenizer_of(run: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run's model, or of its newest checkpoint; None if neither is here any more."""
+    config = run / "config.yaml"
+    model = parse_yaml(config.read_text(), str(config)).get("model") if config.is_file() else None
+    folders = [Path(str(model)).expanduser()] if model else []
+    folders += sorted((run / "checkpoints").glob("step-*/*"), reverse=True)
+    file = next((folder / "tokenizer.json" for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    return None if file is None else Tokenizer.from_file(str(file))
+
+
+def episode(record: Mapping[str, Any], described: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return a recorded row as JSON: its segments in order, numbers, metadata, and the names of other columns.
+
+    A segment is a run of tokens of one kind: `context` (the prompt, or what a further sequence begins with), `model` (a
+    turn) or `observation`. Its tokens have the values of every column with a number per sampled token.
+    """
+    ragged = {name for name, about in described.items() if about["kind"] == "ragged" and not about["shape"]}
+    mask = record.get(MASK) or []
+    actions, turns = sum(mask), len(record.get("turn_lengths") or [])
+    known = {name: record[name] for name in ragged - set(PAYLOAD) if record[name] is not None}
+    per_turn = {name: v for name, v in known.items() if name.startswith(PER_TURN) and len(v) == turns}
+    per_token = {name: v for name, v in known.items() if name not in per_turn and len(v) == actions}
+    numbers = {n: plain(record[n]) for n, about in described.items() if about["kind"] == "index" and not about["shape"]}
+    if numbers.get("finish_reason") is not None:
+        numbers["finish_reason"] = FinishReason(numbers["finish_reason"]).name.lower()
+    segments = [
+        segment_of(kind, turn, sequence, tokens, per_turn, first, per_token, tokenizer)
+        for kind, turn, sequence, tokens, first in segment_tokens(record)
+    ]
+    named = {*numbers, *per_turn, *per_token, *PAYLOAD}
+    metadata = json.loads(record["metadata"]) if record.get("metadata") else {}
+    texts = {"prompt": record.get(PROMPT_TEXT), "response": record.get(RESPONSE_TEXT)}
+    others = sorted(set(described) - named)
+    return {"numbers": numbers, "metadata": metadata, "segments": segments, "texts": texts, "other_columns": others}
+
+
+def segment_tokens(record: Mapping[str, Any]) -> Iterator[tuple[str, int | None, int, list[int], int]]:
+    """Yield (kind, turn, sequence, token ids, number of the first sampled token) of each segment of a row."""
+    tokens, mask = record.get("tokens") or record.get("prompt") or [], record.get(MASK) or []
+    mask = mask or [False] * len(tokens)
+    ends = np.cumsum(record.get("turn_lengths") or [sum(mask)]).tolist()
+    starts = {0, *np.cumsum(record.get("sequence_lengths") or [len(tokens)]).tolist()}
+    key, begin, sampled, first, sequence = None, 0, 0, 0, -1
+    for position in range(len(tokens) + 1):
+        if position < len(tokens):
+            sequence += position in starts
+            turn = int(np.searchsorted(ends, sampled, side="right")) if mask[position] else None
+            now = (turn, sequence)
+        if position == len(tokens) or now != key:
+            if key is not None:
+                kind = "model" if key[0] is not None else "context" if begin in starts else "observation"
+                yield kind, key[0], key[1], tokens[begin:position], first
+            key, begin, first = now, position, sampled
+        sampled += position < len(tokens) and bool(mask[position])
+
+
+def segment_of(
+    kind: str,
+    turn: int | None,
+    sequence: int,
+    tokens: Sequence[int],
+    per_turn: Mapping[str, Sequence[Any]],
+    first: int,
+    per_token: Mapping[str, Sequence[Any]],
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """Return a segment as JSON; without a tokenizer texts are None."""
+    whole = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False)
+    pieces = [None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    shown: dict[str, Any] = {"kind": kind, "turn": turn, "sequence": sequence, "text": whole, "tokens": []}
+    if turn is not None:
+        shown["values"] = {name: plain(values[turn]) for name, values in per_turn.items() if turn < len(values)}
+    for number, (token, piece) in enumerate(zip(tokens, pieces, strict=True)):
+        of = {name: plain(values[first + number]) for name, values in per_token.items()} if turn is not None else {}
+        shown["tokens"].append({"id": token, "text": piece, **of})
+    return shown

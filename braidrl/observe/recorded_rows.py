@@ -1,0 +1,141 @@
+"""Rows of a recording: written and read bit for bit.
+
+index column    a plain parquet column
+Ragged          a list column
+Objects         a column of JSON text
+
+The exact types are kept in the file's metadata, so a replay trains on the very numbers of the run.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.codec import DTYPES as CODEC_DTYPES
+from braidrl.data.packing import equal_share
+from braidrl.data.rows import Column, Objects, Rows
+from braidrl.errors import UserError
+from braidrl.observe.metrics import whole_file
+from braidrl.observe.rollouts import PROMPT_TEXT, RESPONSE_TEXT, SCHEMA_KEY, check_recording, parts_of
+
+# No dictionary encoding for numbers: it compares values, and would merge -0.0 with 0.0, and different NaNs.
+FILE_OPTIONS: dict[str, Any] = {
+    "compression": "zstd",
+    "use_dictionary": [PROMPT_TEXT, RESPONSE_TEXT],
+    "row_group_size": 128,
+}
+"""Readers of one row, as `braid rollouts` is, decode its row group alone."""
+TOKEN_IDS, FINITE, OF_EVERY_TOKEN = ("tokens", "prompt"), ("score", "correct", "reward"), ("action_mask", "length")
+"""Columns of token ids, index columns that must be finite, and columns with the length or a value of each token."""
+DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
+
+
+def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
+    """Write all columns and the texts of each row; the file appears whole or not at all.
+
+    Raises ValueError for what cannot be recorded.
+    """
+    described, arrays = dict[str, Any](), dict[str, Any]()
+    for name, column in rows.items():
+        if isinstance(column, Objects):
+            described[name] = {"kind": "objects"}
+            arrays[name] = pa.array([json.dumps(value) for value in column.values], pa.large_string())
+            continue
+        kind, values = ("ragged", column.values) if isinstance(column, Ragged) else ("index", column)
+        dtype = str(values.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ValueError(f"column {name} is of type {values.dtype}, which cannot be recorded")
+        described[name] = {"kind": kind, "dtype": dtype, "shape": list(values.shape[1:])}
+        numbers = values.detach().cpu().contiguous().flatten()
+        if numbers.dtype == torch.bfloat16:
+            # Parquet has no bfloat16: its bits move into a float32, so NaN survives.
+            numbers = (numbers.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+        arrays[name], width = pa.array(numbers.numpy()), values[0].numel() if len(values) else 1
+        if isinstance(column, Ragged) or values.dim() > 1:
+            starts = column.offsets.cpu().numpy() if isinstance(column, Ragged) else np.arange(len(values) + 1)
+            arrays[name] = pa.LargeListArray.from_arrays(pa.array(starts * width), arrays[name])
+    for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
+        if len(texts) != len(rows):
+            raise ValueError(f"{len(texts)} {name} for {len(rows)} rows")
+        if name in rows:
+            raise ValueError(f"a column may not be called {name}: the text is written under this name")
+        # UTF-8 cannot hold halves of surrogate pairs, so they are removed; the tokens stay exact.
+        printable = (text.encode("utf-8", "replace").decode() for text in texts)
+        arrays[name] = pa.array(printable, pa.large_string())
+    table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: json.dumps(described).encode()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        # Several ranks recorded this step before a single one resumed the run.
+        shutil.rmtree(path)
+    with whole_file(path) as unfinished:
+        pq.write_table(table, unfinished, **FILE_OPTIONS)
+
+
+def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
+    """Read recorded rows bit for bit, or one of `size` ranks' share; rows of several files are sorted.
+
+    Raises UserError for other files.
+    """
+    check_recording(path)
+    files = parts_of(path)
+    counts = [pq.read_metadata(file).num_rows for file in files]
+    wanted, first = equal_share(sum(counts), rank, size), 0
+    schema = pq.read_schema(files[0])
+    described: dict[str, Any] = json.loads(schema.metadata[SCHEMA_KEY])
+    names = list(described)
+    # Without rows the columns keep their types. Only files with rows of the share are read.
+    tables = [schema.empty_table().select(names)]
+    for file, count in zip(files, counts, strict=True):
+        start, stop = max(wanted.start, first) - first, min(wanted.stop, first + count) - first
+        if start < stop:
+            tables.append(pq.read_table(file, columns=names).select(names).slice(start, stop - start))
+        first += count
+    table, columns = pa.concat_tables(tables), dict[str, Column]()
+    for name, about in described.items():
+        array = table.column(name).combine_chunks()
+        if about["kind"] == "objects":
+            columns[name] = Objects(tuple(json.loads(text) for text in array.to_pylist()))
+            continue
+        is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+        # A copy, because parquet's buffers are read-only.
+        values = torch.from_numpy(np.array((array.flatten() if is_list else array).to_numpy(zero_copy_only=False)))
+        if DTYPES[about["dtype"]] == torch.bfloat16:
+            values = (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+        columns[name] = values = values.reshape(-1, *about["shape"])
+        if about["kind"] == "ragged":
+            lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+            width = int(np.prod(about["shape"], dtype=np.int64))
+            columns[name] = Ragged.from_lengths(values, torch.from_numpy(lengths // width))
+    rows = Rows(columns)
+    return rows.ordered() if len(files) > 1 and size == 1 else rows
+
+
+def check_rows(path: Path, rows: Rows, vocabulary: int) -> None:
+    """Raise UserError for a recording that no run can have made: lengths that do not fit, ids that are none of the
+    model's tokens, or numbers that are not finite.
+    """
+    for name, column in rows.items():
+        if isinstance(column, Objects):
+            continue
+        values = column.values if isinstance(column, Ragged) else column
+        trained = isinstance(column, Ragged) or name.rpartition(".")[2] in FINITE
+        if values.is_floating_point() and trained and not bool(values.isfinite().all()):
+            raise UserError(f"{path}: column {name} has numbers that are not finite; record the step again")
+        ids = name.rpartition(".")[2] in TOKEN_IDS
+        if ids and len(values) and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
+            raise UserError(f"{path}: column {name} has ids beyond the model's {vocabulary} tokens; record it again")
+    for prefix in {name.removesuffix("tokens") for name in rows if name.rpartition(".")[2] == "tokens"}:
+        lengths = rows[prefix + "tokens"].lengths
+        for name in (prefix + one for one in OF_EVERY_TOKEN if prefix + one in rows):
+            column = rows[name]
+            count = column.lengths if isinstance(column, Ragged) else column
+            if not torch.equal(count.long(), lengths):
+                raise UserError(f"{path}: column {name} does not fit the number of tokens of its rows; record it again")
