@@ -116,7 +116,7 @@ def check_curriculum(config: Config, written: Collection[str]) -> None:
     Curriculum(config.data.curriculum, [Units((), np.arange(2))], config.seed, 1).begin(1)
 
 
-class Drawn(NamedTuple):
+class DrawnExample(NamedTuple):
     """The example of an admission number, and the iteration that it was drawn for."""
 
     source: int
@@ -147,7 +147,7 @@ class Curriculum:
         """Measurements of the iterations after those in the averages."""
         self.measured = 0
         """The last measured iteration."""
-        self.drawn: dict[int, Drawn] = {}
+        self.drawn: dict[int, DrawnExample] = {}
         self.members = [np.argsort(one.of_example, kind="stable") for one in units]
         """The examples of each source, unit after unit."""
         self.edges = [
@@ -194,7 +194,7 @@ class Curriculum:
             averages[unit] = rate if np.isnan(before[0]) else before + steps * (rate - before)
             groups[unit] += 1
 
-    def draw(self, number: int, source: int) -> Drawn:
+    def draw(self, number: int, source: int) -> DrawnExample:
         """Draw the next example of a source for an admission number.
 
         The k-th draw of a batch takes the unit at frac(phase + k · golden ratio) of the cumulated weights: units come
@@ -209,7 +209,7 @@ class Curriculum:
         index = int(self.members[source][first + (start + self.of_unit[source][unit] * stride) % size])
         self.counts[source] += 1
         self.of_unit[source][unit] += 1
-        self.drawn[number] = made = Drawn(source, index, self.iteration)
+        self.drawn[number] = made = DrawnExample(source, index, self.iteration)
         return made
 
     def measure(self, iteration: int, index: Rows) -> dict[str, float]:
@@ -238,7 +238,7 @@ class Curriculum:
         self.drawn = {number: d for number, d in self.drawn.items() if d.iteration >= iteration - self.lag}
         return self.metrics(drawn)
 
-    def metrics(self, drawn: Sequence[tuple[Drawn, float]]) -> dict[str, float]:
+    def metrics(self, drawn: Sequence[tuple[DrawnExample, float]]) -> dict[str, float]:
         """Return, for each named unit, its share of an iteration's groups and its pass rate in them."""
         shown = {}
         for source, units in enumerate(self.units):
@@ -270,5 +270,5 @@ class Curriculum:
                 self.averages[source][unit] = fast, slow
                 self.groups[source][unit] = groups
         self.recent = {iteration: [(s, u, r) for s, u, r in records] for iteration, records in state["recent"]}
-        self.drawn = {number: Drawn(*one) for number, *one in state["drawn"]}
+        self.drawn = {number: DrawnExample(*one) for number, *one in state["drawn"]}
         self.measured = state["measured"]

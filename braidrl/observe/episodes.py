@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,15 +54,8 @@ class Filter:
     """A column of the index, ascending; with a leading minus descending. Empty keeps the order of the run."""
 
 
-class Place(NamedTuple):
-    """The file of a recorded row and its position there."""
-
-    path: Path
-    row: int
-
-
 class RowIndex:
-    """The rows of a run's training steps, or of an evaluation set: their numbers as arrays (B,), and their places."""
+    """The rows of a run's training steps, or of an evaluation set: their numbers as arrays (B,), and where each is."""
 
     def __init__(self, run: Path, evaluation: str | None = None) -> None:
         """Read the index columns of all steps. Raises UserError if nothing was recorded."""
