@@ -48,6 +48,22 @@ def overlong_exclude(
     return overlong_filter(finish_reason, loss_mask), overlong_filter(finish_reason, statistics_mask)
 
 
+@shapes.register(writes=["response_log_prob"])
+def response_log_prob(old_log_probs: Ragged) -> Tensor:
+    """Return the sum of the log-probs of each row's action tokens, (B,) float64: the evaluation of given responses."""
+    return old_log_probs.with_values(old_log_probs.values.double()).row_sums()
+
+
+@shapes.register(writes=["score"])
+def implicit_reward(old_log_probs: Ragged, ref_log_probs: Ragged) -> Tensor:
+    """Return the sum over each row's action tokens of log π − log π_ref, (B,) float64: the reward that a policy and its
+    reference imply, without β and a term of the prompt alone.
+
+    DPO, arXiv 2305.18290, equation 5.
+    """
+    return old_log_probs.with_values(old_log_probs.values.double() - ref_log_probs.values.double()).row_sums()
+
+
 @shapes.register(writes=["token_rewards"], needs=KL)
 def kl_penalty(
     reward: Tensor,

@@ -83,6 +83,9 @@ def train(
     replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
     rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the memory needed, and exit.")] = False,
+    devices: Annotated[
+        str | None, typer.Option(help="With --dry-run: the devices of the machine that will run it, as in braid plan.")
+    ] = None,
 ) -> None:
     """Train a flow. The first line of output is the run folder."""
     from braidrl.config import load_config
@@ -90,6 +93,8 @@ def train(
     file, changed = split(settings)
     if newest_whole and resume is None:
         raise UserError("--newest-whole is for --resume; a new run has no checkpoint")
+    if devices is not None and not dry:
+        raise UserError("--devices is for --dry-run; a run takes the devices that it finds")
     if resume is None:
         config = load_config(file, changed, every=dry)
     elif file is not None:
@@ -101,7 +106,7 @@ def train(
     if dry:
         from braidrl.cli.dry_run import dry_run
 
-        dry_run(config)
+        dry_run(config, devices=devices)
         return
     from braidrl.runtimes.run import train as run_training
     from braidrl.runtimes.start import start_fork_server
@@ -332,11 +337,12 @@ def export(
     run: RunFolder,
     folder: Annotated[Path, typer.Argument(help="A new folder for the Hugging Face model.")],
     role: Annotated[str | None, typer.Option(help="By default the actor, or the only role.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint, if evaluation.best keeps it.")] = False,
 ) -> None:
     """Copy a role's model out of a run's latest checkpoint (or a checkpoint folder) as a Hugging Face directory."""
     from braidrl.runtimes.saving.checkpoints import export_model
 
-    say(export_model(run, folder, role))
+    say(export_model(run, folder, role, best))
 
 
 @checkpoint.command("check")

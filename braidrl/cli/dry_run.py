@@ -10,7 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from braidrl.cluster.devices import assign_devices, device_count, device_lines, device_memory
+from braidrl.cluster.device_kinds import read_cluster
+from braidrl.cluster.devices import (
+    assign_devices,
+    choose_device,
+    device_count,
+    device_lines,
+    device_memory,
+    planned_for,
+)
 from braidrl.config import Config
 from braidrl.errors import Problems, UserError
 from braidrl.observe.progress import Terminal
@@ -26,11 +34,23 @@ from braidrl.training.loading import load_tokenizer
 from braidrl.training.role_settings import USUAL_TOKENS
 
 
-def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
+def dry_run(
+    config: Config, console: Console | None = None, devices: str | None = None
+) -> list[tuple[DeviceGroup, list[Footprint]]]:
     """Check as a run does, and print the memory of each device and a verdict.
 
-    Raises Problems with all independent errors, a line each.
+    `devices`, in the form of `braid plan --devices`, are those of the machine that will run it; by default this
+    machine's. Raises Problems with all independent errors, a line each.
     """
+    cluster = None if devices is None else read_cluster(devices)
+    if cluster is not None and config.device not in ("auto", cluster.device):
+        raise UserError(f"device={config.device}: --devices {devices} are not such devices; write device=auto")
+    with planned_for(cluster):
+        return checked_and_shown(config, console or Terminal())
+
+
+def checked_and_shown(config: Config, console: Console) -> list[tuple[DeviceGroup, list[Footprint]]]:
+    """Do a dry run for the devices that are asked."""
     problems: list[str] = []
 
     def noted(check: Callable[[], Any]) -> Any:
@@ -66,7 +86,6 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     check_engine_memory(prepared)
     groups = device_groups(prepared.deployment)
     found = [(group, [footprint(use, prepared.deployment, group.devices) for use in group.uses]) for group in groups]
-    console = console or Terminal()
     show(prepared, found, chosen, console)
     for line in verdict(prepared, found):
         console.print(line, soft_wrap=True, style="bold")
@@ -90,7 +109,7 @@ def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]
     """Yield, for each kind of device, whether the run fits, the largest part of memory, and a remedy."""
     config = prepared.config
     memory, where = device_memory(config.device), "a device"
-    if memory is None and config.device != "cuda":
+    if memory is None and choose_device(config.device).type == "cpu":
         memory, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
     for group, footprints in found:
         if not footprints:

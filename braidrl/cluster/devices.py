@@ -9,10 +9,13 @@ take a share by LOCAL_RANK. torch is imported only inside functions: a process t
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from braidrl.cluster.device_kinds import Cluster
 from braidrl.cluster.pools import Pool
 from braidrl.errors import UserError
 
@@ -30,10 +33,31 @@ class Devices:
     """Devices of each engine process that it starts."""
 
 
+PLANNED: ContextVar[Cluster | None] = ContextVar("PLANNED", default=None)
+"""The devices that are asked in place of this machine's, for a dry run of a configuration of another machine."""
+
+
+@contextmanager
+def planned_for(cluster: Cluster | None) -> Iterator[None]:
+    """Let the questions below be answered for a cluster, by its makers' figures; None leaves them to this machine."""
+    token = PLANNED.set(cluster)
+    try:
+        yield
+    finally:
+        PLANNED.reset(token)
+
+
+def here() -> str:
+    """Return the name of the machine that the questions below are answered for."""
+    return str(PLANNED.get() or "this machine")
+
+
 def choose_device(name: str) -> "torch.device":
     """Resolve the configured `device`: `auto` is CUDA if there is a device."""
     import torch
 
+    if name == "auto" and (planned := PLANNED.get()):
+        name = planned.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -43,14 +67,21 @@ def has_bfloat16() -> bool:
     """Return True if CUDA devices support bfloat16 natively, or if there are no devices to ask."""
     import torch
 
+    if planned := PLANNED.get():
+        return all("bfloat16" in kind.peak for kind in planned.kinds.values())
     return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def device_count(name: str) -> int | None:
-    """Return the number of CUDA devices that this process sees, or None if the configured `device` is not CUDA."""
+    """Return the number of CUDA devices that this process sees, or that are planned; None if the configured `device` is
+    not CUDA.
+    """
     import torch
 
-    return torch.cuda.device_count() if choose_device(name).type == "cuda" else None
+    if choose_device(name).type != "cuda":
+        return None
+    planned = PLANNED.get()
+    return torch.cuda.device_count() if planned is None else planned.size
 
 
 def device_memory(name: str, free: bool = False) -> int | None:
@@ -61,6 +92,8 @@ def device_memory(name: str, free: bool = False) -> int | None:
 
     if not device_count(name):
         return None
+    if planned := PLANNED.get():
+        return min(kind.memory for kind in planned.kinds.values())
     return int(torch.cuda.mem_get_info()[0] if free else torch.cuda.get_device_properties(0).total_memory)
 
 
@@ -88,7 +121,7 @@ def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
 
     Raises as `devices_each`.
     """
-    shared, table, first = devices_each(pools, available, "this machine"), dict[str, Devices](), 0
+    shared, table, first = devices_each(pools, available, here()), dict[str, Devices](), 0
     for pool in pools:
         for number in range(pool.workers):
             block = tuple(range(first, first + shared[pool.name]))

@@ -3,17 +3,59 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import MOST_ROWS, MOST_STEPS, MOST_TOKENS, DType, Section
+from braidrl.parsing import JSON_BYTES, parse_json, read_bytes
 
 MOST_LEARNING_RATE = 100.0
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+UNREAD = {
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "bias": "none",
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "exclude_modules": None,
+    "target_parameters": None,
+    "lora_bias": False,
+}
+"""Settings of peft's adapters that Braid's lack, with the only values that it reads."""
+
+
+def read_adapter(folder: Path) -> dict[str, Any]:
+    """Return rank, alpha and targets of adapters in peft's format. Raises ValueError, naming the file and the setting,
+    for adapters that Braid's cannot be.
+    """
+    path = folder.expanduser() / "adapter_config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; name a folder of adapters in peft's format")
+    try:
+        known = dict(parse_json(read_bytes(path, JSON_BYTES)))
+        found = {"rank": int(known["r"]), "alpha": float(known["lora_alpha"]), "targets": known["target_modules"]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} has no readable r, lora_alpha and target_modules ({error})") from error
+    for name, value in UNREAD.items():
+        if known.get(name, value) not in (value, None):
+            raise ValueError(f"{path}: {name}={known[name]!r} is not supported; merge the adapter into the model")
+    if not isinstance(found["targets"], list):
+        raise ValueError(f"{path}: target_modules is a pattern; write the list of layers there, as in [q_proj, v_proj]")
+    return {**found, "targets": tuple(sorted({str(target).rpartition(".")[2] for target in found["targets"]}))}
+
+
 class LoraConfig(Section):
     """Low-rank adapters, trained in place of the full weights."""
+
+    adapter: Path | None = None
+    """A folder of adapters in peft's format from which training starts, as `adapter/` of a role's checkpoint; rank,
+    alpha and targets are then the folder's.
+    """
 
     rank: int = Field(16, ge=1, le=MOST_ROWS)
     """Rank of an adapter."""
@@ -25,6 +67,20 @@ class LoraConfig(Section):
     """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes), also for engines in the same process; by
     default as the model.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_adapter(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not given.get("adapter"):
+            return given
+        found = read_adapter(Path(given["adapter"]))
+        for key, value in found.items():
+            own = given.get(key, value)
+            if (sorted(own) if key == "targets" and not isinstance(own, str) else own) != (
+                sorted(value) if key == "targets" else value
+            ):
+                raise ValueError(f"{key}={own} is not that of {given['adapter']}, {value}; remove it")
+        return {**found, **given}
 
 
 class TrainerConfig(Section):
@@ -148,6 +204,15 @@ class EvaluationConfig(Section):
     """As `rollout.top_k`, for evaluation."""
     max_prompts: int | None = Field(None, ge=1, le=MOST_ROWS)
     """Number of prompts of each set, from the first; by default all."""
+    responses: Literal["auto", "generated", "given"] = "auto"
+    """For flows on given responses, as sft and dpo: `given` evaluates those of the held-out sets, by `loss` or
+    `pair_accuracy`; `generated` generates responses and verifies them. The default is given, unless a verifier other
+    than `exact` is named.
+    """
+    best: str | None = None
+    """Metric of an evaluation set, as `eval/test/avg@8`: the checkpoint of the step at which it was highest is kept
+    beside the latest ones, and `braid export RUN FOLDER --best` copies its model. By default none is.
+    """
     stop_at: float | None = Field(None, gt=0, le=1)
     """Early stopping: the run ends when avg@k (or pair accuracy) of every set is at least this."""
 

@@ -179,12 +179,18 @@ def check_train(data: DataConfig) -> None:
 
 
 def load_eval(
-    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, str] | None = None
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    responses: bool = False,
+    pairs: bool = False,
+    kept: Mapping[str, str] | None = None,
 ) -> dict[str, LoadedSource]:
     """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
     template, found = PromptTemplate.of(tokenizer, data), {}
     for name, source in data.evaluation_sources.items():
-        reading = Reading(source, pairs=pairs, usual_split="test" if name in data.eval else "train")
+        split = "test" if name in data.eval else "train"
+        reading = Reading(source, responses=responses, pairs=pairs, usual_split=split)
         found[name] = load_source(reading, data, template, kept[name] if kept else None)
     return found
 

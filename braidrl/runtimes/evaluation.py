@@ -35,6 +35,14 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
     return stop_at is not None and bool(shares) and min(shares) >= stop_at
 
 
+def value_of_best(metrics: Mapping[str, float | int | None], name: str) -> float:
+    """Return the metric named by `evaluation.best`. Raises UserError that lists those of the evaluation sets."""
+    if (value := metrics.get(name)) is None:
+        known = [key for key in metrics if key.startswith("eval/")]
+        raise UserError(f"evaluation.best: there is no metric {name!r} of a set; write one of {', '.join(known)}")
+    return float(value)
+
+
 def evaluate_sets(
     backend: Backend[Any],
     prepared: Prepared,
@@ -47,8 +55,8 @@ def evaluate_sets(
     metrics.
 
     These are avg@k for k samples, pass@k for powers of two up to k, mean length and score; for pairs the ranking
-    accuracy and margin. At most `prompts` of each set are used. `step` is the seed of the stages' random numbers, and
-    `sums` collects their counts.
+    accuracy and margin; for single given responses the mean negative log-prob of a token (nats). At most `prompts` of
+    each set are used. `step` is the seed of the stages' random numbers, and `sums` collects their counts.
     """
     config, metrics = prepared.config, dict[str, float]()
     for name in config.data.evaluation_sources:
@@ -63,6 +71,9 @@ def evaluate_sets(
                 k *= 2
             metrics[f"eval/{name}/length_mean"] = float(index["action_tokens"].double().mean())
             metrics[f"eval/{name}/score_mean"] = float(index["score"].double().mean())
+        elif "response_log_prob" in index:
+            tokens = index["action_tokens"].sum().clamp(min=1)
+            metrics[f"eval/{name}/loss"] = float(-index["response_log_prob"].sum() / tokens)
         else:
             scores = index["score" if "score" in index else "cost"].double()
             margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]

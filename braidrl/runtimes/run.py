@@ -25,7 +25,7 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, recorded_steps, rollout_path
 from braidrl.observe.trackers import TrackedRun, Trackers
-from braidrl.runtimes.evaluation import evaluate_sets, good_enough
+from braidrl.runtimes.evaluation import evaluate_sets, good_enough, value_of_best
 from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
@@ -34,6 +34,7 @@ from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.fingerprints import fingerprints
 from braidrl.runtimes.saving.folders import (
+    best_checkpoint,
     held_alone,
     identity,
     new_run_folder,
@@ -100,6 +101,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.step, self.version, self.restarts = 0, 0, restarts
         self.saved_step: int | None = None
         self.good_enough = False
+        self.best_of_step: tuple[str, float] | None = None
+        """The metric `evaluation.best` with its value, if the last step has the highest so far."""
 
         with ExitStack() as resources, full_disk_named(self.folder):
             if self.world.first:
@@ -323,7 +326,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.world.gather("the line of the last step", None)
             raise
         self._check_folder()
-        if (often := self.config.trainer.checkpoint_every) and step % often == 0:
+        often = self.config.trainer.checkpoint_every
+        if self.best_of_step or (often and step % often == 0):
             self._save(self._snapshot())
 
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
@@ -357,7 +361,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and not self.config.evaluation.before_first_step:
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
-            evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
+            tried = evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
+            if self.config.evaluation.best:
+                value_of_best(tried, self.config.evaluation.best)
             for name in self.config.data.evaluation_sources if self.world.first else ():
                 path = rollout_path(self.folder, 0, name)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -373,7 +379,19 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _evaluate(self) -> StepMetrics:
         metrics: StepMetrics = {**evaluate_sets(self.backend, self.prepared, self.folder, self.step)}
         self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
+        if name := self.config.evaluation.best:
+            value, before = value_of_best(metrics, name), self._best_before(name)
+            if self.step > 0 and (before is None or value > before):
+                self.best_of_step = (name, value)
         return metrics
+
+    def _best_before(self, name: str) -> float | None:
+        """Return the highest value of a metric with which a checkpoint was written, as the first rank knows it."""
+        if self.world.first:
+            self.checkpoints.wait()
+        known = best_checkpoint(self.folder) if self.world.first else None
+        value: float | None = known.value if known and known.metric == name else None
+        return self.world.share("best value", value)
 
     def _snapshot(self) -> RunState:
         """Return the resume state beside the weights, as of the last complete step."""
@@ -385,8 +403,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """
         if self.saved_step != state.step:
             position = state.position._replace(started=self.controller.started_ahead())
-            self.checkpoints.save(replace(state, position=position), self.backend)
-            self.saved_step = state.step
+            self.checkpoints.save(replace(state, position=position), self.backend, self.best_of_step)
+            self.saved_step, self.best_of_step = state.step, None
         if wait:
             self.checkpoints.wait()
 

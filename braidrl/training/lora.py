@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from braidrl.config import LoraConfig
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError, first_line, suggest
 from braidrl.training.decoders.body import decoder_of
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD
+from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.shards import box_of, full_tensor, local_shard
 
 T = TypeVar("T")
@@ -81,6 +84,26 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
         if ".lora_" in name:
             parameter.data = parameter.data.to(model.dtype)
         parameter.requires_grad_(is_adapter(name))
+
+
+def start_from(model: nn.Module, folder: Path) -> None:
+    """Copy adapters in peft's format into those of a model. Raises UserError if they are of another model."""
+    path = folder.expanduser() / ADAPTER_WEIGHTS
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"lora.adapter: {path} cannot be read ({first_line(error)})") from error
+    wanted = adapters_of(dict(model.named_parameters()))
+    shapes, given = ({name: tuple(one.shape) for name, one in each.items()} for each in (wanted, saved))
+    if unlike := sorted(name for name in shapes | given if shapes.get(name) != given.get(name)):
+        name = unlike[0]
+        raise UserError(
+            f"lora.adapter: {path} is of another model: {name} is {given.get(name, 'missing')} there, and "
+            f"{shapes.get(name, 'missing')} in {type(model).__name__}"
+        )
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(saved[name])
 
 
 def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:

@@ -133,6 +133,22 @@ def test_dry_run_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_pat
     assert "16 rows, 1 updates" in shown.getvalue()
 
 
+def test_a_dry_run_for_other_devices_takes_their_memory_and_data_type(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(workshop.config_file(device="auto", runtime="distributed", workers=8))
+    app(["train", path, "--dry-run", "--devices", "8xH100-80GB"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "of the 80" in shown.replace("80.0 GiB", "80 GiB") and "master weights" in shown and "cuda:0" in shown
+    app(["train", path, "--dry-run"], standalone_mode=False)
+    assert "master weights" not in capsys.readouterr().out, "float32 on this machine's CPU"
+    for devices, named in {"4xH100-80GB": "4xH100-80GB", "8xH100": "H100-80GB"}.items():
+        with pytest.raises(UserError, match=named):
+            app(["train", path, "--dry-run", "--devices", devices], standalone_mode=False)
+    with pytest.raises(UserError, match="--dry-run"):
+        app(["train", path, "--devices", "8xH100-80GB"], standalone_mode=False)
+
+
 def test_dry_run_refuses_what_a_run_refuses(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="no rollout engine is called 'turbo'"):
         dry_run(workshop.config(rollout={"engine": "turbo"}))

@@ -52,6 +52,23 @@ def test_lora_rollouts_use_merged_weights_and_resume_exactly(workshop: Workshop)
     assert metrics_without_times(stopped) == metrics_without_times(whole)
 
 
+def test_adapters_of_a_checkpoint_start_another_run(workshop: Workshop) -> None:
+    first = workshop.run("first", **FLOW, trainer={**TRAINER, "steps": 2})
+    actor = first / "checkpoints" / "step-2" / "actor"
+    start = {**TRAINER, "steps": 1, "lora": {"adapter": str(actor / ADAPTER)}}
+    config = workshop.config("on", **FLOW, trainer=start)
+    assert config.trainer.lora is not None and (config.trainer.lora.rank, config.trainer.lora.alpha) == (4, 16)
+    assert config.trainer.lora.targets == tuple(sorted(config.trainer.lora.targets))
+    merged_run = workshop.run("merged", **FLOW, model=str(actor), trainer={**TRAINER, "steps": 1})
+    on = workshop.run("on", **FLOW, trainer=start)
+    ours, theirs = recorded(on, 1), recorded(merged_run, 1)
+    assert torch.equal(ours["tokens"].values, theirs["tokens"].values)
+    torch.testing.assert_close(ours["rollout_log_probs"].values, theirs["rollout_log_probs"].values)
+    for changed, named in (({"rank": 8}, "rank=8"), ({"adapter": str(workshop.folder)}, "adapter_config.json")):
+        with pytest.raises(UserError, match=named):
+            workshop.config("no", **FLOW, trainer={**start, "lora": {**start["lora"], **changed}})
+
+
 def test_sharded_adapter_training_equals_single_process(workshop: Workshop) -> None:
     trainer = {**TRAINER, "steps": 2}
     alone = workshop.run("alone", **FLOW, trainer=trainer)

@@ -132,6 +132,11 @@ def without_effect(config: Config) -> list[str]:
             "trainer.surplus=keep do; "
             "all that it changes here is that old log-probs are recomputed and corrected"
         )
+    if config.evaluation.best and not (config.evaluation.every and config.data.evaluation_sources):
+        lines.append(
+            "evaluation.best keeps no checkpoint, since nothing is evaluated; name a set by data.eval, and set "
+            "evaluation.every"
+        )
     if config.flow == "distillation" and settings_of("reference", config).model == config.model:
         lines.append("the teacher is the model itself, from which it learns nothing; write roles.reference.model")
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 from braidrl.agents.environments import check_environment
 from braidrl.agents.listening import endpoint_key
 from braidrl.config import Config
+from braidrl.config.data import RewardConfig
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import check_update_size
@@ -54,12 +55,13 @@ def build_flow(config: Config) -> Flow:
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
     """Return generation at the evaluation's settings, checked or played as in the flow, by its first generating role.
 
-    Without a generating role it is the first trained role; if that role only scores, it scores held-out pairs instead.
+    Without a generating role it is the first trained role. A flow that trains on given responses is evaluated on
+    held-out ones instead, as `evaluation.responses` says.
     """
     learner = (*flow.trained_roles, *flow.roles)[0]
-    if flow.trains_on_pairs and learner in flow.scalar_roles:
-        joined = make_stage("data.join_response", None, id="evaluation.join_response")
-        return Flow("evaluation", [joined, make_stage("score", learner, id="evaluation.score")])
+    is_scorer = flow.trains_on_pairs and learner in flow.scalar_roles
+    if is_scorer or (given_responses(flow) is not None and evaluates_given(config, learner in flow.scalar_roles)):
+        return Flow("evaluation", of_given_responses(flow, learner))
     role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), learner)
     checks = next((s.params for s in flow.stages if s.type == "verify"), {})
     scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
@@ -76,6 +78,29 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
     if environment is not None:
         return Flow("evaluation", [generate])
     return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
+
+
+def evaluates_given(config: Config, is_scalar: bool) -> bool:
+    """Return whether a flow on given responses is evaluated on held-out ones, not on responses that it generates."""
+    if config.evaluation.responses != "auto":
+        return config.evaluation.responses == "given"
+    usual = RewardConfig.model_fields["verify"].default
+    sources = config.data.evaluation_sources.values()
+    return not is_scalar and config.reward.verify == usual and all(source.verify is None for source in sources)
+
+
+def of_given_responses(flow: Flow, learner: str) -> list[Stage]:
+    """Return the stages that evaluate given responses: a scoring role's scores of pairs, the rewards that a policy and
+    its reference imply for pairs, or the log-probs of responses.
+    """
+    joined = make_stage("data.join_response", None, id="evaluation.join_response")
+    if learner in flow.scalar_roles:
+        return [joined, make_stage("score", learner, id="evaluation.score")]
+    log_probs = make_stage("log_probs", learner, id="evaluation.log_probs")
+    if not flow.trains_on_pairs:
+        return [joined, log_probs, make_stage("shape.response_log_prob", None, id="evaluation.response_log_prob")]
+    reference = make_stage("log_probs", "reference", id="evaluation.reference")
+    return [joined, log_probs, reference, make_stage("shape.implicit_reward", None, id="evaluation.implicit_reward")]
 
 
 def given_responses(flow: Flow) -> int | None:

@@ -145,12 +145,19 @@ def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: 
     """
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
     own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
-    given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
+    given, evaluated = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
     if prepared.train:
         train_on = partial(load_train, **own, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
         sources = check(train_on) or []
-    held_out = check(partial(load_eval, **own, pairs=pairs, kept=known.get("eval"))) or {}
+    held_out = (
+        check(
+            partial(
+                load_eval, **own, responses=evaluated, pairs=evaluated and flow.trains_on_pairs, kept=known.get("eval")
+            )
+        )
+        or {}
+    )
     texts = load_texts(**own, kept=known.get("texts")) if prepared.train and "ptx_tokens" in needed else None
     tested = list(held_out.values())
     if sources and any(stage.type == "verify" for stage in flow.stages):

@@ -32,7 +32,10 @@ from braidrl.flow.selecting import Selection
 from braidrl.observe.metrics import whole_file
 from braidrl.runtimes.interfaces import Backend, Position, StartedBatch
 from braidrl.runtimes.saving.folders import (
+    BEST,
     LATEST,
+    Best,
+    best_checkpoint,
     checkpoints_of,
     latest_checkpoint,
     partial_path,
@@ -131,10 +134,11 @@ class Checkpoints:
         self._writing = BackgroundWriter()
         self._step = 0
 
-    def save(self, state: RunState, backend: Backend[Any]) -> None:
-        """Write a checkpoint, or start to. Raises UserError if it, or the previous one, could not be written.
+    def save(self, state: RunState, backend: Backend[Any], best: tuple[str, float] | None = None) -> None:
+        """Write a checkpoint, or start to; `best` is the metric, with its value, by which it is the best so far.
 
-        Ranks other than the first send their state to it, or write their shards beside its own.
+        Raises UserError if it, or the previous one, could not be written. Ranks other than the first send their state
+        to it, or write their shards beside its own.
         """
         self.wait()
         self._step, position = state.step, state.position
@@ -159,28 +163,33 @@ class Checkpoints:
                 about |= {"fingerprints": state.fingerprints, "started": started, **plain_position(position)}
                 (partial_path(path) / "state.json").write_text(json.dumps(about))
                 kept = self.keep_last if self.learning else None
-                calls = [partial(self._finish, unfinished.pop_all(), path, calls, kept)]
+                named = Best(path.name, *best) if best else None
+                calls = [partial(self._finish, unfinished.pop_all(), path, calls, kept, named)]
             if self.in_background:
                 self._writing.begin(calls)
             else:
                 for call in calls:
                     call()
 
-    def _finish(self, unfinished: ExitStack, path: Path, calls: Sequence[Write], keep_last: int | None) -> None:
-        """Make the calls, point `latest` at the whole checkpoint, then remove the oldest beyond `keep_last`; None keeps
-        all.
+    def _finish(
+        self, unfinished: ExitStack, path: Path, calls: Sequence[Write], keep_last: int | None, best: Best | None
+    ) -> None:
+        """Make the calls, point `latest` at the whole checkpoint and, if it is the best, `best.json`; then remove the
+        oldest beyond `keep_last`, but never the best. None keeps all.
         """
         with unfinished:
             for call in calls:
                 call()
             write_manifest(partial_path(path))
-        pointer = path.parent / LATEST
-        with whole_file(pointer) as moved:
-            moved.write_text(f"{path.name}\n", encoding="utf-8")
-            sync(moved)
-        known = checkpoints_of(self.run)
+        pointers = {LATEST: f"{path.name}\n"} | ({BEST: json.dumps(asdict(best))} if best else {})
+        for pointer, text in pointers.items():
+            with whole_file(path.parent / pointer) as moved:
+                moved.write_text(text, encoding="utf-8")
+                sync(moved)
+        known, kept = checkpoints_of(self.run), best_checkpoint(self.run)
         for old in known[: known.index(path) + 1][:-keep_last] if keep_last is not None else ():
-            shutil.rmtree(old)
+            if kept is None or old.name != kept.checkpoint:
+                shutil.rmtree(old)
 
     def wait(self, block: bool = True) -> None:
         """Wait for the background write, unless `block` is False and it still runs. Raises UserError if it failed."""
@@ -300,13 +309,17 @@ def checkpoint_damage(folder: Path, world: World | None = None) -> str:
     return ""
 
 
-def export_model(run: Path, folder: Path, role: str | None = None) -> str:
-    """Copy a trained model out of a checkpoint, or out of a run's latest one, to a new Hugging Face directory; describe
-    it in a line.
+def export_model(run: Path, folder: Path, role: str | None = None, best: bool = False) -> str:
+    """Copy a trained model out of a checkpoint, or out of a run's latest or `best` one, to a new Hugging Face
+    directory; describe it in a line.
 
     `role` is by default the actor, or the only role. Raises UserError if that is not possible.
     """
-    checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
+    known = best_checkpoint(run) if best else None
+    if best and known is None:
+        raise UserError(f"{run} keeps no best checkpoint; name the metric by evaluation.best, as in eval/test/avg@8")
+    newest = run / "checkpoints" / known.checkpoint if known else latest_checkpoint(run)
+    checkpoint = run if (run / "state.json").is_file() else newest
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
     if trouble := checkpoint_damage(checkpoint):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -23,7 +24,7 @@ from braidrl.importing import relative_to
 from braidrl.observe.metrics import whole_file
 from braidrl.parsing import DUMPER, JSON_BYTES, parse_json, parse_yaml, read_bytes, read_text
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best.json"
 MAY_CHANGE = (
     "runtime",
     "workers",
@@ -235,8 +236,7 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
             raise UserError(
                 f"{key} cannot change in a resumed run, only {', '.join(MAY_CHANGE)}; for another {key} begin a new "
-                "run with "
-                f"model={folder}/checkpoints/latest/actor"
+                f"run with model={(latest_checkpoint(folder) or folder / 'checkpoints' / 'step-N') / 'actor'}"
             )
         apply_override(tree, override)
     return parse_config(tree) if overrides else known
@@ -299,6 +299,26 @@ def latest_checkpoint(run: Path) -> Path | None:
         there = f"write {known[-1].name} into it" if known else "copy its checkpoints back, or begin anew"
         raise UserError(f"{pointer} names {named!r}, which is no checkpoint of this run; {there}")
     return found
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint of a run at whose step a metric of evaluation was highest."""
+
+    checkpoint: str
+    metric: str
+    value: float
+
+
+def best_checkpoint(run: Path) -> Best | None:
+    """Return the best checkpoint of a run, or None if it keeps none. Raises UserError for a damaged `best.json`."""
+    path = run / "checkpoints" / BEST
+    if not path.is_file():
+        return None
+    try:
+        return Best(**parse_json(read_bytes(path, JSON_BYTES)))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({first_line(error)}); remove it") from error
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

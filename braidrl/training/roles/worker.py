@@ -99,6 +99,8 @@ class RoleWorker(ShardedBackend):
         """Tensors of the folder that the model lacks; checkpoints keep them."""
         if self.lora:
             lora.add_adapters(self.model, self.lora, self.config.seed)
+            if self.lora.adapter:
+                lora.start_from(self.model, self.lora.adapter)
             for module in list(self.model.modules()) if self.lora.base_dtype else ():
                 if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
                     module.base_layer = lora.FourBitLinear(base)
