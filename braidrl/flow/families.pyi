@@ -233,6 +233,15 @@ class ShapeNames:
             high: Upper bound: only tokens with a smaller covariance are chosen.
         """
 
+    def implicit_reward(
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+    ) -> Stage:
+        """Return the sum over each row's action tokens of log π − log π_ref, (B,) float64: the reward that a policy
+        and its reference imply, without β and a term of the prompt alone.
+
+        DPO, arXiv 2305.18290, equation 5.
+        """
+
     def kl_penalty(
         self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
         after: Sequence[str] = ...
@@ -267,6 +276,13 @@ class ShapeNames:
         max, −1 beyond.
 
         DAPO, arXiv 2503.14476, equation 13. Raises ValueError unless 0 < cache ≤ max.
+        """
+
+    def response_log_prob(
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+    ) -> Stage:
+        """Return the sum of the log-probs of each row's action tokens, (B,) float64: the evaluation of given
+        responses.
         """
 
     def row_kl_penalty(
