@@ -90,6 +90,9 @@ def unit_of(group: NodeGroup) -> int:
     return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
 
 
+PARTS: tuple[RolePart, RolePart] = ("model", "generate")
+
+
 class Search:
     """A search over one problem."""
 
@@ -136,11 +139,27 @@ class Search:
                 if self.choices.of_set(roles, wider, wider.size):
                     smallest = f"{wider.nodes}x{wider.devices}x{wider.kind}"
                     raise UserError(f"{refused}; the smallest that fits is --devices {smallest}")
+        for group in problem.cluster.groups:
+            if fault := self.engine_without_room(group):
+                raise UserError(f"{refused}: {fault}")
         largest = max(problem.models.values(), key=lambda model: model.use.shape.parameters)
         raise UserError(
             f"{refused}, nor of up to {MOST_PROCESSES:,} devices: {largest.role} has "
             f"{largest.use.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
         )
+
+    def engine_without_room(self, group: NodeGroup) -> str | None:
+        """Return a line if a role's model fits on a group of nodes and its engine does not; None otherwise."""
+        for role in (role for role, model in self.problem.models.items() if model.generates):
+            trains, generates = (bool(self.choices.of_role(role, group, group.size, part)) for part in PARTS)
+            if trains and not generates:
+                engine = self.problem.config.rollout.engine
+                remedy = "write rollout.engine=vllm, which divides a model over more devices"
+                return (
+                    f"{role} can train there, but its {engine} engine has too little memory on each {group.kind}; "
+                    f"{remedy if engine == 'embedded' else 'choose a kind with more memory'}"
+                )
+        return None
 
     def best_of(self, partition: RoleSets, limit: float = math.inf) -> Plan | None:
         """Return the fastest plan of a partition; None if it does not fit, or takes at least `limit` seconds an

@@ -189,3 +189,9 @@ def test_many_devices_are_planned_for_in_seconds(tmp_path: Path, nodes: int) -> 
     assert search.hybrid()
     # Twice what it is allowed on a machine that does nothing else.
     assert time.thread_time() - began < 20
+
+
+def test_a_model_whose_engine_alone_has_no_room_is_refused_with_another_engine(tmp_path: Path) -> None:
+    asked = problem(write_sizes(tmp_path / "m", 1024, 2, 2), cluster(8, 8, 30 * MIB))
+    with pytest.raises(UserError, match=r"actor can train there, .*rollout\.engine=vllm"):
+        Search(asked).hybrid()
